@@ -1,0 +1,88 @@
+"""`uneven diagnose`: sections, exit code, and a machine with nothing installed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=*)
+    echo '0, NVIDIA GeForce RTX 5060 Ti, 16384, GPU-aaaa, 00000000:01:00.0, Disabled, 12.0'
+    echo '1, NVIDIA GeForce GTX 1060 6GB, 6144, GPU-bbbb, 00000000:02:00.0, [N/A], 6.1' ;;
+  *) echo '| Driver Version: 580.82.07    CUDA Version: 13.0 |' ;;
+esac
+"""
+SECTIONS = [
+    "System",
+    "GPUs and driver",
+    "torch build",
+    "Compatibility",
+    "Precision",
+    "Backends",
+    "Network",
+]
+
+
+def diagnose(
+    *arguments: str, without: tuple[str, ...] = (), path: str = "/usr/bin:/bin"
+) -> "subprocess.CompletedProcess[str]":
+    """Run in a process of its own, with some packages made to look not installed."""
+    hide = "".join(f"sys.modules[{name!r}] = None; " for name in without)
+    code = f"import sys; {hide}from uneven.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "diagnose", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PATH": path, "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/nowhere"},
+    )
+
+
+def test_a_machine_with_torch_and_no_gpu_is_fine() -> None:
+    pytest.importorskip("torch")
+    done = diagnose(without=("pynvml",))
+    if "GPU 0" in done.stdout:
+        pytest.skip("this machine has a GPU")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in SECTIONS] == SECTIONS
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1] == "All fine."
+    assert "Note: no NVIDIA GPU" in done.stdout
+
+
+def test_a_bare_machine_reports_and_says_what_to_install() -> None:
+    done = diagnose(without=("torch", "psutil", "pynvml", "numpy"))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+    assert "Problem 1: torch is not installed" in done.stdout
+    assert "fix: pip install 'torch>=2.8'" in done.stdout
+
+
+def test_two_unlike_gpus_and_a_torch_for_none(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda is not None:
+        pytest.skip("needs a CPU build of torch")
+    script = tmp_path / "nvidia-smi"
+    script.write_text(SMI)
+    script.chmod(0o755)
+    done = diagnose(without=("pynvml",), path=f"{tmp_path}:/usr/bin:/bin")
+    assert done.returncode == 1, done.stderr
+    assert "MISSING  NVIDIA GeForce RTX 5060 Ti (sm_120)" in done.stdout
+    assert "MISSING  NVIDIA GeForce GTX 1060 6GB (sm_61)" in done.stdout
+    assert "no prebuilt torch covers sm_61 to sm_120" in done.stdout
+    # The command must stand on one line, to be copied.
+    assert 'TORCH_CUDA_ARCH_LIST="6.1;12.0" pip install --no-build-isolation -v .' in done.stdout
+
+
+def test_json_is_one_document_with_the_same_verdict() -> None:
+    done = diagnose("--json", without=("torch", "pynvml"))
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert found["torch"]["installed"] is False
+    assert found["problems"][0] == {"what": "torch is not installed", "fix": "pip install 'torch>=2.8'"}
+    assert found["network"]["why"]

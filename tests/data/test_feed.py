@@ -1,0 +1,90 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+from uneven.data.feed import make_feed
+from uneven.data.tensors import TensorData
+from uneven.policy.axis import Axis
+
+CPU = torch.device("cpu")
+
+
+class Noisy(Dataset):
+    """A data set that augments at random with all three generators, as users' sets do."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
+        return index, random.random(), float(np.random.rand()), torch.rand(2)
+
+
+def read(dataset: object, axis: Axis, batch_size: int, workers: int = 0) -> list[list[object]]:
+    feed = make_feed(dataset, CPU, seed=5, batch_size=batch_size, workers=workers)
+    return [[feed.open(inputs) for inputs, _ in micros] for _, micros in feed.stream(axis.slots())]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
+def test_every_feed_gives_every_sample_once_an_epoch_in_the_same_order(
+    samples: int, batch_size: int, accumulate: int, epochs: int
+) -> None:
+    axis = Axis(samples, batch_size * accumulate, epochs)
+    numbers = torch.arange(samples)
+    resident = [int(i) for slot in read(TensorData(numbers), axis, batch_size) for b in slot for i in b]
+    loaded = [int(i) for slot in read(numbers.tolist(), axis, batch_size) for b in slot for i in b]
+    assert resident == loaded
+    for epoch in range(epochs):
+        assert sorted(resident[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+def test_micro_batches_carry_their_true_sizes() -> None:
+    feed = make_feed(TensorData(torch.arange(10)), CPU, seed=0, batch_size=3)
+    sizes = [[n for _, n in micros] for _, micros in feed.stream(Axis(10, 6, 1).slots())]
+    assert sizes == [[3, 3], [3, 1]]
+
+
+def test_a_tensor_dataset_collates_as_torch_does() -> None:
+    batch = read(TensorDataset(torch.arange(4), torch.arange(4) * 2), Axis(4, 4, 1), 4)[0][0]
+    assert isinstance(batch, list)
+    assert torch.equal(batch[0] * 2, batch[1])
+
+
+def test_augmentation_is_keyed_by_position_whatever_reads_it() -> None:
+    one = read(Noisy(), Axis(23, 4, 2), 4)
+    other_batches = read(Noisy(), Axis(23, 8, 2), 8)
+    flat = [torch.cat([batch[part].flatten() for slot in one for batch in slot]) for part in range(4)]
+    other = [
+        torch.cat([batch[part].flatten() for slot in other_batches for batch in slot]) for part in range(4)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(flat, other, strict=True))
+    assert not torch.equal(flat[1][:23], flat[1][23:])  # the next epoch draws anew
+
+
+def test_loader_processes_read_the_same_samples() -> None:
+    here, there = read(Noisy(), Axis(23, 4, 1), 4), read(Noisy(), Axis(23, 4, 1), 4, workers=2)
+    for slot_a, slot_b in zip(here, there, strict=True):
+        for part_a, part_b in zip(slot_a[0], slot_b[0], strict=True):
+            assert torch.equal(torch.as_tensor(part_a), torch.as_tensor(part_b))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_training_random_numbers_alone(workers: int) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    read(Noisy(), Axis(23, 4, 1), 4, workers=workers)
+    list(make_feed(Noisy(), CPU, seed=0, batch_size=4).in_order())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_in_order_gives_every_sample_once_unshuffled() -> None:
+    for dataset in (TensorData(torch.arange(10)), list(range(10))):
+        batches = list(make_feed(dataset, CPU, seed=0, batch_size=4).in_order())
+        assert [n for _, n in batches] == [4, 4, 2]
+        assert torch.cat([b for b, _ in batches]).tolist() == list(range(10))

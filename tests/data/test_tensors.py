@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from uneven import InputError, TensorData
+from uneven.data.ledger import sample_keys
+from uneven.data.tensors import key_integers
+
+
+def test_take_gathers_rows_and_applies_the_transform_with_its_keys() -> None:
+    data = TensorData(
+        torch.arange(5) * 10, torch.arange(5), transform=lambda rows, keys: (rows[0] + keys, rows[1])
+    )
+    tens, ones = data.take(torch.tensor([4, 0]), torch.tensor([1, 2]))
+    assert tens.tolist() == [41, 2]
+    assert ones.tolist() == [4, 0]
+
+
+def test_one_tensor_gives_a_bare_tensor() -> None:
+    assert TensorData(torch.arange(3)).take(torch.tensor([2]), None).tolist() == [2]
+
+
+def test_a_sample_is_what_evaluation_sees() -> None:
+    data = TensorData(torch.arange(4.0), torch.arange(4), transform=lambda rows, keys: (rows[0] / 2, rows[1]))
+    assert [part.item() for part in data[3]] == [1.5, 3]
+
+
+def test_first_shares_memory_and_keeps_the_transform() -> None:
+    data = TensorData(torch.arange(6), transform=lambda rows, keys: -rows[0])
+    part = data.first(2)
+    assert len(part) == 2
+    assert part.tensors[0].data_ptr() == data.tensors[0].data_ptr()
+    assert part.take(torch.tensor([1]), None).tolist() == [-1]
+
+
+@pytest.mark.parametrize("tensors", [(), (torch.zeros(2), torch.zeros(3))])
+def test_unequal_lengths_are_refused(tensors: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(InputError, match="common length"):
+        TensorData(*tensors)
+
+
+def test_key_integers_are_uniform_and_streams_are_independent() -> None:
+    keys = torch.from_numpy(sample_keys(0, 0, 90_000))
+    rows, columns = key_integers(keys, 0, 9), key_integers(keys, 1, 9)
+    counts = torch.bincount(rows * 9 + columns, minlength=81)
+    assert counts.sum() == 90_000
+    # Expected 1,111 a cell with a standard deviation of 33; 6 of those over 81 cells is beyond chance.
+    assert counts.min() > 1_111 - 200
+    assert counts.max() < 1_111 + 200

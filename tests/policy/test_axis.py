@@ -1,0 +1,45 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uneven.policy.axis import Axis
+
+axes = st.builds(Axis, samples=st.integers(1, 300), slot_size=st.integers(1, 70), epochs=st.integers(1, 4))
+
+
+@given(axes)
+def test_every_sample_of_every_epoch_lies_in_exactly_one_slot(axis: Axis) -> None:
+    seen = [(slot.epoch, place) for slot in axis.slots() for place in range(slot.first, slot.stop)]
+    assert seen == [(epoch, place) for epoch in range(axis.epochs) for place in range(axis.samples)]
+
+
+@given(axes)
+def test_progress_counts_the_samples_of_all_slots_before(axis: Axis) -> None:
+    done = 0
+    for slot in axis.slots():
+        assert axis.samples_before(slot.index) == done
+        done += slot.samples
+    assert axis.samples_before(axis.total) == done == axis.samples * axis.epochs
+
+
+@given(axes)
+def test_the_schedule_moves_with_samples_and_ends_inside_its_length(axis: Axis) -> None:
+    positions = [axis.schedule_position(slot.index) for slot in axis.slots()]
+    assert positions == sorted(positions)
+    assert positions[0] == 0
+    assert positions[-1] < axis.schedule_length
+    assert all(b - a <= 1 for a, b in pairwise(positions))
+
+
+@given(axes)
+def test_an_epoch_ends_after_its_last_slot(axis: Axis) -> None:
+    for epoch in range(axis.epochs):
+        assert axis.slot(axis.epoch_end(epoch) - 1).epoch == epoch
+        assert axis.slot(axis.epoch_end(epoch) - 1).stop == axis.samples
+
+
+def test_an_empty_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        Axis(samples=0, slot_size=1, epochs=1)

@@ -1,0 +1,132 @@
+"""The arithmetic of a step, every parameter against hand-written PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from uneven import InputError
+from uneven.step.eager import EagerStep
+from uneven.step.meter import LossMeter
+from uneven.step.precision import Precision
+
+CPU = torch.device("cpu")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+}
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def loss_and_count(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts only the samples of a class other than 0, as a masked language model counts its tokens."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    mask = batch[1] != 0
+    return (losses * mask).sum(), mask.sum()
+
+
+def make_step(train_step: Any, optimizer: str, max_grad_norm: float | None = None) -> EagerStep:
+    model = make_net()
+    return EagerStep(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        train_step,
+        Precision("fp32", CPU),
+        LossMeter(CPU),
+        max_grad_norm,
+    )
+
+
+def batches(sizes: list[int], seed: int = 0) -> list[tuple[tuple[torch.Tensor, torch.Tensor], int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            (
+                torch.randn(n, 6, generator=generator, dtype=torch.float64),
+                torch.randint(0, 4, (n,), generator=generator),
+            ),
+            n,
+        )
+        for n in sizes
+    ]
+
+
+def joined(parts: list[tuple[tuple[torch.Tensor, torch.Tensor], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([b[0] for b, _ in parts]), torch.cat([b[1] for b, _ in parts])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("sizes", [[12], [5, 5, 2], [1, 11]])
+def test_micro_batches_of_any_size_equal_one_big_batch(
+    optimizer: str, max_grad_norm: float | None, sizes: list[int]
+) -> None:
+    step = make_step(mean_loss, optimizer, max_grad_norm)
+    model = make_net()
+    dense = OPTIMIZERS[optimizer](model.parameters())
+    for seed in range(5):
+        parts = batches(sizes, seed)
+        step(parts, sum(sizes))
+        dense.zero_grad()
+        mean_loss(model, joined(parts)).backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        dense.step()
+    for ours, theirs in zip(step.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[12], [5, 5, 2]])
+def test_a_loss_sum_is_divided_by_the_count_of_the_whole_slot(sizes: list[int]) -> None:
+    step = make_step(loss_and_count, "sgd", 0.5)
+    model = make_net()
+    dense = OPTIMIZERS["sgd"](model.parameters())
+    for seed in range(5):
+        parts = batches(sizes, seed)
+        step(parts, sum(sizes))
+        dense.zero_grad()
+        total, count = loss_and_count(model, joined(parts))
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        dense.step()
+    for ours, theirs in zip(step.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_slot_without_a_single_unit_changes_nothing() -> None:
+    step = make_step(loss_and_count, "adam")
+    before = [p.clone() for p in step.model.parameters()]
+    step([((torch.randn(3, 6, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)), 3)], 3)
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("train_step", [mean_loss, loss_and_count])
+def test_the_meter_gives_the_mean_over_all_units(train_step: Any) -> None:
+    step = make_step(train_step, "sgd")
+    parts = batches([5, 5, 2])
+    with torch.no_grad():
+        expected = train_step(step.model, joined(parts))
+        expected = expected[0] / expected[1] if isinstance(expected, tuple) else expected
+    step(parts, 12)
+    assert step.meter.glance() == pytest.approx(expected.item(), rel=1e-12)
+    assert step.meter.take() == pytest.approx(expected.item(), rel=1e-12)
+    assert step.meter.take() != step.meter.take()  # empty again: not a number
+
+
+@pytest.mark.parametrize("result", [None, 1.5, torch.zeros(3), (lambda: 0)])
+def test_a_wrong_return_of_the_train_step_is_named(result: Any) -> None:
+    step = make_step(lambda model, batch: result, "sgd")
+    with pytest.raises(InputError, match="mean loss as one scalar tensor"):
+        step(batches([4]), 4)

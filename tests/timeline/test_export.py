@@ -1,0 +1,41 @@
+import csv
+import io
+import json
+from pathlib import Path
+
+from uneven.timeline.export import Timeline
+from uneven.timeline.record import Recorder
+from uneven.timeline.sample import Sample
+
+
+def make_timeline() -> Timeline:
+    times = iter(range(5_000_000, 100_000_000, 1_000_000))
+    recorder = Recorder(clock=lambda: next(times))
+    recorder.enter("data")
+    recorder.enter("compute")
+    recorder.event("epoch", epoch=1, accuracy=0.5)
+    recorder.enter("compute")
+    recorder.close()
+    return Timeline.of(recorder, "cpu", [Sample(6_500_000, 50.0, 100.0, 10, 5, ((0, 80.0, 123),))])
+
+
+def test_json_is_complete_and_counts_from_the_start(tmp_path: Path) -> None:
+    make_timeline().save(tmp_path)
+    record = json.loads((tmp_path / "timeline.json").read_text())
+    assert record["version"] == 1
+    lane = record["ranks"][0]
+    assert [record["states"][code] for code in lane["states"]] == ["setup", "data", "compute", "setup"]
+    assert lane["starts"] == [0, 1_000_000, 2_000_000, 5_000_000]
+    assert lane["end"] == 5_000_000
+    assert record["events"] == [{"t": 3_000_000, "rank": 0, "kind": "epoch", "epoch": 1, "accuracy": 0.5}]
+    assert record["samples"][0]["t"] == 1_500_000
+    assert record["samples"][0]["gpus"] == [[0, 80.0, 123]]
+    assert sum(record["accounts"][0]["shares"].values()) == 1
+
+
+def test_csv_has_a_row_per_thing_in_order(tmp_path: Path) -> None:
+    make_timeline().save(tmp_path)
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "timeline.csv").read_text())))
+    assert [row["kind"] for row in rows] == ["setup", "data", "sample", "compute", "epoch", "setup"]
+    assert rows[3]["ms"] == "3.0000"
+    assert json.loads(rows[4]["fields"])["accuracy"] == 0.5

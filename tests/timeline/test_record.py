@@ -1,0 +1,61 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uneven.timeline.record import STATES, TRAINING, Recorder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+moves = st.lists(st.tuples(st.sampled_from(STATES), st.integers(0, 10**9)), max_size=40)
+
+
+@given(moves)
+def test_states_partition_the_wall_time(steps: list[tuple[str, int]]) -> None:
+    clock = Clock()
+    recorder = Recorder(clock=clock)
+    expected = dict.fromkeys(STATES, 0)
+    state = "setup"
+    for next_state, ns in steps:
+        clock.now += ns
+        expected[state] += ns
+        recorder.enter(next_state)
+        state = next_state
+    clock.now += 7
+    expected[state] += 7
+    before_close = recorder.account().seconds
+    recorder.close()
+    account = recorder.account()
+    assert account.seconds == pytest.approx({name: ns / 1e9 for name, ns in expected.items()})
+    assert account.seconds == pytest.approx(before_close)
+    assert account.wall_s == pytest.approx((clock.now - 1_000) / 1e9)
+    if account.training_s:
+        assert sum(account.shares.values()) == pytest.approx(1)
+    spans = recorder.spans()
+    assert all(a[2] == b[1] and a[0] != b[0] for a, b in pairwise(spans))
+    assert spans[0][1] == 1_000
+    assert spans[-1][2] == clock.now
+
+
+def test_compile_and_evaluation_stop_the_training_clock() -> None:
+    clock = Clock()
+    recorder = Recorder(clock=clock)
+    for state in STATES:
+        recorder.enter(state)
+        clock.now += 10**9
+    recorder.close()
+    assert recorder.account().training_s == len(TRAINING)
+    assert recorder.account().wall_s == len(STATES)
+
+
+def test_an_unknown_state_is_a_mistake_of_ours() -> None:
+    with pytest.raises(KeyError):
+        Recorder().enter("idle")

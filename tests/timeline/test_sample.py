@@ -1,0 +1,57 @@
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from uneven.timeline.sample import Sampler
+
+
+class OneGpu(ModuleType):
+    """An NVML with one GPU that answers, and one that has fallen off the bus."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        if handle == 1:
+            raise self.NVMLError
+        return SimpleNamespace(gpu=73)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=1234 + handle)
+
+
+def wait_for_samples(sampler: Sampler, count: int) -> None:
+    sampler.start()
+    ticker = threading.Event()
+    for _ in range(2000):
+        if len(sampler.samples) >= count:
+            break
+        ticker.wait(0.005)
+    sampler.stop()
+    assert len(sampler.samples) >= count
+
+
+def test_samples_carry_cpu_and_memory_and_end_with_stop() -> None:
+    sampler = Sampler(interval_s=0.001)
+    wait_for_samples(sampler, 3)
+    assert all(sample.process_bytes > 0 and sample.ram_bytes > 0 for sample in sampler.samples)
+    times = [sample.t_ns for sample in sampler.samples]
+    assert times == sorted(times)
+    assert not any(thread.name == "uneven-sampler" for thread in threading.enumerate())
+
+
+def test_a_lost_gpu_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", OneGpu("pynvml"))
+    sampler = Sampler(interval_s=0.001)
+    wait_for_samples(sampler, 1)
+    assert sampler.samples[0].gpus == ((0, 73.0, 1234),)

@@ -1,0 +1,37 @@
+"""Train one PyTorch model on hardware that does not match.
+
+The public names are imported on first use, so that `import uneven` costs no torch import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Ddp": "uneven.ddp",
+    "fit": "uneven.ddp",
+    "Run": "uneven.run",
+    "TrainedState": "uneven.state",
+    "TensorData": "uneven.data.tensors",
+    "InputError": "uneven.errors",
+    "MachineError": "uneven.errors",
+}
+__all__ = ["Ddp", "InputError", "MachineError", "Run", "TensorData", "TrainedState", "fit"]
+
+if TYPE_CHECKING:
+    from uneven.data.tensors import TensorData
+    from uneven.ddp import Ddp, fit
+    from uneven.errors import InputError, MachineError
+    from uneven.run import Run
+    from uneven.state import TrainedState
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'uneven' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,40 @@
+"""A two-layer LSTM over characters of Shakespeare: recurrence, and a step that cannot be split in time."""
+
+import torch
+from torch import Tensor, nn
+
+from uneven.bench.models import language
+from uneven.bench.recipe import Published, Recipe
+
+VOCABULARY = 65
+
+
+class CharRnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 128)
+        self.lstm = nn.LSTM(128, 256, num_layers=2, batch_first=True)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(256, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        scores: Tensor = self.head(self.dropout(hidden))
+        return scores
+
+
+RECIPE = Recipe(
+    name="char-rnn",
+    title="character LSTM",
+    data="shakespeare",
+    batch_size=64,
+    epochs=50,
+    num_params=946_625,
+    make_model=CharRnn,
+    make_optimizer=lambda params: torch.optim.RMSprop(params, lr=2e-3),
+    train_step=language.train_step,
+    eval_step=language.eval_step,
+    metric="loss",
+    higher_is_better=False,
+    published=Published(1.5, "Karpathy 2015, char-rnn on tiny Shakespeare, about 1.5"),
+)

@@ -1,0 +1,43 @@
+"""LeNet-5 with BatchNorm on MNIST: convolution, pooling, and buffers that must be averaged right."""
+
+import torch
+from torch import nn
+
+from uneven.bench.models import classify
+from uneven.bench.recipe import Published, Recipe
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+RECIPE = Recipe(
+    name="lenet",
+    title="LeNet-5 with BatchNorm",
+    data="mnist",
+    batch_size=64,
+    epochs=5,
+    num_params=44_470,
+    make_model=make_model,
+    make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
+    train_step=classify.train_step,
+    eval_step=classify.eval_step,
+    metric="accuracy",
+    higher_is_better=True,
+    published=Published(0.99, "LeCun et al. 1998, LeNet-5, 0.990 to 0.992"),
+)

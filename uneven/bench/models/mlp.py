@@ -1,0 +1,28 @@
+"""A two-layer perceptron on MNIST: so small that dispatch overhead dominates."""
+
+import torch
+from torch import nn
+
+from uneven.bench.models import classify
+from uneven.bench.recipe import Published, Recipe
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+RECIPE = Recipe(
+    name="mlp",
+    title="two-layer perceptron",
+    data="mnist",
+    batch_size=64,
+    epochs=5,
+    num_params=203_530,
+    make_model=make_model,
+    make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
+    train_step=classify.train_step,
+    eval_step=classify.eval_step,
+    metric="accuracy",
+    higher_is_better=True,
+    published=Published(0.975, "LeCun et al. 1998, two-layer networks, 0.953 to 0.975"),
+)

@@ -1,0 +1,190 @@
+"""One benchmark run: a model in a mode, into a folder of its own.
+
+The folder holds config.json, metrics.jsonl (one line per epoch), summary.json, the trained state and the
+timeline. Quality is measured on the saved state, loaded into a fresh model, by the same function for every
+mode.
+"""
+
+import json
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import uneven
+from uneven.bench import models
+from uneven.bench.recipe import Recipe
+from uneven.bench.sets import load_tensors
+from uneven.config import Evaluation, RunConfig, Task
+from uneven.data.feed import make_feed
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError
+from uneven.files import folder_error, write_atomically
+from uneven.run import launch
+from uneven.state import TrainedState
+from uneven.step.precision import Precision
+from uneven.worker import evaluate
+
+EVAL_BATCH = 1000
+SUMMARY_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to run; None means the recipe's own."""
+
+    model: str
+    mode: str = "solo-0"
+    device: str = "auto"
+    data: str | None = None
+    variant: str | None = None
+    batch_size: int | None = None
+    epochs: int | None = None
+    samples: int | None = None  # train on the first so many samples of the set
+    seed: int = 0
+    precision: str = "fp32"
+    compile: str = "off"
+    eval_every: int = 1
+    out: Path = Path("runs")
+    progress: str = "auto"
+
+
+def run_single(order: Order) -> dict[str, Any]:
+    """Train, measure, write the folder; returns the summary."""
+    recipe = models.get(order.model)
+    _check_mode(order.mode)
+    make_model = _model_of(recipe, order.variant)
+    train, test = load_tensors(order.data or recipe.data)
+    if order.samples is not None:
+        train = _first(train, order.samples)
+    folder = order.out / order.model / order.mode / f"seed-{order.seed}"
+    config = RunConfig(
+        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
+        epochs=recipe.epochs if order.epochs is None else order.epochs,
+        devices=order.device,
+        seed=order.seed,
+        precision=order.precision,
+        compile=order.compile,
+        out=folder,
+        progress=order.progress,
+    )
+    task = Task(
+        make_model,
+        recipe.make_optimizer,
+        recipe.train_step,
+        train,
+        recipe.make_scheduler,
+        Evaluation(test, recipe.eval_step, order.eval_every, EVAL_BATCH),
+    )
+    run = launch(task, config, title=f"{order.model} {order.mode}")
+    state = run.join()
+    device = torch.device(run.devices[0].split("@")[0])
+    quality = measure_quality(state, recipe, make_model, test, device)
+    summary = _summary(order, recipe, run.config, run.devices, state, quality)
+    _write(folder, run.config, state, summary)
+    return summary
+
+
+def measure_quality(
+    state: TrainedState, recipe: Recipe, make_model: Callable[[], Any], test: TensorData, device: torch.device
+) -> dict[str, float]:
+    """The metrics of a trained state, in fp32, on the whole test set."""
+    model = state.load_into(make_model()).to(device)
+    feed = make_feed(test, device, seed=0, batch_size=EVAL_BATCH)
+    return evaluate(model, recipe.eval_step, feed, Precision("fp32", device))
+
+
+def _summary(
+    order: Order,
+    recipe: Recipe,
+    config: RunConfig,
+    devices: tuple[str, ...],
+    state: TrainedState,
+    quality: dict[str, float],
+) -> dict[str, Any]:
+    assert state.timeline is not None, "a joined run has a timeline"
+    account = state.timeline.accounts[0]
+    return {
+        "version": SUMMARY_VERSION,
+        "model": order.model,
+        "variant": order.variant,
+        "mode": order.mode,
+        "data": order.data or recipe.data,
+        "devices": list(devices),
+        "seed": order.seed,
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "precision": config.precision,
+        "compile": config.compile,
+        "metric": recipe.metric,
+        "quality": quality,
+        "published": recipe.published.value if recipe.published else None,
+        "samples": state.samples,
+        "train_seconds": account.training_s,
+        "samples_per_s": state.samples / account.training_s,
+        "wall_seconds": account.wall_s,
+        "shares": account.shares,
+        "peak_memory_bytes": _peak_memory(devices[0], state),
+        "machine": {
+            "processor": _processor(devices[0]),
+            "torch": torch.__version__,
+            "uneven": uneven.__version__,
+        },
+    }
+
+
+def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[str, Any]) -> None:
+    metrics = "".join(json.dumps(entry) + "\n" for entry in state.history)
+    try:
+        write_atomically(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
+        write_atomically(folder / "metrics.jsonl", metrics.encode())
+        # Last: a folder with a summary is a finished run.
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
+    except OSError as error:
+        raise folder_error(folder, error) from error
+
+
+def _check_mode(mode: str) -> None:
+    if not re.fullmatch(r"solo-\d+", mode):
+        raise InputError(
+            f"unknown mode {mode!r}: this version has solo-0 (one device); run 'uneven bench list'"
+        )
+    if mode != "solo-0":
+        raise InputError(
+            f"mode {mode!r} names a further device; this version has solo-0: pass --device to choose it"
+        )
+
+
+def _model_of(recipe: Recipe, variant: str | None) -> Callable[[], Any]:
+    if variant is None:
+        return recipe.make_model
+    known = recipe.variants or {}
+    if variant not in known:
+        allowed = ", ".join(known) or "none"
+        raise InputError(f"unknown variant {variant!r} of {recipe.name}: it has {allowed}")
+    return known[variant]
+
+
+def _first(data: TensorData, samples: int) -> TensorData:
+    if samples < 1:
+        raise InputError(f"--samples {samples} must be at least 1 (the set has {len(data):,})")
+    return data.first(samples)
+
+
+def _peak_memory(device: str, state: TrainedState) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device.split("@")[0])
+    assert state.timeline is not None, "a joined run has a timeline"
+    return max((sample.process_bytes for sample in state.timeline.samples), default=0)
+
+
+def _processor(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device.split("@")[0])
+    from uneven.hardware.system import read_system
+
+    return read_system().cpu.model or platform.machine()

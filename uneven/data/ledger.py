@@ -1,0 +1,38 @@
+"""The ledger: who trains which samples. An epoch is a permutation of the set, drawn from (seed, epoch) alone.
+
+Imports no torch. The same seed gives the same order on every device, for any number of ranks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+
+
+def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
+    """The order in which an epoch's samples stand on the axis."""
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch))))
+    return generator.permutation(samples).astype(np.int64, copy=False)
+
+
+def sample_keys(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:
+    """One well-mixed 64-bit key per position of the epoch; everything random about a sample derives from it.
+
+    Keyed by (seed, epoch, position), so a sample is augmented the same whichever rank trains it.
+    """
+    start = _mix(_mix(seed & _MASK) ^ (epoch & _MASK))
+    counters = np.arange(samples, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    return _mix_array(counters).view(np.int64)
+
+
+def _mix(value: int) -> int:
+    return int(_mix_array(np.array([value], dtype=np.uint64))[0])
+
+
+def _mix_array(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # The finaliser of splitmix64: every input bit reaches every output bit.
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed

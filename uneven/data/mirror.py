@@ -1,0 +1,122 @@
+"""Download a file over HTTP(S) into a `.part` file, resuming where the last attempt stopped.
+
+A closed network must fail fast, so opening a connection has a limit as a whole: names that never resolve and
+hosts with many silent addresses included. Proxy variables are honoured, since urllib honours them. What comes
+back is only as long as the server promised, never right by that: the caller checks sums.
+"""
+
+import re
+import threading
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from uneven.data.description import SourceError
+from uneven.data.progress import Event, Progress
+
+CONNECT_S = 8.0
+TRIES = 5
+_CHUNK = 1 << 18
+
+
+def part_path(url: str, work: Path) -> Path:
+    """Where a download grows. The host is in the name: two mirrors may pack the same file differently."""
+    parts = urlsplit(url)
+    return work / f"{re.sub('[^A-Za-z0-9.]', '_', parts.netloc)}-{Path(parts.path).name}.part"
+
+
+def download(url: str, work: Path, progress: Progress, connect_s: float = CONNECT_S) -> Path:
+    """Fetch `url` and return the finished `.part` file; SourceError when it cannot be had whole.
+
+    An OSError is a failure to write the file here, not one of the network.
+    """
+    part = part_path(url, work)
+    reason = ""
+    for _ in range(TRIES):
+        have = part.stat().st_size if part.exists() else 0
+        try:
+            response = _open(url, have, connect_s)
+        except _UnsatisfiableError as error:
+            if error.total == have:
+                return part  # it was complete: the last run ended between download and unpacking
+            part.unlink()
+            continue
+        except SourceError:
+            if reason:
+                break  # report what ended the transfer, not that a retry found nobody
+            raise
+        with response:
+            reason = _transfer(response, part, have, progress)
+        if not reason:
+            return part
+    raise SourceError(f"{reason or 'the server refused every range'}, and could not be resumed")
+
+
+class _UnsatisfiableError(Exception):
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+
+def _open(url: str, have: int, connect_s: float) -> HTTPResponse:
+    # In a thread, because neither name resolution nor a walk through many addresses obeys a socket timeout.
+    # A daemon, so that one that hangs never holds up the end of the program.
+    request = Request(url, headers={"User-Agent": "uneven", **({"Range": f"bytes={have}-"} if have else {})})
+    outcome: list[HTTPResponse | Exception] = []
+    given_up = threading.Event()
+
+    def attempt() -> None:
+        try:
+            response = urlopen(request, timeout=connect_s)
+        except Exception as error:
+            outcome.append(error)
+            return
+        if given_up.is_set():
+            response.close()
+        outcome.append(response)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(connect_s)
+    if not outcome:
+        given_up.set()
+        raise SourceError(f"no connection within {connect_s:g} s")
+    result = outcome[0]
+    if isinstance(result, HTTPError):
+        if result.code == 416 and have:
+            total = (result.headers.get("Content-Range") or "").rpartition("/")[2]
+            raise _UnsatisfiableError(int(total) if total.isdigit() else -1)
+        raise SourceError(f"HTTP {result.code} {result.reason}")
+    if isinstance(result, URLError):
+        cause = result.reason
+        raise SourceError(getattr(cause, "strerror", None) or str(cause))
+    if isinstance(result, Exception):
+        raise SourceError(f"{type(result).__name__}: {result}")
+    return result
+
+
+def _transfer(response: HTTPResponse, part: Path, have: int, progress: Progress) -> str:
+    """Append the response's body; the reason when it ended short of its promised length, else ""."""
+    resumed = re.match(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range") or "")
+    if response.status == 206 and not resumed:
+        part.unlink(missing_ok=True)
+        return "the server sent another range than asked"
+    done = have if resumed else 0  # a server that knows no ranges sends the whole again
+    length = response.headers.get("Content-Length")
+    total = int(resumed[1]) if resumed else int(length) if length else None
+    text = part.name.removesuffix(".part").partition("-")[2]
+    with part.open("ab" if resumed else "wb") as stream:
+        while True:
+            try:
+                chunk = response.read(_CHUNK)
+            except (HTTPException, OSError) as error:
+                return f"the transfer broke off at {done:,} bytes ({type(error).__name__})"
+            if not chunk:
+                break
+            stream.write(chunk)
+            done += len(chunk)
+            progress(Event(text, done, total))
+    if total is not None and done != total:
+        return f"truncated at {done:,} of {total:,} bytes"
+    return ""

@@ -1,0 +1,84 @@
+"""Control group limits: what a container may really use of the machine's cores and memory.
+
+Reads v1 and v2, from the process's own group up to the root, and takes the tightest limit on the way.
+A file that is missing or odd is no limit. The root path is a parameter so that tests feed fake trees.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# v1 writes "no limit" as the largest page-aligned 63-bit number; nothing real is above 2**60 bytes.
+_UNLIMITED_BYTES = 2**60
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file of /proc or /sys, or None; these trees hold unreadable and vanishing files."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return None
+
+
+def read_int(path: Path) -> int | None:
+    """The one number in a file, or None."""
+    try:
+        return int((read_text(path) or "").strip())
+    except ValueError:
+        return None
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders that may limit this process: v2 (no controller in its name) and v1, innermost first."""
+    mount = root / "sys/fs/cgroup"
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if names == "":
+            base = mount if (mount / "cgroup.controllers").exists() else mount / "unified"
+        elif controller in names.split(","):
+            base = mount / names if (mount / names).exists() else mount / controller
+        else:
+            continue
+        # In a container without a cgroup namespace the path is the host's and is not under the mount:
+        # those folders are simply missing, and the mount itself is the container's own group.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """The CPU quota in cores (1.5 = one and a half), or None when there is none."""
+    limits = []
+    for folder in _folders(root, "cpu"):
+        quota, period = [*(read_text(folder / "cpu.max") or "max 0").split(), "100000"][:2]
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            limits.append(int(quota) / int(period))
+        quota_us, period_us = read_int(folder / "cpu.cfs_quota_us"), read_int(folder / "cpu.cfs_period_us")
+        if quota_us is not None and period_us is not None and quota_us > 0 and period_us > 0:
+            limits.append(quota_us / period_us)
+    return min((limit for limit in limits if limit > 0), default=None)
+
+
+def _reclaimable(folder: Path) -> int:
+    # Page cache that was not touched lately counts as used but is given back on demand.
+    lines = (read_text(folder / "memory.stat") or "").splitlines()
+    fields = dict(line.split()[:2] for line in lines if " " in line.strip())
+    number = fields.get("total_inactive_file", fields.get("inactive_file", "0"))
+    return int(number) if number.isdigit() else 0
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """(limit, still free under the tightest limit), in bytes; None where there is no limit."""
+    limits, frees = [], []
+    for folder in _folders(root, "memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = read_int(folder / limit_name)
+            if limit is None or not 0 < limit < _UNLIMITED_BYTES:
+                continue
+            limits.append(limit)
+            used = read_int(folder / used_name)
+            if used is not None:
+                frees.append(max(0, limit - max(0, used - _reclaimable(folder))))
+    return min(limits, default=None), min(frees, default=None)

@@ -1,0 +1,233 @@
+"""The whole report of `uneven diagnose`: what this machine is, what fits, what does not, and what to type.
+
+diagnose() gathers the parts (each can be given, for tests) and judges them; it never raises. A problem stops
+or breaks training and has a command that fixes it; a note is worth knowing and is no fault.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uneven
+from uneven.hardware import preflight
+from uneven.hardware.device import Device
+from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
+from uneven.hardware.inventory import Visible, read_visible
+from uneven.hardware.network import Interface, default_route, likely_interface, read_interfaces
+from uneven.hardware.precision import choose_precision
+from uneven.hardware.system import System, read_system
+from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
+from uneven.hardware.wheels import how_to_cover, oldest_driver
+
+_REINSTALL = "pip install --force-reinstall 'torch>=2.8'"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and the command or act that fixes it."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """Whether torch's compiled code runs on one GPU (the driver's index)."""
+
+    gpu: Gpu
+    support: Support
+    detail: str
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The default number format of one device, and why."""
+
+    device: str
+    name: str
+    precision: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All parts and the verdict; fine when there are no problems."""
+
+    system: System
+    gpus: GpuReport
+    torch: TorchBuild
+    compatibility: tuple[Compatibility, ...]
+    precision: tuple[Precision, ...]
+    interfaces: tuple[Interface, ...]
+    likely: str | None
+    likely_why: str
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_fine(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values; the top-level keys are stable."""
+        return {
+            "version": uneven.__version__,
+            "system": asdict(self.system),
+            "gpus": asdict(self.gpus),
+            "torch": asdict(self.torch),
+            "compatibility": [
+                {"gpu": one.gpu.index, "sm": one.gpu.sm, "support": one.support.value, "detail": one.detail}
+                for one in self.compatibility
+            ],
+            "precision": [asdict(one) for one in self.precision],
+            "backends": {
+                "gloo": self.torch.gloo,
+                "nccl": self.torch.nccl,
+                "nccl_version": self.torch.nccl_version,
+            },
+            "network": {
+                "interfaces": [asdict(one) for one in self.interfaces],
+                "likely": self.likely,
+                "why": self.likely_why,
+            },
+            "problems": [asdict(one) for one in self.problems],
+            "notes": list(self.notes),
+        }
+
+
+def _compatibility(gpu: Gpu, build: TorchBuild) -> Compatibility:
+    if not build.installed or build.error is not None:
+        return Compatibility(gpu, Support.MISSING, "there is no torch that imports")
+    if build.is_cpu_build:
+        return Compatibility(gpu, Support.MISSING, f"torch {build.version} is a CPU build")
+    if gpu.sm is None:
+        return Compatibility(gpu, Support.MISSING, "its architecture is unknown")
+    support = arch_support(gpu.sm, build.archs)
+    details = {
+        Support.OK: f"torch has code that runs on {gpu.sm}",
+        Support.JIT: "the driver compiles torch's PTX at the first use: a slow start, then fine",
+        Support.MISSING: f"torch has no code for {gpu.sm} (it has {' '.join(build.archs) or 'none'})",
+    }
+    return Compatibility(gpu, support, details[support])
+
+
+def _system_problems(system: System) -> list[Problem]:
+    if system.is_linux:
+        return []
+    fix = "use Linux or WSL 2, or set UNEVEN_UNTESTED=1 to try anyway"
+    return [Problem(f"this is {system.os_name or system.platform}; tested is {preflight.TESTED}", fix)]
+
+
+def _torch_problems(build: TorchBuild) -> list[Problem]:
+    if not build.installed:
+        return [Problem("torch is not installed", preflight.INSTALL)]
+    if build.error is not None:
+        return [Problem(f"torch does not import: {build.error}", _REINSTALL)]
+    problems = []
+    version = release(build.version)
+    if version is not None and version < preflight.OLDEST_TORCH:
+        problems.append(
+            Problem(f"torch {build.version} is too old; tested is {preflight.TESTED}", preflight.INSTALL)
+        )
+    if not build.gloo:
+        fix = f"{_REINSTALL}  (prebuilt torch has Gloo; a source build needs USE_GLOO=1)"
+        problems.append(
+            Problem(f"torch {build.version} has no Gloo, which carries the averages between ranks", fix)
+        )
+    return problems
+
+
+def _gpu_problems(
+    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], seen: Visible
+) -> list[Problem]:
+    if not report.gpus or not build.installed or build.error is not None:
+        return []
+    sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
+    cover = how_to_cover(sms, report.driver_cuda) if sms else preflight.INSTALL
+    names = ", ".join(gpu.name for gpu in report.gpus)
+    if build.is_cpu_build:
+        return [Problem(f"this machine has {names}, but torch {build.version} is a CPU build", cover)]
+    missing = [one for one in fits if one.support is Support.MISSING and one.gpu.sm is not None]
+    problems = [Problem(f"GPU {one.gpu.index} ({one.gpu.name}): {one.detail}", cover) for one in missing]
+    wanted, offered = release(build.cuda), release(report.driver_cuda)
+    if seen.gpus or seen.error is None:
+        return problems  # torch reaches a GPU, so the driver will do, whatever its number says
+    if wanted is not None and offered is not None and offered[0] < wanted[0]:
+        what = (
+            f"driver {report.driver} is for CUDA {report.driver_cuda}, too old for torch's CUDA {build.cuda}"
+        )
+        fix = (
+            f"update the NVIDIA driver to {oldest_driver(build.cuda) or 'a newer one'} or newer, or: {cover}"
+        )
+        problems.append(Problem(what, fix))
+    else:
+        fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi  (shows whether the driver answers)"
+        problems.append(Problem(f"this machine has {names}, but torch cannot reach it: {seen.error}", fix))
+    return problems
+
+
+def _notes(system: System, report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility]) -> list[str]:
+    notes = []
+    if not report.gpus:
+        notes.append(
+            f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)"
+        )
+    wanted, offered = release(build.cuda), release(report.driver_cuda)
+    if wanted and offered and offered[0] == wanted[0] and offered < wanted:
+        tail = ", and PTX cannot be compiled" if any(one.support is Support.JIT for one in fits) else ""
+        notes.append(
+            f"the driver's CUDA {report.driver_cuda} is older than torch's {build.cuda}: it works{tail}"
+        )
+    if any(gpu.mig for gpu in report.gpus):
+        notes.append("MIG is on: CUDA shows one MIG slice per process, so name it in CUDA_VISIBLE_DEVICES")
+    if build.hip is not None:
+        notes.append(f"torch is a ROCm build ({build.hip}): untested")
+    if system.surroundings.wsl == 1:
+        notes.append("WSL 1 has no GPU access: run 'wsl --set-version DISTRO 2' in Windows")
+    if (
+        system.cpu_quota is not None
+        and system.cpu.threads is not None
+        and system.cpu_quota < system.cpu.threads
+    ):
+        notes.append(f"a cgroup quota allows {system.cpu_quota:g} of {system.cpu.threads} cores")
+    return notes
+
+
+def diagnose(
+    system: System | None = None,
+    gpus: GpuReport | None = None,
+    torch: TorchBuild | None = None,
+    visible: Visible | None = None,
+    interfaces: Sequence[Interface] | None = None,
+    route: str | None = None,
+) -> Diagnosis:
+    """Look at this machine (or at the parts given) and judge it."""
+    system = system or read_system()
+    report = gpus or read_gpus()
+    build = torch or read_torch()
+    seen = visible if visible is not None else read_visible(build, report)
+    found = tuple(interfaces) if interfaces is not None else read_interfaces()
+    likely, why = likely_interface(found, route or default_route())
+    fits = tuple(_compatibility(gpu, build) for gpu in report.gpus)
+
+    precision = [Precision("cpu", system.cpu.model or "cpu", *choose_precision(Device("cpu"), system, None))]
+    for gpu in seen.gpus or report.gpus:
+        device = Device("cuda", gpu.index)
+        precision.append(Precision(str(device), gpu.name, *choose_precision(device, system, gpu)))
+    problems = [
+        *_system_problems(system),
+        *_torch_problems(build),
+        *_gpu_problems(report, build, fits, seen),
+    ]
+    return Diagnosis(
+        system=system,
+        gpus=report,
+        torch=build,
+        compatibility=fits,
+        precision=tuple(precision),
+        interfaces=found,
+        likely=likely,
+        likely_why=why,
+        problems=tuple(problems),
+        notes=tuple(_notes(system, report, build, fits)),
+    )

@@ -1,0 +1,240 @@
+"""How fast each device trains while all train side by side, for `uneven devices --measure`.
+
+Each device gets its own process (`python -m uneven.hardware.measure DEVICE ...`), pinned as in a run. A child
+warms up, prints "ready", waits for "go" on stdin, trains timed segments and prints one JSON line. Invariant:
+when measure() ends, in any way, every child has ended; a child whose parent is gone reads end-of-file and
+ends too.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from uneven.errors import InputError, MachineError
+from uneven.hardware.cores import CorePlan, pin
+from uneven.hardware.device import Device, parse_device
+from uneven.hardware.throttle import Throttle
+
+BATCH_SIZE = 64
+SEGMENTS = 5
+WARM_UP_S = 1.0
+# On top of the measured seconds: importing torch and starting CUDA take up to a minute on a cold disk.
+START_LIMIT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One device's speed in samples/s, with its slowest and fastest segment."""
+
+    device: Device
+    speed: float
+    slowest: float
+    fastest: float
+
+
+def refuse_slices(devices: Sequence[Device]) -> None:
+    """InputError for a `%` slice, which needs a running MPS daemon."""
+    for device in devices:
+        if device.percent is not None:
+            slower = f"{device.torch_name}@0.4"
+            raise InputError(
+                f"device {str(device)!r}: slices (%) need the CUDA MPS daemon and come later; allowed is a "
+                f"slower device such as {slower}: run 'uneven devices {slower} --measure'"
+            )
+
+
+class _Child:
+    """One measuring process; stop() ends it whatever it is doing."""
+
+    def __init__(self, device: Device, cores: tuple[int, ...], threads: int, seconds: float) -> None:
+        self.device = device
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
+        command = [sys.executable, "-m", "uneven.hardware.measure", str(device)]
+        command += [
+            "--cores",
+            ",".join(map(str, cores)),
+            "--threads",
+            str(threads),
+            "--seconds",
+            str(seconds),
+        ]
+        # Threads are set before torch loads: OpenMP reads the variable once.
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            env=env,
+        )
+
+    def expect(self, start: str) -> str:
+        """The next line that begins so (libraries may print others); MachineError when the child ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines() or [
+            "it ended without a word"
+        ]
+        raise MachineError(
+            f"device {str(self.device)!r} cannot be measured: {lines[-1].strip()}; run 'uneven diagnose'"
+        )
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died: expect() says why
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        # Closing the pipes is communicate()'s job, but stdin may hold a line for a dead child.
+        for pipe in (self.process.stdin, self.process.stdout, self._complaints):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        self.process.wait()
+
+
+def measure(
+    devices: Sequence[Device],
+    plan: CorePlan,
+    seconds: float = 5.0,
+    limit_s: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Measured]:
+    """Samples/s of every device, all training side by side on the plan's cores.
+
+    `tell` is called with each phase, for a spinner. MachineError when a device fails or the limit passes.
+    """
+    refuse_slices(devices)
+    limit_s = seconds + START_LIMIT_S if limit_s is None else limit_s
+    children: list[_Child] = []
+    is_late = threading.Event()
+
+    def end_all() -> None:
+        is_late.set()
+        for child in children:
+            child.process.kill()
+
+    # A blocked readline returns as soon as its child is dead, so one timer bounds every wait below.
+    watchdog = threading.Timer(limit_s, end_all)
+    watchdog.daemon = True
+    try:
+        tell("starting one process per device")
+        for device, cores, threads in zip(devices, plan.cores, plan.threads, strict=True):
+            children.append(_Child(device, cores, threads, seconds))
+        watchdog.start()
+        for child in children:
+            child.expect("ready")
+        tell(f"training side by side for {seconds:g} s")
+        for child in children:
+            child.go()
+        answers = [json.loads(child.expect("{")) for child in children]
+    except MachineError as error:
+        if is_late.is_set():
+            raise MachineError(
+                f"measuring took longer than {limit_s:g} s and was ended; run it again on an idle machine"
+            ) from error
+        raise
+    finally:
+        watchdog.cancel()
+        for child in children:
+            child.stop()
+    return [
+        Measured(device, answer["speed"], answer["slowest"], answer["fastest"])
+        for device, answer in zip(devices, answers, strict=True)
+    ]
+
+
+def _make_step(name: str) -> Callable[[], None]:
+    """One training step of a LeNet with BatchNorm on made-up images, as a function."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    place = torch.device(name)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    ).to(place)
+    optimizer = torch.optim.Adam(model.parameters())
+    images = torch.randn(BATCH_SIZE, 1, 28, 28, device=place)
+    labels = torch.randint(10, (BATCH_SIZE,), device=place)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss: torch.Tensor = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _train(
+    step: Callable[[], None], synchronize: Callable[[], None], seconds: float, throttle: Throttle
+) -> float:
+    """Samples/s over at least `seconds`, sleeps included."""
+    steps, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        began = time.perf_counter()
+        step()
+        if throttle.speed != 1.0:
+            # The device's time, not the host's enqueue time, is what the sleep is a multiple of.
+            synchronize()
+            throttle.pause(time.perf_counter() - began)
+        steps += 1
+    synchronize()
+    return steps * BATCH_SIZE / (time.perf_counter() - start)
+
+
+def _child_main(arguments: Sequence[str]) -> dict[str, Any] | None:
+    parser = argparse.ArgumentParser(prog="python -m uneven.hardware.measure")
+    parser.add_argument("device")
+    parser.add_argument("--cores", default="")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    given = parser.parse_args(arguments)
+    device = parse_device(given.device)
+    pin(int(core) for core in given.cores.split(",") if core)
+
+    import torch
+
+    torch.set_num_threads(max(1, given.threads))
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    synchronize = torch.cuda.synchronize if device.kind == "cuda" else lambda: None
+    step = _make_step(device.torch_name)
+    _train(step, synchronize, min(WARM_UP_S, given.seconds), Throttle(1.0))
+    print("ready", flush=True)
+    if sys.stdin.readline().strip() != "go":
+        return None
+    throttle = Throttle(device.speed)
+    speeds = [_train(step, synchronize, given.seconds / SEGMENTS, throttle) for _ in range(SEGMENTS)]
+    return {
+        "device": str(device),
+        # Segments last equally long, so their mean is all samples over all time.
+        "speed": sum(speeds) / SEGMENTS,
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+    }
+
+
+if __name__ == "__main__":
+    answer = _child_main(sys.argv[1:])
+    if answer is not None:
+        print(json.dumps(answer), flush=True)

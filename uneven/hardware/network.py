@@ -1,0 +1,141 @@
+"""The network interfaces, and which one a job over several machines would likely take.
+
+psutil first; /sys, /proc and one ioctl where it is missing. Reads only: no packet leaves the machine.
+"""
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from uneven.hardware.cgroup import read_int, read_text
+
+# Made by containers, virtual machines and tunnels: up and with an address, but no road to another PC.
+_VIRTUAL = re.compile(
+    r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)"
+)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One interface; kind is loopback, virtual or physical."""
+
+    name: str
+    kind: str
+    is_up: bool
+    v4: tuple[str, ...] = ()
+    v6: tuple[str, ...] = ()
+    speed_mbps: int | None = None
+
+
+def kind_of(name: str) -> str:
+    """loopback, virtual or physical, by name."""
+    if re.fullmatch(r"lo\d*|Loopback.*", name):
+        return "loopback"
+    return "virtual" if _VIRTUAL.match(name) else "physical"
+
+
+def _read_psutil() -> list[Interface] | None:
+    try:
+        import psutil
+
+        addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    except Exception:  # not installed, or a platform call that fails (Android, gVisor)
+        return None
+    found = []
+    for name in sorted({*addresses, *states}):
+        by_family: dict[int, list[str]] = {}
+        for address in addresses.get(name, []):
+            by_family.setdefault(int(address.family), []).append(address.address.partition("%")[0])
+        state = states.get(name)
+        found.append(
+            Interface(
+                name=name,
+                kind=kind_of(name),
+                is_up=bool(state and state.isup),
+                v4=tuple(by_family.get(int(socket.AF_INET), ())),
+                v6=tuple(by_family.get(int(socket.AF_INET6), ())),
+                speed_mbps=int(state.speed) if state and state.speed > 0 else None,
+            )
+        )
+    return found
+
+
+def _v4_address(name: str) -> tuple[str, ...]:
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            # SIOCGIFADDR; the answer is a struct ifreq with the address in bytes 20 to 24.
+            answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+        return (socket.inet_ntoa(answer[20:24]),)
+    except (ImportError, OSError):
+        return ()
+
+
+def _v6_addresses(root: Path) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for line in (read_text(root / "proc/net/if_inet6") or "").splitlines():
+        fields = line.split()
+        if len(fields) == 6 and len(fields[0]) == 32:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
+            found[fields[5]] = (*found.get(fields[5], ()), address)
+    return found
+
+
+def _read_sys(root: Path) -> list[Interface]:
+    v6 = _v6_addresses(root)
+    found = []
+    for folder in sorted((root / "sys/class/net").glob("*")):
+        if not folder.is_dir():
+            continue  # bonding_masters is a file
+        flags = read_text(folder / "flags") or "0x0"
+        speed = read_int(folder / "speed")
+        found.append(
+            Interface(
+                name=folder.name,
+                kind=kind_of(folder.name),
+                # Bit 0 of the flags is IFF_UP; operstate is 'unknown' for lo and for many drivers.
+                is_up=bool(int(flags.strip() or "0", 16) & 1),
+                v4=_v4_address(folder.name) if root == Path("/") else (),
+                v6=v6.get(folder.name, ()),
+                speed_mbps=speed if speed is not None and speed > 0 else None,
+            )
+        )
+    return found
+
+
+def read_interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
+    """All interfaces, by name; empty where nothing can be read."""
+    found = _read_psutil() if root == Path("/") else None
+    return tuple(found if found is not None else _read_sys(root))
+
+
+def default_route(root: Path = Path("/")) -> str | None:
+    """The interface of the IPv4 default route."""
+    for line in (read_text(root / "proc/net/route") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000":
+            return fields[0]
+    return None
+
+
+def likely_interface(
+    interfaces: Sequence[Interface], route: str | None = None, environ: Mapping[str, str] = os.environ
+) -> tuple[str | None, str]:
+    """(name, why) of the interface that Gloo or NCCL would likely use between machines."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if environ.get(variable):
+            return environ[variable], f"{variable} says so"
+    ready = [one for one in interfaces if one.is_up and (one.v4 or one.v6)]
+    physical = [one for one in ready if one.kind == "physical"]
+    if any(one.name == route for one in physical):
+        return route, "it has the default route"
+    if physical:
+        fastest = max(physical, key=lambda one: one.speed_mbps or 0)
+        return fastest.name, "it is up and has an address"
+    loopback = next((one.name for one in ready if one.kind == "loopback"), None)
+    return loopback, "no other is up: this machine only" if loopback else "none is up"

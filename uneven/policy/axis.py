@@ -1,0 +1,69 @@
+"""The axis: a run's progress as one integer, the slot.
+
+A slot is the place of one optimizer step in the whole run. Slots never cross an epoch, so the last slot of an
+epoch may be short; every sample of an epoch lies in exactly one slot. Pure arithmetic: no torch, no clock.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot: positions [first, first + samples) of its epoch's permutation."""
+
+    index: int
+    epoch: int
+    first: int
+    samples: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """All slots of a run over `samples` samples an epoch, `slot_size` samples a slot."""
+
+    samples: int
+    slot_size: int
+    epochs: int
+
+    def __post_init__(self) -> None:
+        if min(self.samples, self.slot_size, self.epochs) < 1:
+            raise ValueError(f"an axis needs at least one sample, slot and epoch, got {self}")
+
+    @property
+    def slots_per_epoch(self) -> int:
+        return -(-self.samples // self.slot_size)
+
+    @property
+    def total(self) -> int:
+        return self.slots_per_epoch * self.epochs
+
+    def slot(self, index: int) -> Slot:
+        epoch, place = divmod(index, self.slots_per_epoch)
+        first = place * self.slot_size
+        return Slot(index, epoch, first, min(self.slot_size, self.samples - first))
+
+    def slots(self, start: int = 0, stop: int | None = None) -> Iterator[Slot]:
+        return (self.slot(index) for index in range(start, self.total if stop is None else stop))
+
+    def samples_before(self, index: int) -> int:
+        """Global samples trained when all slots before `index` are done."""
+        epoch, place = divmod(index, self.slots_per_epoch)
+        return epoch * self.samples + place * self.slot_size
+
+    def schedule_position(self, index: int) -> int:
+        """The step an LR schedule stands at in this slot: global samples counted in full slots."""
+        return self.samples_before(index) // self.slot_size
+
+    @property
+    def schedule_length(self) -> int:
+        """How many positions a schedule passes in the whole run."""
+        return -(-self.samples * self.epochs // self.slot_size)
+
+    def epoch_end(self, epoch: int) -> int:
+        """The slot index at which an epoch has been trained in full."""
+        return (epoch + 1) * self.slots_per_epoch

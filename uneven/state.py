@@ -1,0 +1,138 @@
+"""TrainedState: what a run leaves behind, in memory and on disk.
+
+A folder holds `state.safetensors` (params and buffers under their plain names: any tool loads it),
+`optimizer.safetensors` (optimizer state by param name, random states) and `state.json` (what safetensors
+cannot hold: tied names, param groups, history, position). `state.json` is written last: where it exists, the
+other two are whole.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from uneven.errors import InputError
+from uneven.files import folder_error, write_atomically
+from uneven.timeline.export import Timeline
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """Params and buffers by name, on the CPU, with the run's history and timeline."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    tied: dict[str, str] = field(default_factory=dict)  # further name -> the name it shares its tensor with
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # "param.key", and "random.*"
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per finished epoch
+    config: dict[str, Any] = field(default_factory=dict)
+    slot: int = 0  # slots trained
+    samples: int = 0  # samples trained
+    finished: bool = True
+    timeline: Timeline | None = None
+    folder: Path | None = None
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """Give a model of the same shape these params and buffers."""
+        tensors = {**self.params, **self.buffers}
+        tensors.update({name: self.params[source] for name, source in self.tied.items()})
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise InputError(f"the state does not fit {type(model).__name__}: {error}") from error
+        return model
+
+    def save(self, folder: str | Path) -> Path:
+        folder = Path(folder)
+        record = {
+            "version": VERSION,
+            "finished": self.finished,
+            "slot": self.slot,
+            "samples": self.samples,
+            "buffers": sorted(self.buffers),
+            "tied": self.tied,
+            "param_groups": self.param_groups,
+            "history": self.history,
+            "config": self.config,
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
+            write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
+            write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
+        except OSError as error:
+            raise folder_error(folder, error) from error
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "TrainedState":
+        """A state that `save` wrote."""
+        folder = Path(folder)
+        if not (folder / "state.json").is_file():
+            raise InputError(f"no trained state in {folder}: there is no state.json (was the run finished?)")
+        record = json.loads((folder / "state.json").read_text())
+        tensors = load((folder / "state.safetensors").read_bytes())
+        return cls(
+            params={name: t for name, t in tensors.items() if name not in record["buffers"]},
+            buffers={name: tensors[name] for name in record["buffers"]},
+            tied=record["tied"],
+            optimizer=load((folder / "optimizer.safetensors").read_bytes()),
+            param_groups=record["param_groups"],
+            history=record["history"],
+            config=record["config"],
+            slot=record["slot"],
+            samples=record["samples"],
+            finished=record["finished"],
+            folder=folder,
+        )
+
+
+def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The tensor fields of a TrainedState: contiguous clones, since safetensors refuses anything else."""
+    first_name: dict[Tensor, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in first_name:
+            tied[name] = first_name[param]
+        else:
+            first_name[param] = name
+    persistent = model.state_dict().keys()
+    return {
+        "params": {name: _clone(param) for param, name in first_name.items()},
+        "buffers": {name: _clone(b) for name, b in model.named_buffers() if name in persistent},
+        "tied": tied,
+        "optimizer": _optimizer_tensors(optimizer, first_name),
+        "param_groups": [_plain_group(group, first_name) for group in optimizer.param_groups],
+    }
+
+
+def _optimizer_tensors(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
+    tensors = {}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is not None:
+                tensors[f"{names.get(param, 'unnamed')}.{key}"] = _clone(torch.as_tensor(value))
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _plain_group(group: dict[str, Any], names: dict[Tensor, str]) -> dict[str, Any]:
+    plain = {key: value for key, value in group.items() if key != "params"}
+    return {
+        **{key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()},
+        "params": [names.get(param, "unnamed") for param in group["params"]],
+    }
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,86 @@
+"""One optimizer step on one rank, run operation by operation: micro-batches in, updated params out.
+
+The arithmetic of the whole project starts here: losses are divided by the slot's count and gradients are
+SUMMED, so micro-batches (and later ranks) of unequal size need no weights of their own. The halves `backward`
+and `update` are apart because distributed policies put their sum between them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from uneven.config import TrainStep
+from uneven.data.tensors import Batch
+from uneven.errors import InputError
+from uneven.step.meter import LossMeter
+from uneven.step.precision import Precision
+
+
+class EagerStep:
+    """Life cycle: `step(batches, slot_samples)` once per slot; the loss gathers in `meter`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        train_step: TrainStep,
+        precision: Precision,
+        meter: LossMeter,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.train_step = train_step
+        self.precision = precision
+        self.meter = meter
+        self.max_grad_norm = max_grad_norm
+
+    def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.update(self.backward(batches, slot_samples))
+
+    def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
+        """Sum gradients over the micro-batches; returns the count they must still be divided by, if any."""
+        counts: Tensor | None = None
+        for batch, samples in batches:
+            with self.precision.region():
+                result = self.train_step(self.model, batch)
+            if isinstance(result, tuple):
+                # The unit is not the sample (tokens, say): the true count is known only after the sum.
+                loss, count = result
+                count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+                counts = count if counts is None else counts + count
+                self.meter.add(loss.detach(), count)
+            else:
+                loss = _checked(result) * (samples / slot_samples)
+                self.meter.add(loss.detach() * slot_samples, samples)
+            self.precision.scaler.scale(loss).backward()
+        return counts
+
+    def update(self, counts: Tensor | None) -> None:
+        scaler = self.precision.scaler
+        if counts is not None or self.max_grad_norm is not None:
+            scaler.unscale_(self.optimizer)
+        if counts is not None:
+            grads = [
+                p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            # A slot without a single unit (all tokens masked) has zero gradients: divide by 1, not by 0.
+            torch._foreach_div_(grads, counts.clamp(min=1).to(grads[0].dtype))
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        scaler.step(self.optimizer)
+        scaler.update()
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"the train step returned {what}; it must return the batch's mean loss as one scalar tensor, "
+            "or (loss_sum, count)"
+        )
+    return loss

@@ -1,0 +1,43 @@
+"""The loss meter: sums losses on the device, so that reading a loss never stalls training."""
+
+import torch
+from torch import Tensor
+
+
+class LossMeter:
+    """Sum and count of the losses since the last `take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._latest = float("nan")
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        self.totals[0] += loss_sum
+        self.totals[1] += count
+
+    def glance(self) -> float:
+        """The mean loss so far, without waiting for the device: on CUDA it may lag by one glance."""
+        if self.totals.device.type != "cuda":
+            return self._mean(self.totals)
+        if self._pending is not None and self._pending[1].query():
+            self._latest = self._mean(self._pending[0])
+            self._pending = None
+        if self._pending is None:
+            copied = torch.empty_like(self.totals, device="cpu", pin_memory=True)
+            copied.copy_(self.totals, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._pending = (copied, arrived)
+        return self._latest
+
+    def take(self) -> float:
+        """The mean loss since the last take; waits for the device and starts anew."""
+        mean = self._mean(self.totals)
+        self.totals.zero_()
+        self._pending = None
+        return mean
+
+    def _mean(self, totals: Tensor) -> float:
+        loss_sum, count = totals.tolist()
+        return loss_sum / count if count else float("nan")
