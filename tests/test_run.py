@@ -1,5 +1,6 @@
 """Solo training end to end, every parameter against a plain PyTorch loop."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -234,6 +235,47 @@ def test_ctrl_c_saves_a_state_that_loads(tmp_path: Path) -> None:
     assert not state.finished
     assert state.slot >= 4
     assert state.params["weight"].isfinite().all()
+
+
+def test_a_caller_that_never_joins_ends_cleanly(tmp_path: Path) -> None:
+    script = """
+import threading, torch
+from uneven import Ddp
+training = threading.Event()
+def step(model, batch):
+    training.set()
+    return model(batch).mean()
+Ddp.builder(lambda: torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), step).dataset(
+    torch.zeros(64, 2)).settings(batch_size=4, epochs=10**6, devices="cpu", progress="off").run()
+assert training.wait(60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "step\n"
+    # The step now waits for stdin and never ends by itself. Signals of one kind merge while pending, so
+    # send them until the process is gone: one of the later ones is the second.
+    for _ in range(600):
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.1)
+            break
+    child.kill()
+    child.communicate()
+    assert child.returncode == 130
 
 
 @pytest.mark.parametrize(

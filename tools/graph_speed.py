@@ -12,7 +12,7 @@ import sys
 
 from uneven import fit
 from uneven.bench import models
-from uneven.bench.sets import load_tensors
+from uneven.bench.sets import load_set
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -23,7 +23,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def main(pairs: int, epochs: int) -> None:
     recipe = models.get("resnet-20")
-    train, _ = load_tensors(recipe.data)
+    train = load_set(recipe.data).train
     speeds: dict[str, list[float]] = {"off": [], "graph": []}
     losses: dict[str, list[list[float]]] = {"off": [], "graph": []}
     for seed in range(pairs):

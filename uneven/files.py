@@ -8,9 +8,9 @@ from pathlib import Path
 from uneven.errors import MachineError
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file holds either its old content or all of the new."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
+    """The file holds either its old content or all of the new; `work` is a folder for the unfinished one."""
+    handle, temporary = tempfile.mkstemp(dir=work or path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -21,6 +21,16 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Without this a power cut after the rename can still lose the name.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def make_out_folder(path: Path) -> None:
@@ -39,7 +49,14 @@ def make_out_folder(path: Path) -> None:
 
 
 def folder_error(path: Path, error: OSError) -> MachineError:
-    reason = {
+    return MachineError(
+        f"cannot write to {path}: {why_not_written(error)}; choose another folder with out=... (--out FOLDER)"
+    )
+
+
+def why_not_written(error: OSError) -> str:
+    """The reason of a failed write, in words."""
+    return {
         errno.EACCES: "no permission to write",
         errno.EPERM: "no permission to write",
         errno.EROFS: "the file system is read-only",
@@ -47,7 +64,4 @@ def folder_error(path: Path, error: OSError) -> MachineError:
         errno.EDQUOT: "the disk quota is used up",
         errno.ENOTDIR: "a part of the path is a file",
         errno.EEXIST: "it is a file, not a folder",
-    }.get(error.errno or 0, str(error))
-    return MachineError(
-        f"cannot write to {path}: {reason}; choose another folder with out=... (--out FOLDER)"
-    )
+    }.get(error.errno or 0, error.strerror or str(error))

@@ -4,6 +4,8 @@
 returns a Run at once; the training goes on beside the caller. `Run.join` waits for it.
 """
 
+import atexit
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -39,8 +41,9 @@ class Run:
         self._done = threading.Event()
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
-        # A daemon: a caller that dies without joining must not leave the process training for nobody.
+        # A daemon: a caller that ends without joining must not leave the process training for nobody.
         self._thread = threading.Thread(target=self._work, name="uneven-rank-0", daemon=True)
+        atexit.register(self._end_with_the_process)
         self._thread.start()
 
     @property
@@ -62,15 +65,20 @@ class Run:
         except KeyboardInterrupt:
             self._interrupted()
             raise
+        self._ended()
         if self._error is not None:
             raise self._error
         assert self._state is not None, "a rank that neither failed nor returned a state"
         return self._state
 
     def _interrupted(self) -> None:
-        """First Ctrl-C: stop after this step and save. A second one, raised in here, ends at once."""
+        """First Ctrl-C: stop after this step and save. A second one ends the process at once."""
         self.stop()
-        self._done.wait()
+        try:
+            self._done.wait()
+        except KeyboardInterrupt:
+            os._exit(130)
+        self._ended()
         if self._error is not None:
             raise self._error
         state = self._state
@@ -78,6 +86,17 @@ class Run:
             return
         folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
         self._reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
+
+    def _ended(self) -> None:
+        # The interpreter must not shut down under a thread that is still freeing tensors: torch's destructors
+        # would then be unwound in the middle, which aborts the process ("terminate called ...").
+        self._thread.join()
+        atexit.unregister(self._end_with_the_process)
+
+    def _end_with_the_process(self) -> None:
+        """The caller leaves without joining: end after the current step, for the same reason."""
+        self.stop()
+        self._thread.join()
 
     def _work(self) -> None:
         from uneven.worker import Worker

@@ -82,7 +82,7 @@ class Worker:
         trained = 0
         try:
             with _device_flags(self.on):
-                self._compile()
+                self._warm_up()
                 self.report.started(self.axis, self.feed.place)
                 stream = self.feed.stream(self.axis.slots())
                 self.recorder.enter("data")
@@ -119,19 +119,27 @@ class Worker:
             samples = self.axis.samples_before(slot.index) + slot.samples
             self.report.stepped(samples, self.recorder.account().training_s, self.meter.glance())
 
-    def _compile(self) -> None:
-        """Compile and warm up on the first slot's batch before the training clock starts; leaves no trace."""
-        if self.config.compile == "off":
+    def _warm_up(self) -> None:
+        """Compile, capture and let CUDA choose its kernels before the training clock starts; leaves no trace.
+
+        Both sizes of slot are run, the full one and an epoch's shorter last one. An eager CPU has nothing to
+        warm up.
+        """
+        if self.config.compile == "off" and self.on.type == "cpu":
             return
         self.recorder.enter("compile")
-        slot, micros = next(self.feed.stream([self.axis.slot(0)]))
+        if self.config.compile == "default":
+            self.model.compile()
+        sizes = {
+            slot.samples: slot for slot in (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
+        }
+        with no_trace(self.eager, self.on):
+            for slot, micros in self.feed.stream(sizes.values()):
+                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], slot.samples)
         if self.config.compile == "graph":
+            slot, micros = next(self.feed.stream([self.axis.slot(0)]))
             self.graph = GraphStep(self.eager, self.feed.open, self.on)
             self.graph.capture(micros, slot.samples)
-        else:
-            self.model.compile()
-            with no_trace(self.eager, self.on):
-                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], slot.samples)
         self.run_ahead.drain()
         self.recorder.enter("setup")
 

@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "file" / "data"
     with pytest.raises(MachineError) as caught:
         fetch.get(tiny_sets.play(), folder, None, False, silent)
-    assert f"cannot write play to {folder} (Not a directory)" in str(caught.value)
+    assert f"cannot write play to {folder} (a part of the path is a file)" in str(caught.value)
     assert "UNEVEN_DATA=/some/folder uneven data get play" in str(caught.value)
 
 
@@ -96,7 +96,9 @@ def test_missing_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), args[0])
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(MachineError, match=r"\(Permission denied\); choose another folder: UNEVEN_DATA="):
+    with pytest.raises(
+        MachineError, match=r"\(no permission to write\); choose another folder: UNEVEN_DATA="
+    ):
         fetch.get(tiny_sets.play(), tmp_path, None, False, silent)
 
 
@@ -106,16 +108,21 @@ def test_a_full_disk_is_told_and_nothing_stays(
 ) -> None:
     site.pages["/input.txt"] = tiny_sets.TEXT
     folder = tmp_path / "data"
-    ending = ".part" if stage == "download" else ".new"
     real_open = Path.open
 
     def full(path: Path, mode: str = "r", *rest: object) -> object:
-        if path.suffix == ending and mode in ("wb", "ab"):
+        if path.suffix == ".part" and mode in ("wb", "ab"):
             path.touch()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real_open(path, mode, *rest)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(Path, "open", full)
+    def full_at_last(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if stage == "download":
+        monkeypatch.setattr(Path, "open", full)
+    else:
+        monkeypatch.setattr(os, "fsync", full_at_last)
     with pytest.raises(
         MachineError, match=rf"cannot write play to {folder} \(no space left\); .*UNEVEN_DATA="
     ):

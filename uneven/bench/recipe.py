@@ -28,7 +28,7 @@ class Recipe:
     batch_size: int  # per device
     epochs: int
     num_params: int
-    make_model: Callable[[], nn.Module]
+    make_model: Callable[..., nn.Module]  # language models take the size of the vocabulary
     make_optimizer: Callable[[Any], Optimizer]
     make_scheduler: Callable[[Optimizer, int], Any] | None = None
     train_step: TrainStep

@@ -4,6 +4,7 @@ MNIST pixels are divided by 255; CIFAR-10 is normalised by channel and, in train
 image; text is cut into windows of 128 characters whose targets are shifted by one.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,15 +22,28 @@ CIFAR_STD = (0.2023, 0.1994, 0.2010)
 WINDOW = 128
 
 
-def load_tensors(name: str) -> tuple[TensorData, TensorData]:
-    """Training and test part of a named set; a MachineError names the command when it is not here."""
+@dataclass(frozen=True)
+class TensorSet:
+    """A named set as tensors; `vocabulary` is how many distinct characters a text has, None for images."""
+
+    train: TensorData
+    test: TensorData
+    kind: str  # "28x28", "32x32" or "text": what a model must be made for
+    vocabulary: int | None = None
+
+
+def load_set(name: str) -> TensorSet:
+    """A MachineError names the command when the set is not here."""
     arrays = datasets.load(name)
     if isinstance(arrays, TextArrays):
-        return _windows(arrays.train_tokens), _windows(arrays.validation_tokens)
-    transform = _cifar if name == "cifar10" else _mnist
-    return (
+        train, test = _windows(arrays.train_tokens), _windows(arrays.validation_tokens)
+        return TensorSet(train, test, "text", len(arrays.vocabulary))
+    size = arrays.train_images.shape[-1]
+    transform = _cifar if size == 32 else _mnist
+    return TensorSet(
         _images(arrays.train_images, arrays.train_labels, transform),
         _images(arrays.test_images, arrays.test_labels, transform),
+        f"{size}x{size}",
     )
 
 

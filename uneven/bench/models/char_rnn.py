@@ -6,16 +6,16 @@ from torch import Tensor, nn
 from uneven.bench.models import language
 from uneven.bench.recipe import Published, Recipe
 
-VOCABULARY = 65
+VOCABULARY = 65  # tiny Shakespeare
 
 
 class CharRnn(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 128)
+        self.embedding = nn.Embedding(vocabulary, 128)
         self.lstm = nn.LSTM(128, 256, num_layers=2, batch_first=True)
         self.dropout = nn.Dropout(0.2)
-        self.head = nn.Linear(256, VOCABULARY)
+        self.head = nn.Linear(256, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(tokens))

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from uneven.bench.models import language
 from uneven.bench.recipe import Recipe
 
-VOCABULARY = 65
+VOCABULARY = 65  # tiny Shakespeare
 WIDTH = 128
 HEADS = 4
 WINDOW = 128
@@ -47,14 +47,14 @@ class Block(nn.Module):
 
 
 class GptNano(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.token = nn.Embedding(vocabulary, WIDTH)
         self.position = nn.Embedding(WINDOW, WIDTH)
         self.dropout = nn.Dropout(DROPOUT)
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
