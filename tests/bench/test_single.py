@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from uneven import InputError, TrainedState
+from uneven.bench import models
+from uneven.bench.sets import load_set
+from uneven.bench.single import Order, measure_quality, run_single
+
+
+def order(out: Path, **changes: Any) -> Order:
+    settings = {"model": "logistic", "data": "mnist-mini", "epochs": 2, "samples": 640, "device": "cpu"}
+    return Order(**{**settings, "out": out, "progress": "off", **changes})
+
+
+def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp_path: Path) -> None:
+    summary = run_single(order(tmp_path))
+    folder = tmp_path / "logistic" / "solo-0" / "seed-0"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "optimizer.safetensors",
+        "state.json",
+        "state.safetensors",
+        "summary.json",
+        "timeline.csv",
+        "timeline.json",
+    }
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["samples"] == 1280
+    assert [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").open()] == [1, 2]
+    recipe = models.get("logistic")
+    again = measure_quality(
+        TrainedState.load(folder), recipe, recipe.make_model, load_set("mnist-mini").test, torch.device("cpu")
+    )
+    assert again == summary["quality"]
+    assert again["accuracy"] > 0.5
+
+
+def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
+    first, second = run_single(order(tmp_path)), run_single(order(tmp_path))
+    assert first["quality"] == second["quality"]
+    assert (tmp_path / "logistic" / "solo-0" / "seed-0.1" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "lenet5"}, ("'lenet5'", "lenet", "uneven bench list")),
+        ({"mode": "fast"}, ("'fast'", "solo-0")),
+        ({"mode": "solo-1"}, ("'solo-1'", "--device")),
+        ({"variant": "option-a"}, ("'option-a'", "it has none")),
+        ({"samples": 0}, ("--samples 0", "at least 1")),
+        ({"batch_size": 0}, ("batch_size=0", "at least 1")),
+        ({"model": "resnet-20"}, ("cifar10", "mnist-mini")),
+        ({"data": "imagenet"}, ("'imagenet'", "uneven data list")),
+        ({"device": "cuda:9"}, ("cuda:9", "uneven devices")),
+    ],
+)
+def test_bad_orders_name_value_choices_and_next_command(
+    tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        run_single(order(tmp_path / "out", **changes))
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not (tmp_path / "out").exists()

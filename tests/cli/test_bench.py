@@ -1,0 +1,90 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from uneven import TrainedState
+from uneven.bench import models
+
+
+def uneven(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "uneven", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_list_shows_every_model() -> None:
+    done = uneven("bench", "list")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in models.NAMES)
+    listed = json.loads(uneven("bench", "list", "--json").stdout)
+    assert [row["name"] for row in listed["models"]] == list(models.NAMES)
+
+
+def test_the_demo_reaches_its_accuracy_and_says_where_things_are(tmp_path: Path) -> None:
+    done = uneven("demo", "--epochs", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "% of 2,000 test digits right" in done.stdout
+    folder = tmp_path / "runs" / "demo" / "lenet" / "solo-0" / "seed-0"
+    assert str(folder.relative_to(tmp_path)) in done.stdout
+    assert json.loads((folder / "summary.json").read_text())["quality"]["accuracy"] > 0.9
+
+
+def test_json_is_the_summary_alone(tmp_path: Path) -> None:
+    done = uneven(
+        *("bench", "run", "--model", "logistic", "--data", "mnist-mini", "--epochs", "1", "--samples", "640"),
+        *("--out", str(tmp_path), "--json"),
+    )
+    assert json.loads(done.stdout)["model"] == "logistic"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--model", "lenet5"), 2, ("'lenet5'", "lenet")),
+        (("--model", "logistic", "--device", "cpu@0"), 2, ("'cpu@0'", "above 0")),
+        (("--model", "logistic", "--device", "cpu%50"), 2, ("'cpu%50'", "cpu@")),
+        (("--model", "logistic", "--device", "cuda:9"), 2, ("'cuda:9'", "uneven devices")),
+        (("--model", "logistic", "--batch-size", "0"), 2, ("batch_size=0", "at least 1")),
+        (("--model", "logistic", "--epochs", "many"), 2, ("many",)),
+        (("--model", "logistic", "--out", "/proc/nowhere"), 1, ("/proc/nowhere", "--out")),
+    ],
+)
+def test_bad_input_is_one_line_without_a_traceback(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    done = uneven("bench", "run", "--data", "mnist-mini", *arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "uneven", "bench", "run", "--model", "mlp", "--data", "mnist-mini"),
+            *("--epochs", "1000", "--out", str(tmp_path), "--device", "cpu"),
+        ],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line.startswith("epoch 1/"):
+            break
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "stopped" in errors
+    state = TrainedState.load(tmp_path / "mlp" / "solo-0" / "seed-0")
+    assert not state.finished
+    assert state.slot >= 157
+    assert not (tmp_path / "mlp" / "solo-0" / "seed-0" / "summary.json").exists()

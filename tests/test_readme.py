@@ -1,0 +1,60 @@
+"""What README shows is what runs: its diff is the one between the two examples, its commands exist."""
+
+import difflib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> None:
+    plain, ours = ((ROOT / "examples" / name).read_text() for name in ("plain_loop.py", "same_with_uneven.py"))
+    lines = list(difflib.unified_diff(plain.splitlines(), ours.splitlines(), n=0, lineterm=""))
+    changes = [line for line in lines[2:] if line[0] in "+-"]
+    (shown,) = blocks("diff")
+    assert [line for line in shown.splitlines() if line[0] in "+-"] == changes
+    assert sum(line.startswith("+") for line in changes) <= 5
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs(path: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
+    )
+    assert float(done.stdout.split()[-1]) > 0.88
+
+
+def test_python_blocks_run() -> None:
+    for block in blocks("python"):
+        done = subprocess.run(
+            [sys.executable, "-c", block], capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("uneven ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_shown_is_understood(command: str) -> None:
+    """Options are checked by asking the verb for help with them given; running all would take minutes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "uneven", *shlex.split(command)[1:], "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,54 @@
+"""The wheel in an empty environment: with numpy alone the embedded data and the hardware report must work."""
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = folder.glob("uneven-*.whl")
+    return built
+
+
+def test_the_wheel_carries_types_licences_and_data_and_stays_small(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "uneven/py.typed" in names
+    assert "uneven/data/embedded/mnist-mini.xz" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert any(name.endswith("LICENSE-mnist-mini.txt") for name in names)
+    assert not any(name.startswith("tests") for name in names)
+    assert wheel.stat().st_size < 2_500_000
+
+
+def test_with_numpy_alone_the_data_and_the_hardware_report_work(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*install, "--no-deps", wheel], check=True)
+    subprocess.run([*install, "-c", ROOT / "constraints.txt", "numpy"], check=True)
+    script = """
+import sys
+from uneven.data import datasets
+from uneven.hardware.diagnosis import diagnose
+digits = datasets.load("mnist-mini")
+print(digits.train_images.shape, digits.test_labels.shape)
+print([problem.what for problem in diagnose().problems])
+"""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    shapes, problems = done.stdout.splitlines()
+    assert shapes == "(10000, 1, 28, 28) (2000,)"
+    assert "torch" in problems
