@@ -19,7 +19,8 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> None:
-    plain, ours = ((ROOT / "examples" / name).read_text() for name in ("plain_loop.py", "same_with_uneven.py"))
+    names = ("plain_loop.py", "same_with_uneven.py")
+    plain, ours = ((ROOT / "examples" / name).read_text() for name in names)
     lines = list(difflib.unified_diff(plain.splitlines(), ours.splitlines(), n=0, lineterm=""))
     changes = [line for line in lines[2:] if line[0] in "+-"]
     (shown,) = blocks("diff")

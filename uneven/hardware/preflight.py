@@ -17,7 +17,7 @@ from uneven.hardware.torchbuild import installed_version, read_torch, release
 __all__ = ["check_device", "refuse_unsupported", "usable_devices"]
 
 OLDEST_TORCH = (2, 8)
-TESTED = "Linux; torch 2.8 to 2.13"
+TESTED = "Linux; torch 2.8, 2.11 and 2.13"
 INSTALL = "pip install 'torch>=2.8'"
 
 
