@@ -29,9 +29,7 @@ from uneven.config import Task, check_task, resolve
         ({"zzz": 3}, ("'zzz'", "the settings are")),
     ],
 )
-def test_a_bad_setting_names_itself_and_what_is_allowed(
-    settings: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_a_bad_setting_names_itself_and_what_is_allowed(settings: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(InputError) as caught:
         resolve({"batch_size": 1, "epochs": 1, **settings})
     assert all(word in str(caught.value) for word in words)

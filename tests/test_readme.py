@@ -30,17 +30,13 @@ def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> N
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_runs(path: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
-    )
+    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     assert float(done.stdout.split()[-1]) > 0.88
 
 
 def test_python_blocks_run() -> None:
     for block in blocks("python"):
-        done = subprocess.run(
-            [sys.executable, "-c", block], capture_output=True, text=True, timeout=200, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
 
 

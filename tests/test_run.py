@@ -284,7 +284,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         ({"devices": "cuda:9"}, ("cuda:9", "uneven devices")),
         ({"devices": "cpu@0"}, ("cpu@0",)),
         ({"devices": "cpu%50"}, ("cpu%50",)),
-        ({"devices": "cpu,cpu@0.4"}, ("cpu,cpu@0.4", "one at a time")),
+        ({"devices": "cpu,cpu@0.4", "policy": "async"}, ("policy='async'", "'balanced'")),
+        ({"devices": "cpu,cpu", "shares": (1, 2, 3)}, ("3 entries for 2 devices",)),
+        ({"devices": "cpu,cpu", "shares": (1, 2), "policy": "sync"}, ("contradict",)),
+        ({"devices": "cpu,cpu", "backend": "nccl"}, ("backend='nccl'", "'auto'")),
         ({"compile": "graph"}, ("compile='graph'", "'off'")),
     ],
 )
@@ -312,4 +315,5 @@ def test_the_configuration_and_each_epoch_are_printed_once(capsys: pytest.Captur
     assert lines[0].startswith("uneven ")
     assert "100 samples, 3 epochs of 7 steps" in lines[0]
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
-    assert lines[-1].startswith("trained 300 samples")
+    assert lines[-2].startswith("trained 300 samples")
+    assert "compute" in lines[-1]

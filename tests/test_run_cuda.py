@@ -53,9 +53,7 @@ def test_a_simulated_slower_gpu_trains_the_same() -> None:
 
 def test_the_accounting_sums_to_one_and_other_is_small() -> None:
     generator = torch.Generator().manual_seed(0)
-    data = TensorData(
-        torch.randn(20_000, 10, generator=generator).double(), torch.zeros(20_000, dtype=torch.int64)
-    )
+    data = TensorData(torch.randn(20_000, 10, generator=generator).double(), torch.zeros(20_000, dtype=torch.int64))
     state = train("graph", dataset=data, epochs=10)
     assert state.timeline is not None
     account = state.timeline.accounts[0]

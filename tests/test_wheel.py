@@ -46,9 +46,7 @@ print(digits.train_images.shape, digits.test_labels.shape)
 print([problem.what for problem in diagnose().problems])
 """
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [python, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([python, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     shapes, problems = done.stdout.splitlines()
     assert shapes == "(10000, 1, 28, 28) (2000,)"
     assert "torch" in problems

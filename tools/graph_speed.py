@@ -49,9 +49,7 @@ def main(pairs: int, epochs: int) -> None:
     print("epoch  eager loss (sd over seeds)  graph - eager (95 %)")
     for epoch in range(epochs):
         eager = [run[epoch] for run in losses["off"]]
-        gap, half = interval(
-            [g[epoch] - o[epoch] for g, o in zip(losses["graph"], losses["off"], strict=True)]
-        )
+        gap, half = interval([g[epoch] - o[epoch] for g, o in zip(losses["graph"], losses["off"], strict=True)])
         seeds = f"{statistics.mean(eager):.4f} ({statistics.stdev(eager):.4f})"
         print(f"{epoch + 1:5}  {seeds}  {gap:+.4f} +- {half:.4f}")
 

@@ -5,7 +5,7 @@ A value that cannot work is an InputError here, not a surprise in the middle of 
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -58,6 +58,9 @@ class Settings(TypedDict, total=False):
     devices: str
     seed: int
     accumulate: int
+    global_batch_size: int | None
+    shares: Sequence[float] | None
+    sync_batchnorm: bool
     max_grad_norm: float | None
     precision: str
     compile: str
@@ -78,6 +81,9 @@ class RunConfig:
     devices: str = "auto"
     seed: int = 0
     accumulate: int = 1
+    global_batch_size: int | None = None
+    shares: tuple[float, ...] | None = None
+    sync_batchnorm: bool = False
     max_grad_norm: float | None = None
     precision: str = "fp32"
     compile: str = "off"
@@ -91,6 +97,10 @@ class RunConfig:
             _check_count(name, getattr(self, name), least=1)
         _check_count("workers", self.workers, least=0)
         _check_count("seed", self.seed, least=0)
+        if self.global_batch_size is not None:
+            _check_count("global_batch_size", self.global_batch_size, least=1)
+        if self.shares is not None and (min(self.shares, default=-1) < 0 or sum(self.shares) <= 0):
+            raise InputError(f"shares={self.shares!r} must be numbers of at least 0, one per device, not all 0")
         if self.checkpoint_every is not None:
             _check_count("checkpoint_every", self.checkpoint_every, least=1)
             if self.out is None:
@@ -106,6 +116,10 @@ class RunConfig:
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, int | float) and norm > 0):
             raise InputError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping")
+
+    def slot_size(self, ranks: int) -> int:
+        """Samples per optimizer step of all ranks together."""
+        return self.global_batch_size or self.batch_size * ranks * self.accumulate
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "out": None if self.out is None else str(self.out)}
@@ -123,6 +137,8 @@ def resolve(settings: Mapping[str, Any]) -> RunConfig:
     for name in ("batch_size", "epochs"):
         if name not in given:
             raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
+    if given.get("shares") is not None:
+        given["shares"] = tuple(float(share) for share in given["shares"])
     if given.get("out") is not None:
         given["out"] = Path(given["out"])
     return RunConfig(**given)

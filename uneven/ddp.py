@@ -4,7 +4,7 @@ With one usable device everything is plain training behind the same handle, so a
 unchanged when a second device is named.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -124,6 +124,15 @@ class Builder:
 
     def accumulate(self, batches: int) -> "Self":
         return self.settings(accumulate=batches)
+
+    def global_batch_size(self, samples: int | None) -> "Self":
+        return self.settings(global_batch_size=samples)
+
+    def shares(self, shares: Sequence[float] | None) -> "Self":
+        return self.settings(shares=shares)
+
+    def sync_batchnorm(self, is_on: bool = True) -> "Self":
+        return self.settings(sync_batchnorm=is_on)
 
     def max_grad_norm(self, norm: float | None) -> "Self":
         return self.settings(max_grad_norm=norm)

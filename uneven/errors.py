@@ -1,8 +1,7 @@
-"""The two ways a user meets a failure: a wrong input, or a machine that cannot do it.
+"""The ways a user meets a failure: a wrong input, a machine that cannot do it, a rank that failed.
 
-Both carry one line that names the value, what would be allowed, and the next command to type; the command
-line prints that line and nothing else. Anything that is not one of these two is our own mistake and keeps
-its traceback.
+The first two carry one line that names the value, what would be allowed, and the next command to type; the command
+line prints that line and nothing else. Anything else is our own mistake and keeps its traceback.
 """
 
 
@@ -12,3 +11,7 @@ class InputError(ValueError):
 
 class MachineError(RuntimeError):
     """The input is right but this machine cannot do it (no space, no data, no driver); exits with 1."""
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or hung, and the run with it; names rank, device and cause, with its own traceback."""

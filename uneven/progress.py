@@ -26,6 +26,7 @@ class Reporter:
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
         self._epochs = 0
+        self._told = 0
 
     def say(self, lines: Sequence[str]) -> None:
         if self.style != "off":
@@ -36,38 +37,57 @@ class Reporter:
         del place
         self._epochs = axis.epochs
         if self.style == "bar":
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:3.0f} %"),
-                TextColumn("{task.fields[speed]} samples/s"),
-                TextColumn("loss {task.fields[loss]}"),
-                TimeElapsedColumn(),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                console=self._console,
-                refresh_per_second=5,
-            )
-            self._task = self._bar.add_task(
-                self._title, total=axis.samples * axis.epochs, speed="-", loss="-"
-            )
-            self._last = (0, 0.0)
-            self._bar.start()
+            self._open(axis.samples * axis.epochs, [self._title])
 
-    def stepped(self, samples: int, training_s: float, loss: float) -> None:
+    def _open(self, total: int, titles: Sequence[str]) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f} %"),
+            TextColumn("{task.fields[speed]} samples/s"),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            refresh_per_second=5,
+        )
+        self._tasks = [self._bar.add_task(title, total=total, speed="-", loss="-") for title in titles]
+        self._last = (0, 0.0)
+        self._bar.start()
+
+    def ranks(self, posts: Sequence[dict[str, Any]]) -> None:
+        """What the ranks of a run last said of themselves."""
+        for entry in posts[0].get("history", [])[self._told :]:
+            self._told += 1
+            self._epochs = posts[0]["epochs"]
+            self.epoch_done(entry)
+        if self.style != "bar" or not all("own" in post for post in posts):
+            return
+        if self._bar is None:
+            self._open(posts[0]["total"], [f"rank {rank}" for rank in range(len(posts))])
+        everybody = sum(post["own"] for post in posts)
+        for task, post in zip(self._tasks, posts, strict=True):
+            assert self._bar is not None
+            speed = f"{post['own'] / post['seconds']:,.0f}" if post["seconds"] else "-"
+            share = f"{100 * post['own'] / max(1, everybody):.0f} % of the samples"
+            self._bar.update(task, completed=post["own"], speed=speed, loss=f"{post['loss']:.4f}  {share}")
+
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+        del own_samples
         if self._bar is None:
             return
         before, then_s = self._last
         if training_s - then_s >= 0.5:
             speed = (samples - before) / (training_s - then_s)
             self._last = (samples, training_s)
-            self._bar.update(self._task, completed=samples, speed=f"{speed:,.0f}", loss=f"{loss:.4f}")
+            self._bar.update(self._tasks[0], completed=samples, speed=f"{speed:,.0f}", loss=f"{loss:.4f}")
         else:
-            self._bar.update(self._task, completed=samples)
+            self._bar.update(self._tasks[0], completed=samples)
 
     def epoch_done(self, entry: dict[str, Any]) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=entry["samples"])
+        if self._bar is not None and len(self._tasks) == 1:
+            self._bar.update(self._tasks[0], completed=entry["samples"])
         metrics = "  ".join(f"{name} {_figure(value)}" for name, value in entry.items() if name not in _TIMES)
         self.say(
             [

@@ -38,6 +38,7 @@ class TrainedState:
     samples: int = 0  # samples trained
     finished: bool = True
     timeline: Timeline | None = None
+    log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
     folder: Path | None = None
 
     def load_into(self, model: nn.Module) -> nn.Module:
@@ -67,6 +68,8 @@ class TrainedState:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
+            if self.log:
+                write_atomically(folder / "log.json", json.dumps({"ranks": self.log}).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
             raise folder_error(folder, error) from error

@@ -1,22 +1,32 @@
-"""One rank: batch -> step -> tell what happened.
+"""One rank: batch -> step -> tell the policy -> (with several ranks) sum over all.
 
 The loop is the program: `Worker.train` reads from top to bottom. Everything the rank does is in exactly one
-state of its recorder, so where the time went is never a guess.
+state of its recorder, so where the time went is never a guess. A rank alone and a rank among others run the same
+lines; only the step itself asks whether there are gradients to sum.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from uneven.average.buffers import BufferAverage
+from uneven.comm.group import Group
+from uneven.comm.work import Traffic
 from uneven.config import EvalStep, Evaluation, RunConfig, Task
-from uneven.data.feed import Feed, make_feed
+from uneven.data.feed import Feed, Micros, make_feed
 from uneven.hardware.device import Device
 from uneven.hardware.throttle import Throttle
-from uneven.policy.axis import Axis, Slot
+from uneven.parallel.gradients import GradientRoad
+from uneven.policy.axis import Axis, Part, part_of
+from uneven.policy.exact import Balanced, ExactPolicy, Fixed, Sync
+from uneven.policy.finish import Cost
 from uneven.state import TrainedState, capture_state
+from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
@@ -28,31 +38,63 @@ from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 
+ROW = ("busy_ms", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
+
 
 class Report(Protocol):
     """Who is told about the run's progress; called on the rank's own thread, so each call must be short."""
 
     def started(self, axis: Axis, place: str) -> None: ...
-    def stepped(self, samples: int, training_s: float, loss: float) -> None: ...
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None: ...
     def epoch_done(self, entry: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place: its number, and the devices of all ranks in rank order."""
+
+    rank: int
+    devices: tuple[Device, ...]
+
+    @property
+    def device(self) -> Device:
+        return self.devices[self.rank]
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank leaves: `log` holds (slot, first, samples) of every part it trained, in order."""
+
+    state: TrainedState
+    timeline: Timeline
+    log: list[tuple[int, int, int]]
+    traffic: Traffic
+
+
 class Worker:
-    """Life cycle: made on the thread that trains, `train()` once."""
+    """Life cycle: made on the thread that trains, `train()` once. `join(model)` forms the group."""
 
     def __init__(
-        self, task: Task, config: RunConfig, device: Device, stop: threading.Event, report: Report
+        self,
+        task: Task,
+        config: RunConfig,
+        seat: Seat,
+        join: Callable[[nn.Module], Group],
+        stop: threading.Event,
+        report: Report,
     ) -> None:
-        self.recorder = Recorder()
-        self.task = task
-        self.config = config
-        self.device = device
-        self.stop = stop
-        self.report = report
+        self.recorder = Recorder(seat.rank)
+        self.task, self.config, self.seat = task, config, seat
+        self.join, self.stop, self.report = join, stop, report
         self.history: list[dict[str, Any]] = []
-        self.axis = Axis(len(task.dataset), config.batch_size * config.accumulate, config.epochs)
+        self.log: list[tuple[int, int, int]] = []
+        self.axis = Axis(len(task.dataset), config.slot_size(seat.size), config.epochs)
 
-        self.on = torch.device(device.torch_name)
+        self.on = torch.device(seat.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved, so that a seed gives the same model on every device.
         self.model = task.make_model().to(self.on)
@@ -72,52 +114,111 @@ class Worker:
         self._test_feed: Feed | None = None
         self.graph: GraphStep | None = None
         self.run_ahead = RunAhead(self.on)
-        self.throttle = Throttle(device.speed)
+        self.throttle = Throttle(seat.device.speed)
+        self.policy: ExactPolicy = Sync(seat.size)
+        self.trained = 0  # slots
+        self._own_samples = 0
+        self._weight = 0  # samples since the buffers were last averaged
         self._told_s = 0.0
+        self._free_ns = 0  # when this rank last came out of a collective
 
-    def train(self) -> TrainedState:
+    def train(self) -> RankResult:
         """Train every slot, or up to the stop request; the state returned is complete either way."""
         sampler = Sampler()
         sampler.start()
-        trained = 0
         try:
             with _device_flags(self.on):
                 self._warm_up()
+                cost = self._measure_cost()
+                self.group = self.join(self.model)
+                self._round_zero(cost)
                 self.report.started(self.axis, self.feed.place)
-                stream = self.feed.stream(self.axis.slots())
-                self.recorder.enter("data")
-                for slot, micros in stream:
-                    self._train_slot(slot, micros)
-                    trained = slot.index + 1
-                    if trained == self.axis.epoch_end(slot.epoch):
-                        self._end_epoch(slot.epoch, trained)
-                    if self.stop.is_set():
-                        self.recorder.event("stop", slot=trained)
+                self._free_ns = self.recorder.enter("data")
+                for part, micros in self.feed.stream(self._parts()):
+                    is_stopped = self._train_part(part, micros)
+                    self.trained = part.slot.index + 1
+                    if self.trained == self.axis.epoch_end(part.slot.epoch):
+                        self._end_epoch(part.slot.epoch)
+                    if is_stopped:
+                        self.recorder.event("stop", slot=self.trained)
                         break
                     self.recorder.enter("data")
                 self.recorder.enter("compute")
                 self.run_ahead.drain()
+                self._average_buffers()
         finally:
             self.recorder.close()
             sampler.stop()
-        return self._state(trained, Timeline.of(self.recorder, str(self.device), sampler.samples))
+        timeline = Timeline.of(self.recorder, str(self.seat.device), sampler.samples)
+        return RankResult(self._state(), timeline, self.log, self.group.traffic)
 
-    def _train_slot(self, slot: Slot, micros: list[tuple[Any, int]]) -> None:
+    def _parts(self) -> Iterator[Part]:
+        for slot in self.axis.slots():
+            shares = self.policy.shares(slot.index, slot.samples)
+            batch = max(self.config.batch_size, -(-shares[self.seat.rank] // self.config.accumulate))
+            yield part_of(slot, shares, self.seat.rank, batch)
+
+    def _train_part(self, part: Part, micros: Micros) -> bool:
+        """One slot on this rank; returns whether the run is to stop after it."""
+        slot = part.slot
         if self.graph is None:
             micros = [(self.feed.open(inputs), samples) for inputs, samples in micros]
         began_ns = self.recorder.enter("compute")
         self.schedule.move_to(self.axis.schedule_position(slot.index))
-        (self.graph or self.eager)(micros, slot.samples)
-        if self.device.speed < 1:
-            self.run_ahead.drain()
-            self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
+        if self.seat.size > 1:
+            is_stopped = self._step_together(part, micros)
+        else:
+            (self.graph or self.eager)(micros, slot.samples)
+            self._slow_down(began_ns)
+            is_stopped = self.stop.is_set()
         self.run_ahead.after_step()
         now_ns = self.recorder.enter("other")
+        self.log.append((slot.index, part.first, part.samples))
+        self._own_samples += part.samples
+        self._weight += part.samples
         # Ten reports a second are as many as a person can read; each costs a few microseconds.
         if now_ns / 1e9 - self._told_s >= 0.1:
             self._told_s = now_ns / 1e9
             samples = self.axis.samples_before(slot.index) + slot.samples
-            self.report.stepped(samples, self.recorder.account().training_s, self.meter.glance())
+            seconds = self.recorder.account().training_s
+            self.report.stepped(samples, self._own_samples, seconds, self.meter.glance())
+        return is_stopped
+
+    def _step_together(self, part: Part, micros: Micros) -> bool:
+        """A step whose gradients are summed over all ranks; speeds, stop requests and proofs ride along."""
+        slot = part.slot
+        busy_ms = 0.0
+        sent_ns = 0
+
+        def row() -> list[float]:
+            # The clock of the policy: own work since the last collective, before waiting for anyone.
+            nonlocal busy_ms, sent_ns
+            self._slow_down(self._free_ns)
+            sent_ns = self.recorder.enter("wait")
+            busy_ms = (sent_ns - self._free_ns) / 1e6
+            return [busy_ms, float(self.stop.is_set()), float(self.policy.fingerprint())]
+
+        rows, counts = self.eager.sum_gradients(micros, slot.samples, row)
+        busy = [one[0] for one in rows]
+        # What the slowest rank took longer than this one was waiting; the rest was the wire.
+        self.recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
+        self._free_ns = self.recorder.enter("compute")
+        self._check_fingerprints([int(one[2]) for one in rows], slot.index)
+        self.eager.update(counts)
+        move = self.policy.note(slot.index, slot.samples, busy)
+        if move is not None:
+            self.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
+        return any(one[1] > 0 for one in rows)
+
+    def _slow_down(self, began_ns: int) -> None:
+        if self.seat.device.speed < 1:
+            self.run_ahead.drain()
+            self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
+
+    def _check_fingerprints(self, prints: list[int], slot: int) -> None:
+        for rank, one in enumerate(prints):
+            if one != prints[0]:
+                raise RuntimeError(f"rank {rank} decided otherwise than rank 0 before slot {slot}: {prints}")
 
     def _warm_up(self) -> None:
         """Compile, capture and let CUDA choose its kernels before the training clock starts; leaves no trace.
@@ -130,29 +231,79 @@ class Worker:
         self.recorder.enter("compile")
         if self.config.compile == "default":
             self.model.compile()
-        sizes = {
-            slot.samples: slot for slot in (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
-        }
+        ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
+        parts = {slot.samples: self._rehearsal(slot.samples) for slot in ends}
         with no_trace(self.eager, self.on):
-            for slot, micros in self.feed.stream(sizes.values()):
-                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], slot.samples)
+            for part, micros in self.feed.stream(parts.values()):
+                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
         if self.config.compile == "graph":
-            slot, micros = next(self.feed.stream([self.axis.slot(0)]))
+            part, micros = next(self.feed.stream([parts[self.axis.slot(0).samples]]))
             self.graph = GraphStep(self.eager, self.feed.open, self.on)
-            self.graph.capture(micros, slot.samples)
+            self.graph.capture(micros, part.samples)
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
-    def _end_epoch(self, epoch: int, trained: int) -> None:
+    def _rehearsal(self, samples: int) -> Part:
+        """A part of the first slot with this many samples, trained only to warm up."""
+        each = -(-samples // self.seat.size)
+        return Part(self.axis.slot(0), 0, each, max(self.config.batch_size, -(-each // self.config.accumulate)))
+
+    def _measure_cost(self) -> Cost:
+        """This rank's own speed, before the group forms, so that round 0 can set the first shares."""
+        if self.seat.size == 1 or self.config.policy != "balanced" or self.config.shares is not None:
+            return Cost(0.0, 1.0)
+        self.recorder.enter("compile")
+
+        def run_step(samples: int) -> None:
+            began_ns = self.recorder.clock()
+            _, micros = next(self.feed.stream([Part(self.axis.slot(0), 0, samples, max(samples, 1))]))
+            self.eager([(self.feed.open(inputs), count) for inputs, count in micros], samples)
+            self._slow_down(began_ns)
+
+        with no_trace(self.eager, self.on):
+            cost = measure_cost(run_step, min(self.axis.slot(0).samples, -(-self.axis.slot_size // self.seat.size)))
+        self.recorder.enter("setup")
+        return cost
+
+    def _round_zero(self, cost: Cost) -> None:
+        """The group's first meeting: rank 0's values become everyone's, and every rank's cost is known to all."""
+        self.buffers = BufferAverage(self.model)
+        if self.seat.size == 1:
+            return
+        self.recorder.enter("communication")
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.group.broadcast_(tensor.detach()).wait()
+        costs = torch.zeros(self.seat.size, 2, dtype=torch.float64)
+        costs[self.seat.rank] = torch.tensor([cost.fixed_ms, cost.sample_ms])
+        self.group.sum_(costs).wait()
+        self.policy = self._make_policy([Cost(*one) for one in costs.tolist()])
+        self.recorder.event("shares", slot=0, shares=list(self.policy.shares(0, self.axis.slot(0).samples)))
+        self.eager.road = GradientRoad(list(self.model.parameters()), self.group, len(ROW) + 1)
+        if self.seat.rank > 0:
+            torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
+        self.recorder.enter("setup")
+
+    def _make_policy(self, costs: list[Cost]) -> ExactPolicy:
+        if self.config.shares is not None:
+            return Fixed(self.config.shares)
+        if self.config.policy == "sync":
+            return Sync(self.seat.size)
+        has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
+        least = 2 if has_batchnorm else 1
+        return Balanced(tuple(costs), self.axis.slot(0).samples, None, least, self.feed.lookahead)
+
+    def _end_epoch(self, epoch: int) -> None:
         self.recorder.enter("compute")
         self.run_ahead.drain()
+        self.recorder.enter("communication" if self.seat.size > 1 else "other")
+        loss = self.meter.take(self.group)
         self.recorder.enter("other")
         seconds = self.recorder.account().training_s
         before = self.history[-1]["train_seconds"] if self.history else 0.0
         entry = {
             "epoch": epoch + 1,
-            "samples": self.axis.samples_before(trained),
-            "train_loss": self.meter.take(),
+            "samples": self.axis.samples_before(self.trained),
+            "train_loss": loss,
             "lr": self.schedule.rates[0],
             "train_seconds": seconds,
             "samples_per_s": self.axis.samples / max(seconds - before, 1e-9),
@@ -161,52 +312,69 @@ class Worker:
         evaluation = self.task.evaluation
         if evaluation is not None and (is_last or (epoch + 1) % evaluation.every == 0):
             self.recorder.enter("evaluation")
-            entry |= evaluate(
-                self.model, evaluation.eval_step, self._eval_feed(evaluation), self.eager.precision
-            )
+            self._average_buffers()
+            entry |= self._evaluate(evaluation)
         self.history.append(entry)
         every = self.config.checkpoint_every
         if every is not None and self.config.out is not None and (epoch + 1) % every == 0 and not is_last:
             self.recorder.enter("checkpoint")
-            self._state(trained, None).save(self.config.out / f"epoch-{epoch + 1}")
-        self.recorder.enter("other")
+            self._average_buffers()
+            if self.seat.rank == 0:
+                self._state().save(self.config.out / f"epoch-{epoch + 1}")
+        self._free_ns = self.recorder.enter("other")
         self.recorder.event("epoch", **entry)
         self.report.epoch_done(entry)
 
-    def _eval_feed(self, evaluation: Evaluation) -> Feed:
+    def _average_buffers(self) -> None:
+        self.buffers.run(self.group, self._weight)
+        self._weight = 0
+
+    def _evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         if self._test_feed is None:
             batch_size = evaluation.batch_size or self.config.batch_size
             self._test_feed = make_feed(evaluation.dataset, self.on, self.config.seed, batch_size)
-        return self._test_feed
+        # By speed, as in training; everyone at least one sample, so that all know which metrics there are.
+        ratio = self.policy.shares(self.trained, self.axis.slot(0).samples)
+        shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
+        first = sum(shares[: self.seat.rank])
+        own = (first, first + shares[self.seat.rank])
+        return evaluate(self.model, evaluation.eval_step, self._test_feed, self.eager.precision, self.group, own)
 
-    def _state(self, trained: int, timeline: Timeline | None) -> TrainedState:
+    def _state(self) -> TrainedState:
         return TrainedState(
             **capture_state(self.model, self.optimizer),
             history=list(self.history),
             config=self.config.to_json(),
-            slot=trained,
-            samples=self.axis.samples_before(trained),
-            finished=trained == self.axis.total,
-            timeline=timeline,
+            slot=self.trained,
+            samples=self.axis.samples_before(self.trained),
+            finished=self.trained == self.axis.total,
         )
 
 
 def evaluate(
-    model: torch.nn.Module, eval_step: EvalStep, feed: Feed, precision: Precision
+    model: nn.Module,
+    eval_step: EvalStep,
+    feed: Feed,
+    precision: Precision,
+    group: Group,
+    own: tuple[int, int | None] = (0, None),
 ) -> dict[str, float]:
-    """Metrics of a model over a whole data set: the sums of `eval_step` over their counts, tail included."""
+    """Metrics over a whole data set, of which this rank does its own range: total sums over total count."""
     sums: dict[str, Any] = {}
     total = 0
     was_training = model.training
     model.eval()
     with torch.no_grad(), precision.region():
-        for batch, _ in feed.in_order():
+        for batch, _ in feed.in_order(*own):
             parts, count = eval_step(model, batch)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value
             total += count
     model.train(was_training)
-    return {name: float(value) / total for name, value in sums.items()}
+    names = sorted(sums)
+    together = torch.tensor([*(float(sums[name]) for name in names), float(total)], dtype=torch.float64)
+    *values, count = group.sum_(together).wait().tolist()
+    return {name: value / count for name, value in zip(names, values, strict=True)}
 
 
 @contextmanager

@@ -38,9 +38,7 @@ def test_the_models_are_the_seven_of_the_suite() -> None:
 @pytest.mark.parametrize("name", models.NAMES)
 def test_param_count(name: str) -> None:
     recipe = models.get(name)
-    assert (
-        sum(param.numel() for param in recipe.make_model().parameters()) == PARAMS[name] == recipe.num_params
-    )
+    assert sum(param.numel() for param in recipe.make_model().parameters()) == PARAMS[name] == recipe.num_params
 
 
 def test_the_papers_shortcut_has_no_params() -> None:
@@ -103,9 +101,7 @@ def test_gpt_warms_up_over_a_fifth_and_ends_at_a_hundred_thousandth() -> None:
 
 def test_resnet_drops_tenfold_at_half_and_three_quarters() -> None:
     seen = rates("resnet-20", 400)
-    assert [seen[i] for i in (0, 199, 200, 299, 300, 399)] == pytest.approx(
-        [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3]
-    )
+    assert [seen[i] for i in (0, 199, 200, 299, 300, 399)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
 
 
 def test_an_unknown_model_names_the_known_ones() -> None:

@@ -14,15 +14,10 @@ def test_idx_round_trip(shape: tuple[int, ...]) -> None:
 
 
 def test_idx_header_is_the_official_one() -> None:
-    assert (
-        format_idx(np.zeros((60000, 28, 0), np.uint8)).hex()
-        == "00000803" + "0000ea60" + "0000001c" + "00000000"
-    )
+    assert format_idx(np.zeros((60000, 28, 0), np.uint8)).hex() == "00000803" + "0000ea60" + "0000001c" + "00000000"
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\0\0\x0d\x01" + bytes(8), format_idx(np.zeros((2, 2), np.uint8))[:-1]]
-)
+@pytest.mark.parametrize("content", [b"", b"\0\0\x0d\x01" + bytes(8), format_idx(np.zeros((2, 2), np.uint8))[:-1]])
 def test_what_is_no_idx_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError):
         parse_idx(content)

@@ -16,9 +16,7 @@ from uneven.data.progress import Event, silent
 from uneven.errors import MachineError
 
 
-def test_the_folder_is_argument_then_variable_then_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_folder_is_argument_then_variable_then_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("UNEVEN_DATA", "/variable")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -34,9 +32,7 @@ def test_the_folder_is_argument_then_variable_then_cache(
     ("place", "is_zipped"),
     [(".", False), (".", True), ("MNIST/raw", False), ("MNIST/raw", True), ("digits", False)],
 )
-def test_raw_digit_files_are_found_where_they_usually_lie(
-    place: str, is_zipped: bool, tmp_path: Path
-) -> None:
+def test_raw_digit_files_are_found_where_they_usually_lie(place: str, is_zipped: bool, tmp_path: Path) -> None:
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     for name, content in tiny_sets.DIGIT_FILES.items():
         path = tmp_path / place / (f"{name}.gz" if is_zipped else name)
@@ -69,9 +65,7 @@ def test_another_file_called_input_is_not_ours(tmp_path: Path) -> None:
     assert cache.locate(tiny_sets.play(), tmp_path) == {"play.txt": tmp_path / "input.txt"}
 
 
-@pytest.mark.parametrize(
-    "content", [tiny_sets.TEXT[:-1], tiny_sets.TEXT + b"!", tiny_sets.TEXT.swapcase(), b""]
-)
+@pytest.mark.parametrize("content", [tiny_sets.TEXT[:-1], tiny_sets.TEXT + b"!", tiny_sets.TEXT.swapcase(), b""])
 def test_a_damaged_cache_names_the_command_that_mends_it(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "play").mkdir()
     (tmp_path / "play" / "play.txt").write_bytes(content)
@@ -96,9 +90,7 @@ def test_missing_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), args[0])
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(
-        MachineError, match=r"\(no permission to write\); choose another folder: UNEVEN_DATA="
-    ):
+    with pytest.raises(MachineError, match=r"\(no permission to write\); choose another folder: UNEVEN_DATA="):
         fetch.get(tiny_sets.play(), tmp_path, None, False, silent)
 
 
@@ -123,9 +115,7 @@ def test_a_full_disk_is_told_and_nothing_stays(
         monkeypatch.setattr(Path, "open", full)
     else:
         monkeypatch.setattr(os, "fsync", full_at_last)
-    with pytest.raises(
-        MachineError, match=rf"cannot write play to {folder} \(no space left\); .*UNEVEN_DATA="
-    ):
+    with pytest.raises(MachineError, match=rf"cannot write play to {folder} \(no space left\); .*UNEVEN_DATA="):
         fetch.get(tiny_sets.play(f"{site.url}input.txt"), folder, None, False, silent)
     assert [path.name for path in folder.rglob("*") if path.is_file()] == [".play.lock"]
 

@@ -36,9 +36,7 @@ def test_pip_pins_the_archive_by_its_sum(fake_client: FakeClient, tmp_path: Path
     assert wish == f"tiny-hub==1.0.0 --hash=sha256:{'0' * 64}"
 
 
-def test_a_source_package_is_tried_again_without_build_isolation(
-    fake_client: FakeClient, tmp_path: Path
-) -> None:
+def test_a_source_package_is_tried_again_without_build_isolation(fake_client: FakeClient, tmp_path: Path) -> None:
     fake_client(
         "pip",
         'case "$*" in *--no-build-isolation*) touch texts.tar.gz;; *) echo ERROR: no tools; exit 1;; esac',
@@ -47,9 +45,7 @@ def test_a_source_package_is_tried_again_without_build_isolation(
 
 
 def test_when_both_ways_fail_the_first_reason_is_told(fake_client: FakeClient, tmp_path: Path) -> None:
-    fake_client(
-        "pip", 'case "$*" in *--no-build-isolation*) echo ERROR: second;; *) echo ERROR: first;; esac; exit 1'
-    )
+    fake_client("pip", 'case "$*" in *--no-build-isolation*) echo ERROR: second;; *) echo ERROR: first;; esac; exit 1')
     with pytest.raises(SourceError, match=r"^first$"):
         client.fetch_archive(SDIST, tmp_path, silent)
 

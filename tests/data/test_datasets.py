@@ -34,9 +34,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 def test_loading_never_downloads_unasked(tiny_catalog: Site) -> None:
-    with pytest.raises(
-        MachineError, match=r"digits is not on this machine .*get it with: uneven data get digits"
-    ):
+    with pytest.raises(MachineError, match=r"digits is not on this machine .*get it with: uneven data get digits"):
         datasets.load("digits")
     assert tiny_catalog.asked == []
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
-from uneven.policy.axis import Axis
+from uneven.policy.axis import Axis, Part, part_of
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,11 @@ class Noisy(Dataset):
 
 def read(dataset: object, axis: Axis, batch_size: int, workers: int = 0) -> list[list[object]]:
     feed = make_feed(dataset, CPU, seed=5, batch_size=batch_size, workers=workers)
-    return [[feed.open(inputs) for inputs, _ in micros] for _, micros in feed.stream(axis.slots())]
+    return [[feed.open(inputs) for inputs, _ in micros] for _, micros in feed.stream(whole(axis, batch_size))]
+
+
+def whole(axis: Axis, batch_size: int) -> list[Part]:
+    return [part_of(slot, (slot.samples,), 0, batch_size) for slot in axis.slots()]
 
 
 @settings(deadline=None, max_examples=40)
@@ -45,7 +49,7 @@ def test_every_feed_gives_every_sample_once_an_epoch_in_the_same_order(
 
 def test_micro_batches_carry_their_true_sizes() -> None:
     feed = make_feed(TensorData(torch.arange(10)), CPU, seed=0, batch_size=3)
-    sizes = [[n for _, n in micros] for _, micros in feed.stream(Axis(10, 6, 1).slots())]
+    sizes = [[n for _, n in micros] for _, micros in feed.stream(whole(Axis(10, 6, 1), 3))]
     assert sizes == [[3, 3], [3, 1]]
 
 
@@ -59,9 +63,7 @@ def test_augmentation_is_keyed_by_position_whatever_reads_it() -> None:
     one = read(Noisy(), Axis(23, 4, 2), 4)
     other_batches = read(Noisy(), Axis(23, 8, 2), 8)
     flat = [torch.cat([batch[part].flatten() for slot in one for batch in slot]) for part in range(4)]
-    other = [
-        torch.cat([batch[part].flatten() for slot in other_batches for batch in slot]) for part in range(4)
-    ]
+    other = [torch.cat([batch[part].flatten() for slot in other_batches for batch in slot]) for part in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(flat, other, strict=True))
     assert not torch.equal(flat[1][:23], flat[1][23:])  # the next epoch draws anew
 
@@ -88,3 +90,27 @@ def test_in_order_gives_every_sample_once_unshuffled() -> None:
         batches = list(make_feed(dataset, CPU, seed=0, batch_size=4).in_order())
         assert [n for _, n in batches] == [4, 4, 2]
         assert torch.cat([b for b, _ in batches]).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_with_any_shares_read_each_sample_once_empty_parts_included(workers: int) -> None:
+    axis = Axis(23, 8, 2)
+    shares = [(8, 0), (0, 8), (5, 3)]
+    read_by_slot: dict[int, list[int]] = {slot.index: [] for slot in axis.slots()}
+    for rank in (0, 1):
+        feed = make_feed(list(range(23)), CPU, seed=5, batch_size=4, workers=workers)
+        parts = []
+        for slot in axis.slots():
+            cut = shares[slot.index % 3] if slot.samples == 8 else (0, slot.samples)
+            parts.append(part_of(slot, cut, rank, 4))
+        for part, micros in feed.stream(parts):
+            read_by_slot[part.slot.index] += [int(i) for batch, n in micros for i in feed.open(batch)[:n]]
+    whole_run = [sorted(int(i) for b in slot for i in b) for slot in read(list(range(23)), axis, 8)]
+    assert [sorted(found) for found in read_by_slot.values()] == whole_run
+
+
+def test_in_order_may_be_a_range() -> None:
+    for dataset in (TensorData(torch.arange(10)), list(range(10))):
+        batches = list(make_feed(dataset, CPU, seed=0, batch_size=4).in_order(3, 9))
+        assert torch.cat([b for b, _ in batches]).tolist() == [3, 4, 5, 6, 7, 8]
+        assert list(make_feed(dataset, CPU, seed=0, batch_size=4).in_order(5, 5)) == []

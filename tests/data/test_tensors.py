@@ -7,9 +7,7 @@ from uneven.data.tensors import key_integers
 
 
 def test_take_gathers_rows_and_applies_the_transform_with_its_keys() -> None:
-    data = TensorData(
-        torch.arange(5) * 10, torch.arange(5), transform=lambda rows, keys: (rows[0] + keys, rows[1])
-    )
+    data = TensorData(torch.arange(5) * 10, torch.arange(5), transform=lambda rows, keys: (rows[0] + keys, rows[1]))
     tens, ones = data.take(torch.tensor([4, 0]), torch.tensor([1, 2]))
     assert tens.tolist() == [41, 2]
     assert ones.tolist() == [4, 0]

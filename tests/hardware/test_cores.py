@@ -36,9 +36,7 @@ def test_a_plan_is_disjoint_and_even_or_not_pinned(devices: list[Device], cores:
     on_cpu = [len(part) for part, device in zip(plan.cores, devices, strict=True) if device.kind == "cpu"]
     if on_cpu:
         assert max(on_cpu) - min(on_cpu) <= 1
-        assert all(
-            len(part) == 1 for part, device in zip(plan.cores, devices, strict=True) if device.kind == "cuda"
-        )
+        assert all(len(part) == 1 for part, device in zip(plan.cores, devices, strict=True) if device.kind == "cuda")
     if devices:
         assert len(used) == len(cores)
 
@@ -140,7 +138,5 @@ assert pin([]) is False
 assert pin([100000]) is False
 stop.set()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

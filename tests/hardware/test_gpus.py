@@ -102,9 +102,7 @@ def test_a_broken_nvidia_smi_is_no_gpu(put_smi) -> None:  # type: ignore[no-unty
         ("NVMLError_Whatever", "NVML does not start: boom"),
     ],
 )
-def test_no_gpus_for_a_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, reason: str
-) -> None:
+def test_no_gpus_for_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, reason: str) -> None:
     failure = type(error, (Exception,), {})("boom")
     monkeypatch.setitem(sys.modules, "pynvml", make_pynvml(init_error=failure))
     monkeypatch.setenv("PATH", str(tmp_path))

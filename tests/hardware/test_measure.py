@@ -73,8 +73,6 @@ def test_ctrl_c_ends_every_process(started, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_child_without_a_parent_ends_without_an_answer() -> None:
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "uneven.hardware.measure", "cpu", "--seconds", "0.1"]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ready"]

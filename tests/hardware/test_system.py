@@ -113,9 +113,7 @@ MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:    800
         ),
     ],
 )
-def test_memory_respects_the_cgroup(
-    tmp_path: Path, files: dict[str, str], expected: tuple[int, int, bool]
-) -> None:
+def test_memory_respects_the_cgroup(tmp_path: Path, files: dict[str, str], expected: tuple[int, int, bool]) -> None:
     assert read_memory(write_tree(tmp_path, {"proc/meminfo": MEMINFO} | files)) == expected
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from uneven import InputError, TensorData, TrainedState, fit
+from uneven.comm.group import SoloGroup
 from uneven.step.eager import EagerStep
 from uneven.step.graph import GraphStep, prepare_optimizer
 from uneven.step.meter import LossMeter
@@ -65,9 +66,7 @@ def train(
     compile: str, optimizer: str = "momentum", dtype: torch.dtype = torch.float64, **changes: Any
 ) -> TrainedState:
     settings: dict[str, Any] = {
-        "model": lambda: nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).to(
-            dtype
-        ),
+        "model": lambda: nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).to(dtype),
         "optimizer": OPTIMIZERS[optimizer],
         "step": train_step,
         "dataset": make_data(dtype),
@@ -149,7 +148,7 @@ def test_dropout_draws_anew_in_every_replay() -> None:
     graph.capture(ones, 1000)
     for _ in range(5):
         graph(ones, 1000)
-        losses.append(meter.take())
+        losses.append(meter.take(SoloGroup()))
     assert len(set(losses)) == 5
     assert all(0.8 < loss < 1.2 for loss in losses)
 

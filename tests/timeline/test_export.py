@@ -16,7 +16,7 @@ def make_timeline() -> Timeline:
     recorder.event("epoch", epoch=1, accuracy=0.5)
     recorder.enter("compute")
     recorder.close()
-    return Timeline.of(recorder, "cpu", [Sample(6_500_000, 50.0, 100.0, 10, 5, ((0, 80.0, 123),))])
+    return Timeline.together([Timeline.of(recorder, "cpu", [Sample(6_500_000, 50.0, 100.0, 10, 5, ((0, 80.0, 123),))])])
 
 
 def test_json_is_complete_and_counts_from_the_start(tmp_path: Path) -> None:
@@ -39,3 +39,23 @@ def test_csv_has_a_row_per_thing_in_order(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["setup", "data", "sample", "compute", "epoch", "setup"]
     assert rows[3]["ms"] == "3.0000"
     assert json.loads(rows[4]["fields"])["accuracy"] == 0.5
+
+
+def test_json_reads_back_to_the_same_timeline() -> None:
+    timeline = make_timeline()
+    again = Timeline.from_json(json.loads(json.dumps(timeline.to_json())))
+    assert again.to_json() == timeline.to_json()
+
+
+def test_ranks_of_one_machine_count_from_the_first_start() -> None:
+    early, late = (
+        Recorder(rank, clock=iter(range(start, start + 50)).__next__) for rank, start in ((0, 100), (1, 130))
+    )
+    for recorder in (early, late):
+        recorder.enter("compute")
+        recorder.event("epoch")
+        recorder.close()
+    together = Timeline.together([Timeline.of(early, "cpu", []), Timeline.of(late, "cpu@0.4", [])])
+    assert [lane.spans[0][1] for lane in together.lanes] == [0, 30]
+    assert [event.t_ns for event in together.events] == [2, 32]
+    assert [account.rank for account in together.accounts] == [0, 1]

@@ -20,6 +20,7 @@ import uneven
 from uneven.bench import models
 from uneven.bench.recipe import Recipe
 from uneven.bench.sets import TensorSet, load_set
+from uneven.comm.group import SoloGroup
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
@@ -98,7 +99,7 @@ def measure_quality(
     """The metrics of a trained state, in fp32, on the whole test set."""
     model = state.load_into(make_model()).to(device)
     feed = make_feed(test, device, seed=0, batch_size=EVAL_BATCH)
-    return evaluate(model, recipe.eval_step, feed, Precision("fp32", device))
+    return evaluate(model, recipe.eval_step, feed, Precision("fp32", device), SoloGroup())
 
 
 def _summary(
@@ -153,13 +154,9 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
 
 def _check_mode(mode: str) -> None:
     if not re.fullmatch(r"solo-\d+", mode):
-        raise InputError(
-            f"unknown mode {mode!r}: this version has solo-0 (one device); run 'uneven bench list'"
-        )
+        raise InputError(f"unknown mode {mode!r}: this version has solo-0 (one device); run 'uneven bench list'")
     if mode != "solo-0":
-        raise InputError(
-            f"mode {mode!r} names a further device; this version has solo-0: pass --device to choose it"
-        )
+        raise InputError(f"mode {mode!r} names a further device; this version has solo-0: pass --device to choose it")
 
 
 def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:

@@ -45,9 +45,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
         table.add_column(heading, justify="right" if heading in ("params", "batch", "epochs") else "left")
     for r in recipes:
         published = f"{r.published.value:g}" if r.published else "-"
-        table.add_row(
-            r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published
-        )
+        table.add_row(r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published)
     console = Console(highlight=False)
     console.print(table)
     console.print("\nmodes: solo-0 (one device)")
@@ -62,9 +60,7 @@ def run(
         str, typer.Option(help="cpu, cuda:1, cpu@0.4 (a simulated slower cpu); default: the best.")
     ] = "auto",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
-    variant: Annotated[
-        str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")
-    ] = None,
+    variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     samples: Annotated[int | None, typer.Option(help="Train on the first N samples of the set only.")] = None,
@@ -72,9 +68,7 @@ def run(
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
     compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
     eval_every: Annotated[int, typer.Option(help="Evaluate every N epochs.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path(
-        "runs"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
 ) -> None:
     """Train one model in one mode and write its folder.

@@ -24,9 +24,7 @@ app = typer.Typer(
 
 @app.command("list", epilog="Example: uneven data list --json")
 def list_sets(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of a table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Show every set: what it is, its size, whether and where it is here, its licence."""
     from uneven.data import datasets
@@ -60,9 +58,7 @@ def _where(item: "Presence") -> str:
     if not item.places:
         return f"not here; get it with: uneven data get {item.name}"
     folders = dict.fromkeys(str(path.parent) for path in item.places)
-    return "here, in " + ", ".join(
-        str(item.places[0]) if len(item.places) == 1 else folder for folder in folders
-    )
+    return "here, in " + ", ".join(str(item.places[0]) if len(item.places) == 1 else folder for folder in folders)
 
 
 @app.command(
@@ -71,9 +67,7 @@ def _where(item: "Presence") -> str:
     "UNEVEN_DATA=/big/disk uneven data get cifar10",
 )
 def get_set(
-    name: Annotated[
-        str, typer.Argument(help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.")
-    ],
+    name: Annotated[str, typer.Argument(help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.")],
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew, even when it is here.")] = False,
     source: Annotated[
         str | None,

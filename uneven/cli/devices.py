@@ -105,9 +105,7 @@ def _describe(chosen: "Sequence[Device] | None") -> tuple[list[dict[str, Any]], 
         else:
             gpu = by_index.get(device.index, Gpu(device.index, "CUDA device"))
             cells = (gpu.name, gpu.memory_bytes, gpu.sm, gpu.cores)
-        return {"device": str(device)} | dict(
-            zip(("name", "memory_bytes", "arch", "cores"), cells, strict=True)
-        )
+        return {"device": str(device)} | dict(zip(("name", "memory_bytes", "arch", "cores"), cells, strict=True))
 
     listed = chosen or (Device("cpu"), *(Device("cuda", gpu.index) for gpu in gpus))
     return [row(device) for device in listed], notes

@@ -47,9 +47,7 @@ def sections(found: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
             ("gloo", "available" if found.torch.gloo else "missing"),
             (
                 "nccl",
-                f"available {found.torch.nccl_version or ''}".strip()
-                if found.torch.nccl
-                else _no_nccl(found),
+                f"available {found.torch.nccl_version or ''}".strip() if found.torch.nccl else _no_nccl(found),
             ),
         ],
         "Network": _network(found),
@@ -74,9 +72,7 @@ def _count(number: int | None, noun: str) -> str:
 
 def _system(found: "Diagnosis") -> list[tuple[str, str]]:
     system, cpu, around = found.system, found.system.cpu, found.system.surroundings
-    shape = ", ".join(
-        [_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")]
-    )
+    shape = ", ".join([_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")])
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
     engine = "engine answers" if around.docker_engine else "no engine answers"

@@ -19,8 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train one PyTorch model on hardware that does not match: samples by speed, bytes by memory, "
-    "nobody waits.",
+    help="Train one PyTorch model on hardware that does not match: samples by speed, bytes by memory, nobody waits.",
 )
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

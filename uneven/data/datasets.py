@@ -60,9 +60,7 @@ def names() -> tuple[str, ...]:
     return tuple(CATALOG)
 
 
-def load(
-    name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None
-) -> Arrays:
+def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays:
     """The set's arrays, every sum checked.
 
     folder: where to look, by default $UNEVEN_DATA, else the user's cache folder. download: fetch what is
@@ -76,9 +74,7 @@ def load(
     where = cache.data_folder(folder)
     places = cache.locate(entry, where)
     if len(places) < len(entry.files):
-        raise MachineError(
-            f"{name} is not on this machine (looked in {where}); get it with: {_command(name, folder)}"
-        )
+        raise MachineError(f"{name} is not on this machine (looked in {where}); get it with: {_command(name, folder)}")
     return entry.assemble(cache.read(entry, places))
 
 

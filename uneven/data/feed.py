@@ -12,22 +12,24 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from uneven.data.ledger import permutation, sample_keys
 from uneven.data.tensors import Batch, TensorData
-from uneven.policy.axis import Slot
+from uneven.policy.axis import Part
 
 RESIDENT_SHARE = 0.5  # of the free device memory a set may take; the rest is the model's
 
 Inputs = Any
 Micros = list[tuple[Inputs, int]]
+_END = object()
 
 
 class Feed(Protocol):
@@ -35,14 +37,16 @@ class Feed(Protocol):
 
     place: str  # where the samples live, for the printed configuration
 
-    def stream(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Micros]]:
-        """Each slot with its micro-batches' inputs, in the order asked."""
+    lookahead: int  # parts that may be asked for before the one just given has been trained
+
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        """Each part with its micro-batches' inputs, in the order asked; a part may be empty."""
         ...
 
     def open(self, inputs: Inputs) -> Batch: ...
 
-    def in_order(self) -> Iterator[tuple[Batch, int]]:
-        """Every sample once, unshuffled and not augmented: for evaluation."""
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        """Every sample of the range once, unshuffled and not augmented: for evaluation."""
         ...
 
 
@@ -64,18 +68,17 @@ class TensorFeed:
         self._resident = device.type != "cuda" or data.num_bytes <= RESIDENT_SHARE * _free_bytes(device)
         self._data = data.to(device) if self._resident else data.to(torch.device("cpu"))
         self.place = f"in {device.type} memory" if self._resident else "in host memory, copied batch by batch"
+        self.lookahead = 0
         self._epoch = -1
         self._picks = torch.empty(2, 0, dtype=torch.int64)
 
-    def stream(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Micros]]:
-        for slot in slots:
-            if slot.epoch != self._epoch:
-                self._start_epoch(slot.epoch)
-            picks = self._picks[:, slot.first : slot.stop]
-            yield (
-                slot,
-                [(self._inputs(piece), piece.shape[1]) for piece in picks.split(self._batch_size, dim=1)],
-            )
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        for part in parts:
+            if part.slot.epoch != self._epoch:
+                self._start_epoch(part.slot.epoch)
+            picks = self._picks[:, part.first : part.stop]
+            pieces = picks.split(part.sizes, dim=1)
+            yield part, [(self._inputs(piece), piece.shape[1]) for piece in pieces if piece.shape[1]]
 
     def open(self, inputs: Inputs) -> Batch:
         if self._resident:
@@ -85,11 +88,13 @@ class TensorFeed:
             torch.arange(len(keys), device=self._device), keys
         )
 
-    def in_order(self) -> Iterator[tuple[Batch, int]]:
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
         home = self._device if self._resident else torch.device("cpu")
-        for indices in torch.arange(len(self._data), device=home).split(self._batch_size):
-            batch = self._data.take(indices, None)
-            yield (batch if self._resident else _move(batch, self._device)), len(indices)
+        everything = torch.arange(len(self._data), device=home)[first:stop]
+        for indices in everything.split(self._batch_size):
+            if len(indices):
+                batch = self._data.take(indices, None)
+                yield (batch if self._resident else _move(batch, self._device)), len(indices)
 
     def _start_epoch(self, epoch: int) -> None:
         order = permutation(self._seed, epoch, len(self._data))
@@ -120,52 +125,51 @@ class LoaderFeed:
         self._batch_size = batch_size
         self._workers = workers
         self.place = f"read by {workers} loader processes" if workers else "read sample by sample"
+        self.lookahead = 2 * workers  # a loader process has two batches waiting
 
-    def stream(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Micros]]:
-        asked: deque[Slot] = deque()
-        batches = iter(self._loader(self._keyed(slots, asked)))
-        while (batch := self._next(batches)) is not None:
-            slot = asked.popleft()
-            sizes = _cut(slot.samples, self._batch_size)
-            rest = [self._next(batches) for _ in sizes[1:]]
-            yield slot, [(_move(b, self._device), n) for b, n in zip([batch, *rest], sizes, strict=True)]
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        asked: deque[Part] = deque()
+        batches = iter(self._loader(self._keyed(parts, asked)))
+        while (batch := self._next(batches)) is not _END:
+            part = asked.popleft()
+            rest = [self._next(batches) for _ in part.sizes[1:]]
+            moved = [_move(one, self._device) for one in (batch, *rest)]
+            yield part, list(zip(moved, part.sizes, strict=False))  # an empty part has one batch, None
 
     def open(self, inputs: Inputs) -> Batch:
         return inputs
 
-    def in_order(self) -> Iterator[tuple[Batch, int]]:
-        sizes = _cut(len(self._dataset), self._batch_size)
-        starts = range(0, len(self._dataset), self._batch_size)
-        plan = ([(start + i, None) for i in range(size)] for start, size in zip(starts, sizes, strict=True))
-        batches = iter(self._loader(plan))
-        for size in sizes:
-            yield _move(self._next(batches), self._device), size
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        indices = range(len(self._dataset))[first:stop]
+        plan = [indices[start : start + self._batch_size] for start in range(0, len(indices), self._batch_size)]
+        batches = iter(self._loader([(index, None) for index in one] for one in plan))
+        for one in plan:
+            yield _move(self._next(batches), self._device), len(one)
 
-    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+    def _next(self, batches: Iterator[Batch]) -> Batch:
         # Reading samples in this process must not disturb the training's own random numbers (dropout).
         with _random_state_kept() if self._workers == 0 else nullcontext():
-            return next(batches, None)
+            return next(batches, _END)
 
-    def _keyed(self, slots: Iterable[Slot], asked: deque[Slot]) -> Iterator[list[tuple[int, int]]]:
+    def _keyed(self, parts: Iterable[Part], asked: deque[Part]) -> Iterator[list[tuple[int, int]]]:
         epoch = -1
-        for slot in slots:
-            if slot.epoch != epoch:
-                epoch = slot.epoch
+        for part in parts:
+            if part.slot.epoch != epoch:
+                epoch = part.slot.epoch
                 order = permutation(self._seed, epoch, len(self._dataset))
                 keys = sample_keys(self._seed, epoch, len(self._dataset))
-            asked.append(slot)
-            picks = list(
-                zip(
-                    order[slot.first : slot.stop].tolist(), keys[slot.first : slot.stop].tolist(), strict=True
-                )
-            )
-            for start in range(0, len(picks), self._batch_size):
-                yield picks[start : start + self._batch_size]
+            asked.append(part)
+            span = slice(part.first, part.stop)
+            picks = iter(zip(order[span].tolist(), keys[span].tolist(), strict=True))
+            # An empty part is read too, as nothing: so parts and batches keep step.
+            for size in part.sizes or [0]:
+                yield list(islice(picks, size))
 
     def _loader(self, plan: Iterable[list[Any]]) -> DataLoader[Any]:
         return DataLoader(
             _Keyed(self._dataset),
             batch_sampler=plan,
+            collate_fn=_collate,
             num_workers=self._workers,
             generator=torch.Generator().manual_seed(self._seed),  # else it draws from the training's numbers
             pin_memory=self._device.type == "cuda",
@@ -188,6 +192,10 @@ class _Keyed(Dataset[Any]):
         return self._dataset[index]
 
 
+def _collate(samples: list[Any]) -> Any:
+    return default_collate(samples) if samples else None
+
+
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -197,12 +205,6 @@ def _random_state_kept() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(torch_state)
-
-
-def _cut(samples: int, batch_size: int) -> list[int]:
-    """Sizes of the micro-batches of so many samples: full ones, then the rest."""
-    full, rest = divmod(samples, batch_size)
-    return [batch_size] * full + [rest] * (rest > 0)
 
 
 def _move(tree: Any, device: torch.device) -> Any:

@@ -50,9 +50,7 @@ def choose(entry: Description, kinds: Sequence[str] | None = None) -> list[Mirro
     return chosen
 
 
-def get(
-    entry: Description, folder: Path, kinds: Sequence[str] | None, force: bool, progress: Progress
-) -> Fetched:
+def get(entry: Description, folder: Path, kinds: Sequence[str] | None, force: bool, progress: Progress) -> Fetched:
     """Make the set be in `folder`; with `force` anew. A MachineError names every source and its reason."""
     sources = choose(entry, kinds)
     if not force and not cache.wanting(entry, folder):
@@ -129,9 +127,7 @@ def _contents(
             archive.unlink()
 
 
-def _all_failed(
-    entry: Description, sources: Sequence[Mirror | Package], reasons: list[str], folder: Path
-) -> str:
+def _all_failed(entry: Description, sources: Sequence[Mirror | Package], reasons: list[str], folder: Path) -> str:
     untried = [kind for kind in KINDS if not any(source.kind == kind for source in sources)]
     has = {source.kind for source in entry.sources}
     reasons = reasons + [f"{kind}: {'not asked' if kind in has else 'none has it'}" for kind in untried]

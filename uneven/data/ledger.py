@@ -1,10 +1,14 @@
-"""The ledger: who trains which samples. An epoch is a permutation of the set, drawn from (seed, epoch) alone.
+"""The ledger: who trains which samples, exactly once. An epoch is a permutation drawn from (seed, epoch) alone.
 
 Imports no torch. The same seed gives the same order on every device, for any number of ranks.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+
+from uneven.policy.axis import Axis
 
 _MASK = (1 << 64) - 1
 
@@ -36,3 +40,29 @@ def _mix_array(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: NDArray[np.uint64] = value ^ (value >> np.uint64(31))
     return mixed
+
+
+def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]], slots: int) -> None:
+    """Check from the ranks' logs that every sample of the first `slots` slots was trained exactly once.
+
+    A log holds (slot, first, samples) of each part a rank trained. Raises RuntimeError naming the slot.
+    """
+    parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in range(slots)}
+    for rank, log in enumerate(logs):
+        for index, first, samples in log:
+            if index not in parts:
+                raise RuntimeError(f"rank {rank} trained slot {index}, which was never due")
+            if samples:
+                parts[index].append((first, first + samples, rank))
+    for index, found in parts.items():
+        slot = axis.slot(index)
+        place = slot.first
+        for first, stop, rank in sorted(found):
+            if first != place:
+                what = "left out" if first > place else "trained twice"
+                raise RuntimeError(
+                    f"slot {index}: positions {min(place, first)} to {max(place, first)} were {what} (rank {rank})"
+                )
+            place = stop
+        if place != slot.stop:
+            raise RuntimeError(f"slot {index}: positions {place} to {slot.stop} were left out")

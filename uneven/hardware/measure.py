@@ -85,9 +85,7 @@ class _Child:
             if line.startswith(start):
                 return line
         self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines() or [
-            "it ended without a word"
-        ]
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines() or ["it ended without a word"]
         raise MachineError(
             f"device {str(self.device)!r} cannot be measured: {lines[-1].strip()}; run 'uneven diagnose'"
         )
@@ -185,9 +183,7 @@ def _make_step(name: str) -> Callable[[], None]:
     return step
 
 
-def _train(
-    step: Callable[[], None], synchronize: Callable[[], None], seconds: float, throttle: Throttle
-) -> float:
+def _train(step: Callable[[], None], synchronize: Callable[[], None], seconds: float, throttle: Throttle) -> float:
     """Samples/s over at least `seconds`, sleeps included."""
     steps, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:

@@ -14,9 +14,7 @@ from pathlib import Path
 from uneven.hardware.cgroup import read_int, read_text
 
 # Made by containers, virtual machines and tunnels: up and with an address, but no road to another PC.
-_VIRTUAL = re.compile(
-    r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)"
-)
+_VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)")
 
 
 @dataclass(frozen=True)

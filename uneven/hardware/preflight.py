@@ -51,9 +51,7 @@ def check_device(device: Device) -> None:
     if gpu is not None:
         why = why_unusable(gpu, build)
         if why is not None:
-            raise MachineError(
-                f"device {str(device)!r} ({gpu.name}): {why}; run 'uneven diagnose' for what to install"
-            )
+            raise MachineError(f"device {str(device)!r} ({gpu.name}): {why}; run 'uneven diagnose' for what to install")
         return
     if report.gpus and not visible.gpus:
         # The GPU is there and the user is right to name it: it is torch that cannot reach it.
@@ -63,6 +61,4 @@ def check_device(device: Device) -> None:
             "run 'uneven diagnose' for what to install"
         )
     also = f" ({visible.error}: run 'uneven diagnose')" if visible.error else ""
-    raise InputError(
-        f"device {str(device)!r}: this machine has {here}{also}; run 'uneven devices' for the list"
-    )
+    raise InputError(f"device {str(device)!r}: this machine has {here}{also}; run 'uneven devices' for the list")

@@ -93,9 +93,7 @@ def read_torch() -> TorchBuild:
         hip=getattr(torch.version, "hip", None),
         archs=tuple(archs or ()),
         nccl=nccl,
-        nccl_version=".".join(str(part) for part in nccl_version)
-        if isinstance(nccl_version, tuple)
-        else None,
+        nccl_version=".".join(str(part) for part in nccl_version) if isinstance(nccl_version, tuple) else None,
         gloo=bool(_try(lambda: torch.distributed.is_gloo_available())),
         threads=_try(lambda: torch.get_num_threads()),
         cpu_capability=_try(lambda: torch.backends.cpu.get_cpu_capability()),

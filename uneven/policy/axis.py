@@ -4,7 +4,7 @@ A slot is the place of one optimizer step in the whole run. Slots never cross an
 epoch may be short; every sample of an epoch lies in exactly one slot. Pure arithmetic: no torch, no clock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +20,31 @@ class Slot:
     @property
     def stop(self) -> int:
         return self.first + self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank trains of a slot: `samples` positions from `first`, in micro-batches of at most `batch`."""
+
+    slot: Slot
+    first: int
+    samples: int
+    batch: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.samples
+
+    @property
+    def sizes(self) -> list[int]:
+        """The micro-batches' sizes: full ones, then the rest."""
+        full, rest = divmod(self.samples, self.batch)
+        return [self.batch] * full + [rest] * (rest > 0)
+
+
+def part_of(slot: Slot, shares: Sequence[int], rank: int, batch: int) -> Part:
+    """The rank's part when a slot is cut by shares in rank order."""
+    return Part(slot, slot.first + sum(shares[:rank]), shares[rank], batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """One optimizer step on one rank, run operation by operation: micro-batches in, updated params out.
 
 The arithmetic of the whole project starts here: losses are divided by the slot's count and gradients are
-SUMMED, so micro-batches (and later ranks) of unequal size need no weights of their own. The halves `backward`
-and `update` are apart because distributed policies put their sum between them.
+SUMMED, so micro-batches and ranks of unequal size need no weights of their own. With several ranks the sum over
+them stands between backward and update.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from uneven.config import TrainStep
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
+from uneven.parallel.gradients import GradientRoad
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 
@@ -37,15 +38,35 @@ class EagerStep:
         self.precision = precision
         self.meter = meter
         self.max_grad_norm = max_grad_norm
+        self.road: GradientRoad | None = None
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
+        """A step of this rank alone."""
         self.optimizer.zero_grad(set_to_none=True)
         self.update(self.backward(batches, slot_samples))
+
+    def sum_gradients(
+        self, batches: Sequence[tuple[Batch, int]], slot_samples: int, row: Callable[[], Sequence[float]]
+    ) -> tuple[list[list[float]], Tensor | None]:
+        """The first half of a step of all ranks: gradients summed over them, for `update` to follow.
+
+        Returns every rank's row (asked for just before the last bucket leaves) and the count for `update`.
+        """
+        assert self.road is not None, "a road is laid when the group forms"
+        self.road.start()
+        counts = self.backward(batches, slot_samples)
+        own = 0.0 if counts is None else float(counts)
+        rows = self.road.finish(lambda: [*row(), own])
+        total = sum(one.pop() for one in rows)
+        # Where the unit is the sample, nobody has a count; a rank without samples learns here which it is.
+        return rows, torch.tensor(total, dtype=torch.float64) if total else None
 
     def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
         """Sum gradients over the micro-batches; returns the count they must still be divided by, if any."""
         counts: Tensor | None = None
-        for batch, samples in batches:
+        for place, (batch, samples) in enumerate(batches):
+            if self.road is not None and place == len(batches) - 1:
+                self.road.open()
             with self.precision.region():
                 result = self.train_step(self.model, batch)
             if isinstance(result, tuple):
@@ -65,9 +86,7 @@ class EagerStep:
         if counts is not None or self.max_grad_norm is not None:
             scaler.unscale_(self.optimizer)
         if counts is not None:
-            grads = [
-                p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
+            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             # A slot without a single unit (all tokens masked) has zero gradients: divide by 1, not by 0.
             torch._foreach_div_(grads, counts.clamp(min=1).to(grads[0].dtype))
         if self.max_grad_norm is not None:

@@ -32,9 +32,7 @@ class GraphStep:
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: list[tuple[Inputs, int]] = []
-        self._rates = [
-            torch.tensor(float(group["lr"]), device=device) for group in eager.optimizer.param_groups
-        ]
+        self._rates = [torch.tensor(float(group["lr"]), device=device) for group in eager.optimizer.param_groups]
         self._written = [float(group["lr"]) for group in eager.optimizer.param_groups]
 
     def capture(self, inputs: Sequence[tuple[Inputs, int]], slot_samples: int) -> None:

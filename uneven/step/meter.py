@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from uneven.comm.group import Group
+
 
 class LossMeter:
     """Sum and count of the losses since the last `take`."""
@@ -31,9 +33,10 @@ class LossMeter:
             self._pending = (copied, arrived)
         return self._latest
 
-    def take(self) -> float:
-        """The mean loss since the last take; waits for the device and starts anew."""
-        mean = self._mean(self.totals)
+    def take(self, group: Group) -> float:
+        """The mean loss of all ranks since the last take; waits for the device and starts anew."""
+        totals = group.sum_(self.totals.cpu()).wait() if group.size > 1 else self.totals
+        mean = self._mean(totals)
         self.totals.zero_()
         self._pending = None
         return mean

@@ -13,9 +13,7 @@ from uneven.errors import InputError
 class Schedule:
     """Keeps the optimizer's learning rates at a position of the schedule; positions only grow."""
 
-    def __init__(
-        self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int
-    ) -> None:
+    def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
         self._optimizer = optimizer
         self._position = 0
         self._scheduler: LRScheduler | None = None

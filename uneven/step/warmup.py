@@ -13,9 +13,7 @@ from uneven.step.eager import EagerStep
 
 
 @contextmanager
-def no_trace(
-    step: EagerStep, device: torch.device, *, keep_optimizer_tensors: bool = False
-) -> Iterator[None]:
+def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: bool = False) -> Iterator[None]:
     """Undo everything that happens inside.
 
     A captured graph holds the addresses of the optimizer's tensors; then they are kept and zeroed, which for

@@ -12,7 +12,9 @@ CSV columns: t_ms, rank, kind, ms, fields (JSON). `kind` is a state, an event's 
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,56 @@ class Timeline:
 
     @classmethod
     def of(cls, recorder: Recorder, device: str, samples: list[Sample]) -> "Timeline":
-        start = recorder.starts_ns[0]
-        spans = [(state, begin - start, end - start) for state, begin, end in recorder.spans()]
-        events = [Event(e.t_ns - start, e.rank, e.kind, e.fields) for e in recorder.events]
-        shifted = [replace(s, t_ns=s.t_ns - start) for s in samples]
-        return cls([Lane(recorder.rank, device, spans)], [recorder.account()], events, shifted)
+        """One rank's timeline, in the machine's own clock; `together` makes times count from the start."""
+        lane = Lane(recorder.rank, device, recorder.spans())
+        return cls([lane], [recorder.account()], list(recorder.events), samples)
+
+    @classmethod
+    def together(cls, parts: Sequence["Timeline"]) -> "Timeline":
+        """The ranks' timelines as one. Ranks of one machine share its clock, so nothing has to be aligned."""
+        start = min(lane.spans[0][1] for part in parts for lane in part.lanes)
+        return cls(
+            [
+                Lane(lane.rank, lane.device, [(state, a - start, b - start) for state, a, b in lane.spans])
+                for part in parts
+                for lane in part.lanes
+            ],
+            [account for part in parts for account in part.accounts],
+            sorted(
+                (replace(event, t_ns=event.t_ns - start) for part in parts for event in part.events),
+                key=lambda event: event.t_ns,
+            ),
+            # Every rank samples the same machine; the first one's samples stand for all.
+            [replace(sample, t_ns=sample.t_ns - start) for sample in parts[0].samples],
+        )
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Timeline":
+        """The inverse of `to_json`."""
+        if record.get("version") != VERSION:
+            raise ValueError(f"a timeline of version {record.get('version')!r}; this is version {VERSION}")
+        names = record["states"]
+        lanes = []
+        for one in record["ranks"]:
+            bounds = [*one["starts"], one["end"]]
+            spans = [(names[code], a, b) for code, (a, b) in zip(one["states"], pairwise(bounds), strict=True)]
+            lanes.append(Lane(one["rank"], one["device"], spans))
+        events = [
+            Event(e["t"], e["rank"], e["kind"], {k: v for k, v in e.items() if k not in ("t", "rank", "kind")})
+            for e in record["events"]
+        ]
+        samples = [
+            Sample(
+                s["t"],
+                s["cpu"],
+                s["process_cpu"],
+                s["ram_bytes"],
+                s["process_bytes"],
+                tuple((int(i), float(u), int(m)) for i, u, m in s["gpus"]),
+            )
+            for s in record["samples"]
+        ]
+        return cls(lanes, [Account(a["rank"], a["seconds"]) for a in record["accounts"]], events, samples)
 
     def to_json(self) -> dict[str, Any]:
         codes = {state: code for code, state in enumerate(STATES)}

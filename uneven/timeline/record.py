@@ -42,13 +42,18 @@ class Recorder:
         self.starts_ns.append(self.clock())
         self.states.append(_CODES["setup"])
 
-    def enter(self, state: str) -> int:
-        """From now on the rank is in this state; returns the moment in ns."""
-        now = self.clock()
+    def enter(self, state: str, at_ns: int | None = None) -> int:
+        """From now on, or from a moment since the last change, the rank is in this state; returns the moment."""
+        now = self.clock() if at_ns is None else max(at_ns, self.starts_ns[-1])
         self._totals_ns[self.states[-1]] += now - self.starts_ns[-1]
         self.starts_ns.append(now)
         self.states.append(_CODES[state])
         return now
+
+    @property
+    def state(self) -> str:
+        """The state the rank is in now; may be asked from another thread."""
+        return STATES[self.states[-1]]
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append(Event(self.clock(), self.rank, kind, fields))

@@ -1,0 +1,39 @@
+"""Refuse to start when ranks would train different models: compared before the first collective.
+
+A collective over tensors of different shapes does not fail, it corrupts or hangs; so every rank posts what its
+model looks like, all ranks read all posts, and all of them raise alike.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import torch
+
+from uneven.comm.store import Store
+from uneven.errors import InputError
+
+
+def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """One line per tensor: name, shape, type."""
+    return [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in named]
+
+
+def agree(store: Store, rank: int, size: int, lines: list[str]) -> None:
+    """InputError on every rank, naming the first rank that differs from rank 0 and how."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    store.set(f"fingerprint/{rank}", json.dumps({"digest": digest, "lines": lines}))
+    posts = [json.loads(store.get(f"fingerprint/{other}")) for other in range(size)]
+    for other, post in enumerate(posts):
+        if post["digest"] != posts[0]["digest"]:
+            raise InputError(
+                f"rank {other} built another model than rank 0: {_difference(posts[0]['lines'], post['lines'])}; "
+                "the model factory must give the same model on every rank"
+            )
+
+
+def _difference(first: list[str], other: list[str]) -> str:
+    for a, b in zip(first, other, strict=False):
+        if a != b:
+            return f"'{b}' where rank 0 has '{a}'"
+    return f"{len(other)} tensors where rank 0 has {len(first)}"

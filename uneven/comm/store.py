@@ -1,0 +1,27 @@
+"""The rendezvous store: it lives in the launcher, never in a rank, so a dying rank cannot take it along.
+
+Ranks and threads each have a client of their own: a client that waits blocks its other users.
+"""
+
+from datetime import timedelta
+
+from torch.distributed import Store as Store  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+REACH = timedelta(seconds=60)
+
+
+def open_store() -> tuple[TCPStore, int]:
+    """A new store in this process, on a free port of the loopback interface; returns its port too."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=REACH, use_libuv=True)
+    return store, store.port
+
+
+def reach_store(host: str, port: int) -> TCPStore:
+    """A client of the launcher's store."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=REACH, use_libuv=True)
+
+
+def get_text(store: Store, key: str) -> str | None:
+    """A key's text, or None while nobody has set it; never waits."""
+    return store.get(key).decode() if store.check([key]) else None

@@ -1,0 +1,76 @@
+"""One Work object for every backend: wait, is_completed, get_future, with bytes and seconds counted.
+
+torch's own Works differ: some Gloo collectives raise on `get_future`, and a finished one may hold its tensors.
+Whoever starts a collective gets this object and need not know.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass
+class Traffic:
+    """What a rank has put on the wire, and how long its main thread waited for it."""
+
+    collectives: int = 0
+    payload_bytes: int = 0
+    wait_s: float = 0.0
+
+
+class TorchWork(Protocol):
+    """The part of torch.distributed.Work that every backend has."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Work:
+    """A collective on its way; `wait()` returns when its tensor holds the result, and may be called again."""
+
+    def __init__(self, inner: TorchWork, tensor: torch.Tensor, traffic: Traffic) -> None:
+        self._inner: TorchWork | None = inner
+        self._tensor = tensor
+        self._traffic = traffic
+        self._future: torch.futures.Future[torch.Tensor] | None = None
+        traffic.collectives += 1
+        traffic.payload_bytes += tensor.numel() * tensor.element_size()
+
+    def wait(self) -> torch.Tensor:
+        if self._inner is not None:
+            began = time.perf_counter()
+            self._inner.wait()
+            self._traffic.wait_s += time.perf_counter() - began
+            self._inner = None
+            if self._future is not None and not self._future.done():
+                self._future.set_result(self._tensor)
+        return self._tensor
+
+    def is_completed(self) -> bool:
+        return self._inner is None or self._inner.is_completed()
+
+    def get_future(self) -> "torch.futures.Future[torch.Tensor]":
+        """A future of the result. It is set by `wait()`, or at once where the collective is already done."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self._inner is None:
+                self._future.set_result(self._tensor)
+            else:
+                _forward(self._inner, self._future, self._tensor)
+        return self._future
+
+
+def _forward(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor) -> None:
+    """Set `future` when torch's own is set; a Work without one (Gloo reduce_scatter) leaves it to `wait()`."""
+    try:
+        own = inner.get_future()
+    except (RuntimeError, AttributeError):
+        return
+
+    def arrived(_: Any) -> None:
+        if not future.done():
+            future.set_result(tensor)
+
+    own.add_done_callback(arrived)

@@ -1,0 +1,132 @@
+"""The gradient road: gradients summed over all ranks in buckets, while backward is still computing.
+
+Gradients are views into flat buckets, filled from the last layer to the first as backward goes; a full bucket
+is sent at once. Buckets leave in one fixed order on every rank, whatever order gradients arrive in, and those
+that backward never reached (an unused layer, a rank without samples) leave as zeros. The last bucket carries
+one row of numbers per rank beside the gradients, so telling each other speeds costs no collective, and one flag
+per param: a param that no rank used has no gradient, as in a single process (weight decay must not touch it).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from uneven.comm.group import Group
+from uneven.comm.work import Work
+
+BUCKET_BYTES = 4 << 20
+
+
+class _Bucket:
+    """A flat buffer and the params whose gradients are its views; `extra` numbers stand at its end."""
+
+    def __init__(self, params: list[nn.Parameter], extra: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.params = params
+        size = sum(p.numel() for p in params)
+        self.buffer = torch.zeros(size + extra, dtype=dtype, device=device)
+        self.extra = self.buffer[size:]
+        self.views = []
+        start = 0
+        for param in params:
+            self.views.append(self.buffer[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+        self.missing = 0
+
+
+class GradientRoad:
+    """Life cycle per step: `start()`, backward of the micro-batches (the last inside `sending()`), `finish()`.
+
+    Between `start` and `finish` every trainable param's `.grad` is a view of a bucket; replacing it
+    (`zero_grad(set_to_none=True)`) would cut the road, so nobody else may touch gradients.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], group: Group, columns: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._group = group
+        self._num_rows = group.size * columns
+        self._buckets = _cut_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
+        self._works: list[Work] = []
+        self._is_open = False
+        self._home = {p: bucket for bucket in self._buckets for p in bucket.params}
+        self._place = {p: place for place, p in enumerate(self._home)}
+        self._used: set[int] = set()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._home]
+
+    def start(self) -> None:
+        """Zero all gradients and attach them to their buckets."""
+        self._works = []
+        self._used.clear()
+        for bucket in self._buckets:
+            bucket.buffer.zero_()
+            bucket.missing = len(bucket.params)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+
+    def open(self) -> None:
+        """From now on a full bucket is sent: called before the last micro-batch's backward."""
+        self._is_open = True
+
+    def finish(self, row: Callable[[], Sequence[float]]) -> list[list[float]]:
+        """Send what is left, wait for all; `.grad` then holds the sums. Returns every rank's row.
+
+        `row` is asked as late as possible, just before the last bucket leaves.
+        """
+        self._is_open = False
+        while len(self._works) < len(self._buckets) - 1:
+            self._send()
+        extra = self._buckets[-1].extra
+        rows, used = extra[: self._num_rows].view(self._group.size, -1), extra[self._num_rows :]
+        used[list(self._used)] = 1.0
+        rows[self._group.rank] = torch.tensor(row(), dtype=rows.dtype)
+        self._send()
+        for work in self._works:
+            work.wait()
+        for param, flag in zip(self._home, used.tolist(), strict=True):
+            if flag == 0.0:
+                param.grad = None
+        numbers: list[list[float]] = rows.tolist()
+        return numbers
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        self._used.add(self._place[param])
+        if not self._is_open:
+            return
+        self._home[param].missing -= 1
+        # The last bucket waits for finish(): its numbers are not known before.
+        while len(self._works) < len(self._buckets) - 1 and self._buckets[len(self._works)].missing <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))
+
+
+def _cut_buckets(params: list[nn.Parameter], num_rows: int, bucket_bytes: int) -> list[_Bucket]:
+    """Params in reverse order, the order backward reaches them, cut by size and type."""
+    extra = num_rows + len(params)
+    groups: list[list[nn.Parameter]] = []
+    filled = 0
+    for param in reversed(params):
+        size = param.numel() * param.element_size()
+        fits = groups and filled + size <= bucket_bytes
+        if fits and groups[-1][0].dtype == param.dtype and groups[-1][0].device == param.device:
+            groups[-1].append(param)
+            filled += size
+        else:
+            groups.append([param])
+            filled = size
+    buckets = [_Bucket(group, 0, group[0].dtype, group[0].device) for group in groups[:-1]]
+    last = groups[-1]
+    if last[0].dtype in (torch.float32, torch.float64):
+        return [*buckets, _Bucket(last, extra, last[0].dtype, last[0].device)]
+    # Halves would round the numbers: they travel by themselves.
+    return [
+        *buckets,
+        _Bucket(last, 0, last[0].dtype, last[0].device),
+        _Bucket([], extra, torch.float32, last[0].device),
+    ]

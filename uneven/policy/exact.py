@@ -1,0 +1,198 @@
+"""The exact policies: how a slot's samples are shared out when every step sums gradients over all ranks.
+
+`sync` cuts evenly, `balanced` by speed. Both are pure and replicated: every rank feeds the same numbers to its
+own copy in slot order and gets the same answer, so nothing has to be agreed upon. The answers use only
++ - * / and comparisons, and `fingerprint()` rides along with the gradients to prove that the copies agree.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from uneven.policy.finish import Cost, equal_finish, finish_ms
+
+MOVE_GAIN = 0.025  # a predicted gain below this is noise
+PROBE_EVERY = 50  # slots after which a rank without samples is tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A decision: from this slot on, these shares; `gain` is the predicted speed-up of the step."""
+
+    slot: int
+    shares: tuple[int, ...]
+    gain: float
+
+
+class ExactPolicy(Protocol):
+    """Who takes how many samples of a slot."""
+
+    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
+        """Samples per rank, in rank order; they sum to `samples`."""
+        ...
+
+    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
+        """Every rank's own compute time of this slot; returns what it changed, if anything."""
+        ...
+
+    def fingerprint(self) -> int:
+        """24 bits of the state: equal on all ranks, exact in fp32."""
+        ...
+
+
+def even_shares(samples: int, ranks: int) -> tuple[int, ...]:
+    """As equal as whole samples allow, the first ranks one more."""
+    each, more = divmod(samples, ranks)
+    return tuple(each + (rank < more) for rank in range(ranks))
+
+
+@dataclass
+class Sync:
+    """Equal shares, whatever the speeds: what ordinary DDP does."""
+
+    ranks: int
+
+    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
+        del slot
+        return even_shares(samples, self.ranks)
+
+    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
+        del slot, samples, busy_ms
+        return None
+
+    def fingerprint(self) -> int:
+        return 0
+
+
+@dataclass
+class Fixed:
+    """Shares in a ratio the user gave; nothing moves."""
+
+    ratio: tuple[float, ...]
+
+    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
+        del slot
+        costs = [Cost(0.0, 1.0 / part) if part > 0 else Cost(0.0, 1.0) for part in self.ratio]
+        return equal_finish(costs, samples, [samples if part > 0 else 0 for part in self.ratio])
+
+    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
+        del slot, samples, busy_ms
+        return None
+
+    def fingerprint(self) -> int:
+        return 0
+
+
+@dataclass
+class Balanced:
+    """Shares by measured speed, so that all ranks finish a step together.
+
+    Each rank's cost has the shape measured in warm-up (fixed + per sample) and one factor that follows what its
+    steps really take. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
+    half when the direction reverses. The slot size never changes.
+    """
+
+    costs: tuple[Cost, ...]
+    slot_size: int
+    caps: tuple[int, ...] | None = None
+    least: int = 1
+    lookahead: int = 0  # slots whose batches may already be on their way when a decision falls
+    _plan: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (from this slot on, shares)
+    _factors: list[float] = field(default_factory=list)
+    _seen: list[list[float]] = field(default_factory=list)
+    _directions: list[int] = field(default_factory=list)
+    _damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._factors = [1.0] * len(self.costs)
+        self._seen = [[] for _ in self.costs]
+        self._directions = [0] * len(self.costs)
+        self._plan = [(0, equal_finish(self.costs, self.slot_size, self.caps, self.least))]
+
+    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
+        planned = self._planned(slot)
+        if samples != self.slot_size:
+            # An epoch's short last slot, in the proportions of the others.
+            costs = [Cost(0.0, 1.0 / share) if share else Cost(0.0, 1.0) for share in planned]
+            return equal_finish(costs, samples, [samples if share else 0 for share in planned], self.least)
+        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) > 0]
+        if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
+            return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])
+        return planned
+
+    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
+        self._follow(self.shares(slot, samples), busy_ms)
+        if self._plan[-1][0] > slot + 1:
+            return None  # the last move has not taken effect yet
+        del self._plan[:-1]
+        costs = self._now()
+        current = self._plan[-1][1]
+        target = equal_finish(costs, self.slot_size, self.caps, self.least)
+        gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
+        if gain <= MOVE_GAIN:
+            return None
+        shares = self._limited(current, target)
+        if shares == current:
+            return None
+        self._plan.append((slot + 1 + self.lookahead, shares))
+        return Move(slot + 1 + self.lookahead, shares, gain)
+
+    def fingerprint(self) -> int:
+        state = struct.pack(f"<{len(self._factors)}d", *self._factors)
+        return zlib.crc32(state + repr(self._plan).encode()) & 0xFFFFFF
+
+    def _planned(self, slot: int) -> tuple[int, ...]:
+        """The shares in force at a slot: looked up, never stepped, since a feed may ask ahead."""
+        return next(shares for start, shares in reversed(self._plan) if start <= slot or start == self._plan[0][0])
+
+    def _follow(self, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
+        """Move each rank's factor towards measured / predicted; two odd steps of five change nothing."""
+        for rank, (cost, samples, ms) in enumerate(zip(self.costs, shares, busy_ms, strict=True)):
+            if samples == 0 or ms <= 0.0:
+                continue
+            seen = self._seen[rank]
+            seen.append(ms / cost.time_ms(samples))
+            del seen[:-5]
+            typical = sorted(seen)[len(seen) // 2]
+            error = typical / self._factors[rank] - 1.0
+            pull = 1.0 if not -0.5 < error < 1.0 else min(0.8, max(0.1, abs(error)))
+            self._factors[rank] *= 1.0 + pull * error
+
+    def _now(self) -> list[Cost]:
+        return [cost.scaled(factor) for cost, factor in zip(self.costs, self._factors, strict=True)]
+
+    def _cap(self, rank: int) -> int:
+        return self.slot_size if self.caps is None else self.caps[rank]
+
+    def _with_probe(self, planned: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The planned shares with a few samples of the largest one lent to an idle rank."""
+        shares = list(planned)
+        giver = shares.index(max(shares))
+        if shares[giver] >= 2 * self.least:
+            shares[giver] -= self.least
+            shares[rank] += self.least
+        return tuple(shares)
+
+    def _limited(self, current: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
+        """As far towards the target as doubling and damping allow, in whole samples with the same sum."""
+        steps = [new - old for old, new in zip(current, target, strict=True)]
+        largest = max(range(len(steps)), key=lambda rank: abs(steps[rank]))
+        direction = 1 if steps[largest] > 0 else -1
+        reversed_ = self._directions[largest] == -direction
+        self._damping = max(0.125, self._damping / 2) if reversed_ else min(1.0, self._damping * 2)
+        self._directions[largest] = direction
+        way = self._damping
+        for old, step in zip(current, steps, strict=True):
+            if step > 0:
+                way = min(way, max(old, self.least) / step)
+        if way >= 1.0:
+            return target
+        real = [old + way * step for old, step in zip(current, steps, strict=True)]
+        shares = [int(share) for share in real]
+        # Whole samples: the largest remainders are rounded up. A share may not fall between 0 and `least`.
+        order = sorted(range(len(real)), key=lambda rank: shares[rank] - real[rank])
+        for rank in order[: self.slot_size - sum(shares)]:
+            shares[rank] += 1
+        return target if any(0 < share < self.least for share in shares) else tuple(shares)

@@ -1,0 +1,110 @@
+"""Equal finish: how many samples each rank takes so that all are done at the same moment.
+
+A rank's time for b samples is fixed + sample * b, and 0 for none. In real numbers all ranks that help at all finish
+at T = (B + sum(a/c)) / sum(1/c), and no whole split can finish sooner: what fits before T is everybody's, and the few
+samples left go one by one to the rank that would finish its next one first. That is the best whole split (rounding
+the real one is not: it ignores what a whole sample costs a slow rank).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A rank's own compute time: `fixed_ms` per step and `sample_ms` per sample."""
+
+    fixed_ms: float
+    sample_ms: float
+
+    def time_ms(self, samples: int) -> float:
+        return self.fixed_ms + self.sample_ms * samples if samples else 0.0
+
+    def scaled(self, factor: float) -> "Cost":
+        return Cost(self.fixed_ms * factor, self.sample_ms * factor)
+
+
+def finish_ms(costs: Sequence[Cost], shares: Sequence[int]) -> float:
+    """When the last rank is done."""
+    return max(cost.time_ms(samples) for cost, samples in zip(costs, shares, strict=True))
+
+
+def equal_finish(
+    costs: Sequence[Cost], samples: int, caps: Sequence[int] | None = None, least: int = 1
+) -> tuple[int, ...]:
+    """Whole samples per rank with the least possible finish; a share is 0 or between `least` and its cap.
+
+    When the caps hold less than `samples`, they bound only the proportions (a rank then runs its share as
+    several micro-batches).
+    """
+    limits = [samples] * len(costs) if caps is None or sum(caps) < samples else list(caps)
+    shares = _done_by(_earliest_ms(costs, samples), costs, limits)
+    for _ in range(samples - sum(shares)):
+        takers = [rank for rank, share in enumerate(shares) if share < limits[rank]]
+        shares[min(takers, key=lambda rank: costs[rank].time_ms(shares[rank] + 1))] += 1
+    for _ in range(sum(shares) - samples):
+        shares[max(range(len(shares)), key=lambda rank: costs[rank].time_ms(shares[rank]))] -= 1
+    if least > 1:
+        _mend_small(shares, costs, limits, least)
+    return tuple(shares)
+
+
+def _earliest_ms(costs: Sequence[Cost], samples: int) -> float:
+    """When all samples could be done if they were divisible and nobody had a cap."""
+    helping = sorted(costs, key=lambda cost: cost.fixed_ms)
+    work, pace = float(samples), 0.0
+    at_ms = float("inf")
+    for cost in helping:
+        if cost.fixed_ms >= at_ms:
+            break  # it could not even start before the others are done
+        work += cost.fixed_ms / cost.sample_ms
+        pace += 1.0 / cost.sample_ms
+        at_ms = work / pace
+    return at_ms
+
+
+def _done_by(at_ms: float, costs: Sequence[Cost], limits: Sequence[int]) -> list[int]:
+    """How many samples each rank can finish by then."""
+    # The small addition keeps a sample that ends at this very moment from being lost to rounding.
+    return [
+        min(limit, max(0, int((at_ms - cost.fixed_ms) / cost.sample_ms + 1e-9)))
+        for cost, limit in zip(costs, limits, strict=True)
+    ]
+
+
+def _mend_small(shares: list[int], costs: Sequence[Cost], limits: Sequence[int], least: int) -> None:
+    """No share between 0 and `least`: BatchNorm cannot train on one sample. In place; the sum stays.
+
+    Each small share is rounded to 0 or to `least`, whichever lets the others finish sooner. Where samples are
+    too few for either, the remainder goes to the rank that finishes it first.
+    """
+    for rank, share in enumerate(shares):
+        if not 0 < share < least:
+            continue
+        dropped, raised = list(shares), list(shares)
+        dropped[rank] = 0
+        _hand_out(dropped, costs, limits, share, least, without=rank)
+        raised[rank] = least
+        _take_back(raised, costs, least - share, least, without=rank)
+        fit = [split for split in (dropped, raised) if sum(split) == sum(shares)]
+        fit.sort(key=lambda split: finish_ms(costs, tuple(split)))
+        if fit:
+            shares[:] = fit[0]
+
+
+def _hand_out(
+    shares: list[int], costs: Sequence[Cost], limits: Sequence[int], samples: int, least: int, without: int
+) -> None:
+    for _ in range(samples):
+        takers = [r for r, s in enumerate(shares) if r != without and least <= s < limits[r]]
+        if not takers:
+            return
+        shares[min(takers, key=lambda r: costs[r].time_ms(shares[r] + 1))] += 1
+
+
+def _take_back(shares: list[int], costs: Sequence[Cost], samples: int, least: int, without: int) -> None:
+    for _ in range(samples):
+        givers = [r for r, s in enumerate(shares) if r != without and s > least]
+        if not givers:
+            return
+        shares[max(givers, key=lambda r: costs[r].time_ms(shares[r]))] -= 1

@@ -1,0 +1,185 @@
+"""The launcher's side of a run on several ranks: start, watch, collect. There is no coordinator: it only watches.
+
+The ranks agree among themselves; the launcher holds the store, shows their posts, passes a stop request on, and ends
+everything when one fails, falls silent or hangs. When `train_on_ranks` returns or raises, no process and no file of
+the run is left.
+"""
+
+import json
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from uneven.comm.launch import RankProcesses, describe_exit
+from uneven.comm.store import get_text, open_store
+from uneven.config import RunConfig, Task
+from uneven.data.ledger import prove_exactly_once
+from uneven.errors import InputError, RankError
+from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.device import Device
+from uneven.payload import drop_tensors, make_private_folder, write_payload
+from uneven.policy.axis import Axis
+from uneven.progress import Reporter
+from uneven.state import TrainedState
+from uneven.timeline.export import Timeline
+
+LOOK_EVERY_S = 0.1
+SILENT_S = 15.0  # without a post a rank is lost
+STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
+GRACE_S = 1.5  # for the other ranks' own accounts, once one has failed
+STOP_S = 10.0  # at least, for all ranks to stop after the same step
+PATIENT = ("setup", "compile", "evaluation", "checkpoint")  # phases that may last
+PASSIVE = ("wait", "communication")  # in these a rank waits for others
+
+
+@dataclass
+class _Seen:
+    """What the launcher knows of a rank, from its posts."""
+
+    post: dict[str, Any]
+    heard_s: float
+    moved_s: float
+    longest_step_s: float = 0.0
+
+    def hear(self, post: dict[str, Any], now_s: float) -> None:
+        if post["count"] == self.post.get("count"):
+            return
+        self.heard_s = now_s
+        if post["slot"] != self.post.get("slot") or post["phase"] in PATIENT:
+            steps = max(1, post["slot"] - self.post.get("slot", 0))
+            if post["phase"] not in PATIENT and self.post.get("phase") not in PATIENT:
+                self.longest_step_s = max(self.longest_step_s, (now_s - self.moved_s) / steps)
+            self.moved_s = now_s
+        self.post = post
+
+
+def train_on_ranks(
+    task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
+) -> TrainedState:
+    """Train on one process per device; returns rank 0's state with everybody's timeline."""
+    folder = make_private_folder()
+    ranks: RankProcesses | None = None
+    store, port = open_store()
+    try:
+        plan = assign_cores(devices, available_cores())
+        if plan.note:
+            reporter.say([f"  {plan.note}"])
+        record = {
+            "port": port,
+            "devices": [str(device) for device in devices],
+            "cores": plan.cores,
+            "threads": plan.threads,
+        }
+        (folder / "plan.json").write_text(json.dumps(record))
+        _write(task, config, folder)
+        ranks = RankProcesses(folder, list(plan.threads))
+        _watch(ranks, store, folder, devices, stop, reporter)
+        return _collect(folder, task, config, len(devices))
+    finally:
+        if ranks is not None:
+            ranks.end()
+        shutil.rmtree(folder, ignore_errors=True)
+        del store
+
+
+def _write(task: Task, config: RunConfig, folder: Path) -> None:
+    try:
+        write_payload((task, config), folder)
+    except Exception as error:
+        raise InputError(
+            f"the model, optimizer, step or data set cannot be sent to the rank processes ({error}); "
+            "use functions and data that can be pickled, or one device"
+        ) from error
+
+
+def _watch(
+    ranks: RankProcesses,
+    store: Any,
+    folder: Path,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    reporter: Reporter,
+) -> None:
+    """Until all ranks have ended well; raises when one does not."""
+    now = time.monotonic()
+    seen = [_Seen({}, now, now) for _ in devices]
+    stopped_s: float | None = None
+    loaded = False
+    while True:
+        codes = ranks.exit_codes()  # before the posts, so that the last ones are heard
+        now = time.monotonic()
+        for rank, one in enumerate(seen):
+            text = get_text(store, f"post/{rank}")
+            if text is not None:
+                one.hear(json.loads(text), now)
+        reporter.ranks([one.post for one in seen])
+        if all(code == 0 for code in codes):
+            return
+        if any(code not in (None, 0) for code in codes):
+            raise _failure(ranks, folder, devices)
+        _check_deadlines(seen, codes, devices, now)
+        if not loaded and all(get_text(store, f"loaded/{rank}") for rank in range(len(devices))):
+            loaded = True
+            drop_tensors(folder)
+        if stop.is_set() and stopped_s is None:
+            stopped_s = now
+            store.set("stop", "1")
+        if stopped_s is not None and now - stopped_s > max(STOP_S, 3 * max(one.longest_step_s for one in seen)):
+            raise RankError("the ranks did not stop when asked and were ended; nothing was saved")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _check_deadlines(seen: list[_Seen], codes: list[int | None], devices: tuple[Device, ...], now: float) -> None:
+    alive = [rank for rank, code in enumerate(codes) if code is None]
+    for rank in alive:
+        if seen[rank].post and now - seen[rank].heard_s > SILENT_S:
+            raise RankError(f"{_name(rank, devices)} fell silent {SILENT_S:g} s ago (stopped or swapped out?)")
+    limits = {rank: max(STUCK_S, 10 * seen[rank].longest_step_s) for rank in alive}
+    if any(now - seen[rank].moved_s <= limits[rank] for rank in alive):
+        return  # someone moves: the others are waiting for it, not stuck
+    for rank in alive:
+        if seen[rank].post and seen[rank].post["phase"] not in (*PASSIVE, *PATIENT):
+            phase, slot = seen[rank].post["phase"], seen[rank].post["slot"]
+            raise RankError(f"{_name(rank, devices)} is stuck in {phase} at slot {slot} for {limits[rank]:.0f} s")
+
+
+def _failure(ranks: RankProcesses, folder: Path, devices: tuple[Device, ...]) -> Exception:
+    """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
+    end = time.monotonic() + GRACE_S
+    while time.monotonic() < end and any(code is None for code in ranks.exit_codes()):
+        time.sleep(0.02)
+    errors = {}
+    for rank, code in enumerate(ranks.exit_codes()):
+        path = folder / f"error-{rank}.json"
+        if path.exists():
+            errors[rank] = json.loads(path.read_text())
+        elif code not in (None, 0):
+            assert code is not None
+            return RankError(f"{_name(rank, devices)} {describe_exit(code)}")
+    # A rank whose peer is gone fails too, a moment later and with words about the connection.
+    own = [error for error in errors.values() if "peer" not in error["what"]] or list(errors.values())
+    first = min(own, key=lambda error: error["time"])
+    name = _name(first["rank"], devices)
+    if first["kind"] == "input":
+        return InputError(f"{name}: {first['message']}")
+    return RankError(f"{name} failed: {first['what']}\n\nIts own traceback:\n{first['traceback']}")
+
+
+def _name(rank: int, devices: tuple[Device, ...]) -> str:
+    return f"rank {rank} ({devices[rank]} on {socket.gethostname()})"
+
+
+def _collect(folder: Path, task: Task, config: RunConfig, size: int) -> TrainedState:
+    homes = [folder / f"result-{rank}" for rank in range(size)]
+    state = TrainedState.load(homes[0])
+    logs = [json.loads((home / "log.json").read_text())["parts"] for home in homes]
+    axis = Axis(len(task.dataset), config.slot_size(size), config.epochs)
+    prove_exactly_once(axis, logs, state.slot)
+    timeline = Timeline.together(
+        [Timeline.from_json(json.loads((home / "timeline.json").read_text())) for home in homes]
+    )
+    return replace(state, timeline=timeline, log=logs, folder=None)
