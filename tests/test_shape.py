@@ -22,24 +22,40 @@ ARROWS = {
     "comm": {"errors"},
     "payload": set(),
     "data": {"errors", "files", "policy"},
-    "parallel": {"comm"},
+    "parallel": {"comm", "config"},
     "average": {"comm"},
     "step": {"comm", "config", "data", "errors", "parallel", "policy"},
-    "state": {"errors", "files", "timeline"},
+    "state": {"data", "errors", "files", "timeline"},
     "progress": {"policy"},
+    "seat": {"comm", "hardware", "policy", "state", "timeline"},
     "worker": {
-        *("average", "comm", "config", "data", "hardware", "parallel", "policy", "state", "step", "timeline"),
+        *("average", "comm", "config", "data", "hardware", "parallel", "policy"),
+        *("seat", "state", "step", "timeline"),
     },
-    "rank": {"comm", "errors", "hardware", "payload", "worker"},
+    "member": {
+        *("comm", "config", "data", "errors", "hardware", "policy", "seat", "state", "timeline", "worker"),
+    },
+    "script": {"comm", "config", "hardware", "member"},
+    "rank": {"comm", "errors", "hardware", "payload", "script", "worker"},
     "supervise": {
         *("comm", "config", "data", "errors", "hardware", "payload", "policy", "progress", "state", "timeline"),
     },
+    "start": {"config", "errors", "hardware", "progress", "script", "supervise"},
+    "prepare": {"config", "data", "errors", "files", "hardware", "member", "policy", "progress"},
     "run": {
-        *("comm", "config", "errors", "files", "hardware", "progress", "state", "supervise", "timeline", "worker"),
+        *("comm", "config", "errors", "hardware", "member", "policy", "prepare", "progress"),
+        *("seat", "state", "supervise", "timeline", "worker"),
     },
-    "ddp": {"config", "errors", "run", "state"},
-    "bench": {"comm", "config", "data", "errors", "files", "hardware", "run", "state", "step", "worker"},
-    "cli": {"bench", "data", "errors", "hardware"},
+    "loop": {"comm", "config", "data", "errors", "policy", "seat", "state", "step", "worker"},
+    "manual": {"average", "comm", "errors"},
+    "ddp": {
+        *("comm", "config", "errors", "loop", "manual", "member", "policy", "prepare", "run", "seat", "state"),
+    },
+    "bench": {
+        *("comm", "config", "data", "errors", "files", "hardware", "parallel", "policy", "progress", "rank", "run"),
+        *("state", "step", "supervise", "timeline", "worker"),
+    },
+    "cli": {"bench", "data", "errors", "hardware", "start"},
     "__main__": {"cli"},
 }
 

@@ -16,13 +16,14 @@ _HOMES = {
     "TensorData": "uneven.data.tensors",
     "InputError": "uneven.errors",
     "MachineError": "uneven.errors",
+    "RankError": "uneven.errors",
 }
-__all__ = ["Ddp", "InputError", "MachineError", "Run", "TensorData", "TrainedState", "fit"]
+__all__ = ["Ddp", "InputError", "MachineError", "RankError", "Run", "TensorData", "TrainedState", "fit"]
 
 if TYPE_CHECKING:
     from uneven.data.tensors import TensorData
     from uneven.ddp import Ddp, fit
-    from uneven.errors import InputError, MachineError
+    from uneven.errors import InputError, MachineError, RankError
     from uneven.run import Run
     from uneven.state import TrainedState
 

@@ -1,7 +1,8 @@
 """What a run was asked to do, checked before anything starts, printed once and saved with the run.
 
-`Settings` is the one list of options: `fit`, `Ddp.builder` and later `Ddp.setup` take the same names.
-A value that cannot work is an InputError here, not a surprise in the middle of training.
+`Settings` is the one list of options: `fit`, `Ddp.builder` and `Ddp.setup` take the same names. A value that cannot
+work is an InputError here, not a surprise in the middle of training. What was given to `uneven run` stands above what
+the script says.
 """
 
 import difflib
@@ -67,6 +68,7 @@ class Settings(TypedDict, total=False):
     workers: int
     checkpoint_every: int | None
     out: str | Path | None
+    replay: str | Path | None
     progress: str
 
 
@@ -90,6 +92,7 @@ class RunConfig:
     workers: int = 0
     checkpoint_every: int | None = None
     out: Path | None = None
+    replay: Path | None = None
     progress: str = "auto"
 
     def __post_init__(self) -> None:
@@ -101,6 +104,8 @@ class RunConfig:
             _check_count("global_batch_size", self.global_batch_size, least=1)
         if self.shares is not None and (min(self.shares, default=-1) < 0 or sum(self.shares) <= 0):
             raise InputError(f"shares={self.shares!r} must be numbers of at least 0, one per device, not all 0")
+        if self.replay is not None and self.shares is not None:
+            raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.checkpoint_every is not None:
             _check_count("checkpoint_every", self.checkpoint_every, least=1)
             if self.out is None:
@@ -121,26 +126,35 @@ class RunConfig:
         """Samples per optimizer step of all ranks together."""
         return self.global_batch_size or self.batch_size * ranks * self.accumulate
 
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether the shares are known beforehand, so that nothing has to be measured."""
+        return self.shares is not None or self.replay is not None
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "out": None if self.out is None else str(self.out)}
+        paths = {"out": self.out, "replay": self.replay}
+        return {**asdict(self), **{name: None if path is None else str(path) for name, path in paths.items()}}
+
+
+def override(settings: Mapping[str, Any]) -> None:
+    """From now on `resolve` takes these above what it is given: the command line of `uneven run`, in this process."""
+    _check_names(settings)
+    _overrides.update(settings)
 
 
 def resolve(settings: Mapping[str, Any]) -> RunConfig:
     """Settings as the user typed them -> a checked RunConfig."""
     given = {("epochs" if name == "num_epochs" else name): value for name, value in settings.items()}
-    known = [f.name for f in fields(RunConfig)]
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; the settings are {', '.join(known)}"
-            raise InputError(f"unknown setting {name!r}{hint}")
+    _check_names(given)
+    given |= _overrides
     for name in ("batch_size", "epochs"):
         if name not in given:
             raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
     if given.get("shares") is not None:
         given["shares"] = tuple(float(share) for share in given["shares"])
-    if given.get("out") is not None:
-        given["out"] = Path(given["out"])
+    for name in ("out", "replay"):
+        if given.get(name) is not None:
+            given[name] = Path(given[name])
     return RunConfig(**given)
 
 
@@ -162,6 +176,18 @@ def check_task(task: Task) -> None:
         )
     if len(task.dataset) == 0:
         raise InputError("dataset is empty: there is nothing to train on")
+
+
+_overrides: dict[str, Any] = {}
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(RunConfig)]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; the settings are {', '.join(known)}"
+            raise InputError(f"unknown setting {name!r}{hint}")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -1,28 +1,38 @@
-"""The entry points: `fit` in one call, `Ddp.builder` in steps. Both end in `run.launch`.
+"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a loop of one's own, `Ddp.wrap` by hand.
 
 With one usable device everything is plain training behind the same handle, so a script written today runs
-unchanged when a second device is named.
+unchanged when a second device is named, or when `uneven run` or torchrun starts it several times.
 """
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from uneven.config import EvalStep, Evaluation, Settings, Task, TrainStep, resolve
+from torch import nn
+from torch.optim import Optimizer
+
+from uneven.comm.group import Group, SoloGroup
+from uneven.config import EvalStep, Evaluation, RunConfig, Settings, Task, TrainStep, resolve
 from uneven.errors import InputError
-from uneven.run import Run, launch
+from uneven.loop import Loop, check_loop
+from uneven.manual import Wrapped
+from uneven.member import collect, this_member
+from uneven.policy.axis import Axis
+from uneven.prepare import prepare
+from uneven.run import Run, keep, keep_interrupted, launch
+from uneven.seat import RankResult, Seat
 from uneven.state import TrainedState
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
     from typing_extensions import Self, Unpack
 
 
 def fit(
     *,
-    model: "Callable[[], nn.Module]",
-    optimizer: "Callable[[Any], Optimizer]",
+    model: Callable[[], nn.Module],
+    optimizer: Callable[[Any], Optimizer],
     step: TrainStep,
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
@@ -60,12 +70,86 @@ class Ddp:
 
     @staticmethod
     def builder(
-        make_model: "Callable[[], nn.Module]",
-        make_optimizer: "Callable[[Any], Optimizer]",
+        make_model: Callable[[], nn.Module],
+        make_optimizer: Callable[[Any], Optimizer],
         train_step: TrainStep,
     ) -> "Builder":
         """Factories first, then one method per setting, then `.run()`."""
         return Builder(make_model, make_optimizer, train_step)
+
+    @staticmethod
+    def setup(
+        model: nn.Module,
+        make_optimizer: Callable[[Any], Optimizer],
+        *,
+        dataset: Any,
+        scheduler: Callable[..., Any] | None = None,
+        **settings: "Unpack[Settings]",
+    ) -> Loop:
+        """A training loop of your own; see uneven/loop.py. The model is trained in place.
+
+        On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        """
+        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(cast("dict[str, Any]", settings)))
+
+    @staticmethod
+    def wrap(model: nn.Module) -> Wrapped:
+        """The manual tier: sums over the ranks that `uneven run` or torchrun started, and nothing else."""
+        member = this_member()
+        if member is None:
+            return Wrapped(model, SoloGroup(), lambda: None)
+        return Wrapped(model, member.join(model), member.leave)
+
+    @staticmethod
+    def rank() -> int:
+        """This process's number among the ranks somebody started; 0 in a process by itself."""
+        member = this_member()
+        return 0 if member is None else member.rank
+
+
+def _start_loop(
+    model: nn.Module,
+    make_optimizer: Callable[[Any], Optimizer],
+    dataset: Any,
+    scheduler: Callable[..., Any] | None,
+    config: RunConfig,
+) -> Loop:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
+    member = this_member()
+    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
+    prepared = prepare(task, config, member)
+    config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
+    check_loop(config, len(devices))
+    if member is None and len(devices) > 1:
+        script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+        raise InputError(
+            f"devices={config.devices!r}: a loop of your own on several devices needs one process each; "
+            f"start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
+        )
+    rank = 0 if member is None else member.rank
+    stop = threading.Event()
+    axis = Axis(len(dataset), config.slot_size(len(devices)), config.epochs)
+
+    def keep_state(group: Group, result: RankResult, was_interrupted: bool) -> TrainedState:
+        state = keep(collect(group, result, axis), config, reporter, rank == 0)
+        if was_interrupted and rank == 0:
+            keep_interrupted(state, reporter)
+        return state
+
+    def leave() -> None:
+        reporter.close()
+        if member is not None:
+            member.attend(None)
+            member.leave()
+
+    join = (lambda _: SoloGroup()) if member is None else member.joiner(config, len(dataset))
+    seat = Seat(rank, devices)
+    loop = Loop(model, make_optimizer, dataset, scheduler, config, seat, join, stop, reporter, keep_state, leave)
+    reporter.say(loop.worker.notes)
+    if member is not None:
+        member.attend(loop.worker, stop)
+    return loop
 
 
 class Builder:
@@ -151,6 +235,10 @@ class Builder:
 
     def out(self, folder: str | Path | None) -> "Self":
         return self.settings(out=folder)
+
+    def replay(self, folder: str | Path | None) -> "Self":
+        """Repeat the run that left its log in this folder, with the very shares it had."""
+        return self.settings(replay=folder)
 
     def progress(self, style: str) -> "Self":
         return self.settings(progress=style)

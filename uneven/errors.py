@@ -15,3 +15,7 @@ class MachineError(RuntimeError):
 
 class RankError(RuntimeError):
     """A rank failed, died or hung, and the run with it; names rank, device and cause, with its own traceback."""
+
+
+class StoppedError(RuntimeError):
+    """The run was asked to stop before its first step, so there is no state to return."""

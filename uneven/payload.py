@@ -6,10 +6,7 @@ private to the user. Nothing that arrives over a network is ever unpickled.
 """
 
 import io
-import os
 import pickle
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,6 @@ import torch
 from torch import Tensor
 
 MAPPED_BYTES = 1 << 20  # tensors from this size on are shared
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def make_private_folder() -> Path:
-    """A folder only this user can read, in shared memory where there is room."""
-    roomy = (
-        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1 << 30
-    )
-    return Path(tempfile.mkdtemp(prefix="uneven-", dir=SHARED_MEMORY if roomy else None))
 
 
 def write_payload(content: Any, folder: Path) -> None:

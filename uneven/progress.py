@@ -27,6 +27,7 @@ class Reporter:
         self._bar: Progress | None = None
         self._epochs = 0
         self._told = 0
+        self._noted = 0
 
     def say(self, lines: Sequence[str]) -> None:
         if self.style != "off":
@@ -58,6 +59,9 @@ class Reporter:
 
     def ranks(self, posts: Sequence[dict[str, Any]]) -> None:
         """What the ranks of a run last said of themselves."""
+        notes = posts[0].get("notes", [])
+        self.say(notes[self._noted :])
+        self._noted = len(notes)
         for entry in posts[0].get("history", [])[self._told :]:
             self._told += 1
             self._epochs = posts[0]["epochs"]

@@ -12,10 +12,11 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from uneven.comm.launch import INTERRUPTED
+from uneven.comm.remains import guard, note_rank, outlive
 from uneven.errors import InputError
 
 
@@ -40,6 +41,8 @@ def main(folder: Path, rank: int) -> None:
     # Ctrl-C reaches the whole terminal's group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan = json.loads((folder / "plan.json").read_text())
+    note_rank(folder, rank)
+    guard(folder, plan["launcher"])
     from uneven.hardware.cores import pin
 
     pin(plan["cores"][rank])
@@ -48,7 +51,14 @@ def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(plan["threads"][rank])
     code = 0
     try:
-        _train(folder, rank, plan)
+        if plan["script"] is None:
+            _train(folder, rank, plan)
+        else:
+            from uneven.script import execute_as_rank
+
+            execute_as_rank(folder, rank, plan)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BaseException as error:
         code = 1
         report = {
@@ -84,10 +94,10 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     def show() -> dict[str, Any]:
         if worker is None:
             return {**board.shown, "phase": "setup"}
-        return {**board.shown, "slot": worker.trained, "phase": worker.recorder.state}
+        return {**board.shown, "slot": worker.trained, "phase": worker.recorder.state, "notes": worker.notes}
 
     store = reach_store("127.0.0.1", plan["port"])
-    poster = Poster(plan["port"], rank, show, stop)
+    poster = Poster(plan["port"], rank, show, stop, lambda: outlive(folder))
     devices = parse_devices(plan["devices"])
 
     def join(model: nn.Module) -> Group:
@@ -95,17 +105,15 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
         agree(store, rank, len(devices), lines)
         return GlooGroup(store, rank, len(devices))
 
-    task, config = read_payload(folder)
+    task, config, program = read_payload(folder)
     store.set(f"loaded/{rank}", "1")
     worker = Worker(task, config, Seat(rank, devices), join, stop, board)
-    result = worker.train()
     home = folder / f"result-{rank}"
     home.mkdir()
-    if rank == 0:
-        result.state.save(home)
-    (home / "timeline.json").write_text(json.dumps(result.timeline.to_json()))
-    (home / "log.json").write_text(json.dumps({"parts": result.log, "traffic": asdict(result.traffic)}))
-    (home / "done").touch()
+    if program is None:
+        worker.train().save(home, is_lead=rank == 0)
+    else:
+        program(worker, home)
     poster.close()
     worker.group.close()
 

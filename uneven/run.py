@@ -8,27 +8,26 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from uneven import __version__
 from uneven.comm.group import SoloGroup
-from uneven.config import RunConfig, Task, check_task
-from uneven.errors import InputError
-from uneven.files import make_out_folder
-from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.gpus import read_gpus
-from uneven.hardware.inventory import read_visible, usable_devices
-from uneven.hardware.precision import choose_precision
-from uneven.hardware.preflight import check_device, refuse_unsupported
-from uneven.hardware.system import read_system
-from uneven.hardware.torchbuild import read_torch
+from uneven.comm.remains import leave_nothing
+from uneven.config import RunConfig, Task
+from uneven.errors import StoppedError
+from uneven.hardware.device import Device
+from uneven.member import Member, collect, this_member
+from uneven.policy.axis import Axis
+from uneven.prepare import prepare
 from uneven.progress import Reporter
+from uneven.seat import Seat
 from uneven.state import TrainedState
-from uneven.supervise import train_on_ranks
+from uneven.supervise import Program, train_on_ranks
 from uneven.timeline.export import Timeline
 from uneven.timeline.record import TRAINING
+from uneven.worker import Worker
 
 Body = Callable[[threading.Event, Reporter], TrainedState]
 
@@ -36,8 +35,17 @@ Body = Callable[[threading.Event, Reporter], TrainedState]
 class Run:
     """A run in progress. Ctrl-C during `join` stops it after the current step and saves its state."""
 
-    def __init__(self, body: Body, config: RunConfig, devices: tuple[Device, ...], reporter: Reporter) -> None:
+    def __init__(
+        self,
+        body: Body,
+        config: RunConfig,
+        devices: tuple[Device, ...],
+        reporter: Reporter,
+        member: Member | None = None,
+    ) -> None:
         self._body = body
+        self._member = member
+        self._is_lead = member is None or member.rank == 0
         self._config = config
         self._devices = devices
         self._reporter = reporter
@@ -70,6 +78,10 @@ class Run:
         except KeyboardInterrupt:
             self._interrupted()
             raise
+        if self._member is not None and self._member.asked.is_set():
+            # The Ctrl-C was the starter's; it came as a request, and the run has obeyed it.
+            self._interrupted()
+            raise KeyboardInterrupt
         self._ended()
         if self._error is not None:
             raise self._error
@@ -82,15 +94,15 @@ class Run:
         try:
             self._done.wait()
         except KeyboardInterrupt:
+            leave_nothing()
             os._exit(130)
         self._ended()
-        if self._error is not None:
+        if isinstance(self._error, StoppedError):
+            self._reporter.say([str(self._error)])
+        elif self._error is not None:
             raise self._error
-        state = self._state
-        if state is None:
-            return
-        folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
-        self._reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
+        if self._state is not None and self._is_lead:
+            keep_interrupted(self._state, self._reporter)
 
     def _ended(self) -> None:
         # The interpreter must not shut down under a thread that is still freeing tensors: torch's destructors
@@ -105,71 +117,82 @@ class Run:
 
     def _work(self) -> None:
         try:
-            self._state = self._keep(self._body(self._stop, self._reporter))
+            self._state = keep(self._body(self._stop, self._reporter), self._config, self._reporter, self._is_lead)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
         finally:
             self._reporter.close()
             self._done.set()
 
-    def _keep(self, state: TrainedState) -> TrainedState:
-        assert state.timeline is not None, "a finished rank has a timeline"
-        self._reporter.close()
-        self._reporter.say(last_lines(state, state.timeline))
-        if self._config.out is None:
-            return state
-        state.save(self._config.out)
-        state.timeline.save(self._config.out)
-        self._reporter.say([f"state and timeline are in {self._config.out}"])
-        return replace(state, folder=self._config.out)
 
-
-def launch(task: Task, config: RunConfig, *, title: str = "train") -> Run:
-    """Check, print the configuration, start; returns at once."""
-    refuse_unsupported()
-    check_task(task)
-    devices = tuple(usable_devices()) if config.devices == "auto" else parse_devices(config.devices)
-    for device in devices:
-        check_device(device)
-    config = _resolve_precision(config, devices[0])
-    _check_together(config, devices)
-    if config.out is not None:
-        make_out_folder(config.out)
-    reporter = Reporter(config.progress, title)
-    reporter.say(describe(task, config, devices))
-    body = _solo if len(devices) == 1 else train_on_ranks
-    return Run(lambda stop, reporter: body(task, config, devices, stop, reporter), config, devices, reporter)
+def launch(task: Task, config: RunConfig, *, title: str = "train", program: Program | None = None) -> Run:
+    """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
+    member = this_member()
+    prepared = prepare(task, config, member, title)
+    devices = prepared.devices
+    alone = _solo if len(devices) == 1 else partial(train_on_ranks, program=program)
+    train = alone if member is None else partial(_as_rank, member)
+    return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, member)
 
 
 def _solo(
     task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
 ) -> TrainedState:
     """One device needs no process of its own: it trains on the run's thread, in the caller's process."""
-    from uneven.worker import Seat, Worker
-
     worker = Worker(task, config, Seat(0, devices), lambda _: SoloGroup(), stop, reporter)
-    result = worker.train()
-    return replace(result.state, timeline=Timeline.together([result.timeline]), log=[result.log])
+    return collect(SoloGroup(), worker.train(), worker.axis)
 
 
-def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequence[str]:
-    """The resolved configuration as it is printed at the start."""
-    steps = -(-len(task.dataset) // config.slot_size(len(devices)))
-    batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
-    precision = config.precision
-    if precision == "fp32" and any(device.kind == "cuda" for device in devices):
-        precision += " (matrix products in TF32)"
-    names = ",".join(str(device) for device in devices)
-    lines = [
-        f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps",
-        f"  device{'s' * (len(devices) > 1)} {names}   batch {batch}   precision {precision}   "
-        f"compile {config.compile}   seed {config.seed}",
-    ]
-    if len(devices) > 1:
-        lines.append(f"  policy {config.policy}   {config.slot_size(len(devices))} samples a step over all devices")
-    if any(device.speed < 1 for device in devices):
-        lines.append("  a device with @ is simulated: it sleeps after each step, so its speed is not exact")
-    return lines
+def _as_rank(
+    member: Member,
+    task: Task,
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    reporter: Reporter,
+) -> TrainedState:
+    """This process is one of several ranks already: it trains its part, on the run's thread."""
+    join = member.joiner(config, len(task.dataset))
+    worker = Worker(task, config, Seat(member.rank, devices), join, stop, reporter)
+    worker.report = _Noting(worker, reporter)
+    member.attend(worker, stop)
+    try:
+        result = worker.train()
+        return collect(worker.group, result, worker.axis)
+    finally:
+        member.attend(None)
+        member.leave()
+
+
+class _Noting:
+    """A reporter that hears the worker's notes first; a launcher reads them from the posts instead."""
+
+    def __init__(self, worker: Worker, reporter: Reporter) -> None:
+        self._worker, self._reporter = worker, reporter
+        self.stepped, self.epoch_done = reporter.stepped, reporter.epoch_done
+
+    def started(self, axis: Axis, place: str) -> None:
+        self._reporter.say(self._worker.notes)
+        self._reporter.started(axis, place)
+
+
+def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
+    """Say how it went and write `out`; the first rank does it for all."""
+    assert state.timeline is not None, "a finished rank has a timeline"
+    reporter.close()
+    reporter.say(last_lines(state, state.timeline))
+    if config.out is None or not is_lead:
+        return state
+    state.save(config.out)
+    state.timeline.save(config.out)
+    reporter.say([f"state and timeline are in {config.out}"])
+    return replace(state, folder=config.out)
+
+
+def keep_interrupted(state: TrainedState, reporter: Reporter) -> None:
+    """A stopped run is worth its state: where no folder was named, in one of its own."""
+    folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
+    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
 
 
 def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
@@ -185,44 +208,3 @@ def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
         lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {apart:.1f} s")
     return lines
-
-
-def _resolve_precision(config: RunConfig, device: Device) -> RunConfig:
-    if config.precision != "auto":
-        return config
-    gpus = read_visible(read_torch(), read_gpus()).gpus if device.kind == "cuda" else ()
-    gpu = next((gpu for gpu in gpus if gpu.index == device.index), None)
-    return replace(config, precision=choose_precision(device, read_system(), gpu)[0])
-
-
-def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
-    """Refuse settings that are right by themselves but not with each other or these devices."""
-    names = ",".join(str(device) for device in devices)
-    for device in devices:
-        if device.percent is not None:
-            raise InputError(
-                f"devices={names!r}: slices of a GPU are not trained on in this version; pass {device.torch_name!r}"
-            )
-    if config.compile == "graph" and devices[0].kind != "cuda":
-        raise InputError(
-            f"compile='graph' captures a CUDA graph, which {names} has not; use compile='off' or 'default'"
-        )
-    if len(devices) == 1:
-        return
-    if any(device.kind != "cpu" for device in devices):
-        raise InputError(
-            f"devices={names!r}: several devices with a CUDA one among them are not trained in this version; "
-            "pass CPU devices, as in 'cpu,cpu@0.4', or one CUDA device"
-        )
-    if config.policy not in ("sync", "balanced"):
-        raise InputError(
-            f"policy={config.policy!r} on several devices is not in this version; pass policy='balanced' or 'sync'"
-        )
-    if config.shares is not None and len(config.shares) != len(devices):
-        raise InputError(
-            f"shares={config.shares!r} has {len(config.shares)} entries for {len(devices)} devices: {names}"
-        )
-    if config.shares is not None and config.policy == "sync":
-        raise InputError("shares=... with policy='sync' contradict each other: sync shares equally; use 'balanced'")
-    if config.backend == "nccl":
-        raise InputError(f"backend='nccl' needs CUDA devices, got {names!r}; use backend='auto'")

@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.data.replay import log_record
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.timeline.export import Timeline
@@ -36,6 +37,7 @@ class TrainedState:
     config: dict[str, Any] = field(default_factory=dict)
     slot: int = 0  # slots trained
     samples: int = 0  # samples trained
+    dataset_samples: int = 0  # samples of one epoch
     finished: bool = True
     timeline: Timeline | None = None
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
@@ -58,6 +60,7 @@ class TrainedState:
             "finished": self.finished,
             "slot": self.slot,
             "samples": self.samples,
+            "dataset_samples": self.dataset_samples,
             "buffers": sorted(self.buffers),
             "tied": self.tied,
             "param_groups": self.param_groups,
@@ -69,7 +72,8 @@ class TrainedState:
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
             if self.log:
-                write_atomically(folder / "log.json", json.dumps({"ranks": self.log}).encode())
+                log = log_record(self.log, self.dataset_samples, self.slot, self.config)
+                write_atomically(folder / "log.json", json.dumps(log).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
             raise folder_error(folder, error) from error
@@ -93,6 +97,7 @@ class TrainedState:
             config=record["config"],
             slot=record["slot"],
             samples=record["samples"],
+            dataset_samples=record.get("dataset_samples", 0),
             finished=record["finished"],
             folder=folder,
         )

@@ -6,32 +6,38 @@ the run is left.
 """
 
 import json
-import shutil
+import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from uneven.comm.launch import RankProcesses, describe_exit
+from uneven.comm.launch import INTERRUPTED, RankProcesses, describe_exit
+from uneven.comm.remains import make_private_folder, remove
 from uneven.comm.store import get_text, open_store
 from uneven.config import RunConfig, Task
 from uneven.data.ledger import prove_exactly_once
-from uneven.errors import InputError, RankError
+from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device
-from uneven.payload import drop_tensors, make_private_folder, write_payload
+from uneven.payload import drop_tensors, write_payload
 from uneven.policy.axis import Axis
 from uneven.progress import Reporter
 from uneven.state import TrainedState
 from uneven.timeline.export import Timeline
+
+T = TypeVar("T")
+Program = Callable[[Any, Path], None]  # (worker, folder for its results), run in place of training
 
 LOOK_EVERY_S = 0.1
 SILENT_S = 15.0  # without a post a rank is lost
 STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
 GRACE_S = 1.5  # for the other ranks' own accounts, once one has failed
 STOP_S = 10.0  # at least, for all ranks to stop after the same step
+START_S = 120.0  # for a rank's first post: loading torch from a cold disk takes its time
 PATIENT = ("setup", "compile", "evaluation", "checkpoint")  # phases that may last
 PASSIVE = ("wait", "communication")  # in these a rank waits for others
 
@@ -58,9 +64,31 @@ class _Seen:
 
 
 def train_on_ranks(
-    task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
+    task: Task,
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    reporter: Reporter,
+    program: Program | None = None,
 ) -> TrainedState:
     """Train on one process per device; returns rank 0's state with everybody's timeline."""
+    return run_ranks(
+        (task, config, program), devices, stop, reporter, lambda folder: _collect(folder, task, config, len(devices))
+    )
+
+
+def run_ranks(
+    content: tuple[Task, RunConfig, Program | None] | None,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    reporter: Reporter,
+    collect: Callable[[Path], T],
+    script: dict[str, Any] | None = None,
+) -> T:
+    """Run a program on one process per device (None: train), then `collect` from the folder they wrote to.
+
+    In place of any content it may be a user's script: its path, args and the settings that stand above its own.
+    """
     folder = make_private_folder()
     ranks: RankProcesses | None = None
     store, port = open_store()
@@ -70,25 +98,28 @@ def train_on_ranks(
             reporter.say([f"  {plan.note}"])
         record = {
             "port": port,
+            "launcher": os.getpid(),
             "devices": [str(device) for device in devices],
             "cores": plan.cores,
             "threads": plan.threads,
+            "script": script,
         }
         (folder / "plan.json").write_text(json.dumps(record))
-        _write(task, config, folder)
+        if content is not None:
+            _write(content, folder)
         ranks = RankProcesses(folder, list(plan.threads))
         _watch(ranks, store, folder, devices, stop, reporter)
-        return _collect(folder, task, config, len(devices))
+        return collect(folder)
     finally:
         if ranks is not None:
             ranks.end()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         del store
 
 
-def _write(task: Task, config: RunConfig, folder: Path) -> None:
+def _write(content: Any, folder: Path) -> None:
     try:
-        write_payload((task, config), folder)
+        write_payload(content, folder)
     except Exception as error:
         raise InputError(
             f"the model, optimizer, step or data set cannot be sent to the rank processes ({error}); "
@@ -117,17 +148,22 @@ def _watch(
             if text is not None:
                 one.hear(json.loads(text), now)
         reporter.ranks([one.post for one in seen])
-        if all(code == 0 for code in codes):
+        well = (0,) if stopped_s is None else (0, INTERRUPTED)
+        if all(code in well for code in codes):
             return
-        if any(code not in (None, 0) for code in codes):
+        if any(code not in (None, *well) for code in codes):
             raise _failure(ranks, folder, devices)
         _check_deadlines(seen, codes, devices, now)
         if not loaded and all(get_text(store, f"loaded/{rank}") for rank in range(len(devices))):
             loaded = True
             drop_tensors(folder)
+        if stop.is_set() and not any("total" in one.post for one in seen):
+            raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
         if stop.is_set() and stopped_s is None:
-            stopped_s = now
             store.set("stop", "1")
+            stopped_s = now
+        if stopped_s is not None and any(one.post.get("phase") in ("evaluation", "checkpoint") for one in seen):
+            stopped_s = now
         if stopped_s is not None and now - stopped_s > max(STOP_S, 3 * max(one.longest_step_s for one in seen)):
             raise RankError("the ranks did not stop when asked and were ended; nothing was saved")
         time.sleep(LOOK_EVERY_S)
@@ -136,8 +172,9 @@ def _watch(
 def _check_deadlines(seen: list[_Seen], codes: list[int | None], devices: tuple[Device, ...], now: float) -> None:
     alive = [rank for rank, code in enumerate(codes) if code is None]
     for rank in alive:
-        if seen[rank].post and now - seen[rank].heard_s > SILENT_S:
-            raise RankError(f"{_name(rank, devices)} fell silent {SILENT_S:g} s ago (stopped or swapped out?)")
+        silent_s = now - seen[rank].heard_s
+        if silent_s > (SILENT_S if seen[rank].post else START_S):
+            raise RankError(f"{_name(rank, devices)} fell silent {silent_s:.0f} s ago (stopped or swapped out?)")
     limits = {rank: max(STUCK_S, 10 * seen[rank].longest_step_s) for rank in alive}
     if any(now - seen[rank].moved_s <= limits[rank] for rank in alive):
         return  # someone moves: the others are waiting for it, not stuck

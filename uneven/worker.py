@@ -8,29 +8,32 @@ lines; only the step itself asks whether there are gradients to sum.
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from uneven.average.buffers import BufferAverage
 from uneven.comm.group import Group
-from uneven.comm.work import Traffic
-from uneven.config import EvalStep, Evaluation, RunConfig, Task
+from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
-from uneven.hardware.device import Device
+from uneven.data.replay import read_replay
 from uneven.hardware.throttle import Throttle
+from uneven.parallel.batchnorm import Circle, describe_batchnorm, synced_buffers, synchronise
 from uneven.parallel.gradients import GradientRoad
 from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed, Sync
 from uneven.policy.finish import Cost
+from uneven.policy.subset import advice, forecast
+from uneven.seat import RankResult, Report, Seat
 from uneven.state import TrainedState, capture_state
+from uneven.step.company import STOP, check_company
 from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep
+from uneven.step.evaluation import evaluate
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
-from uneven.step.precision import Precision
+from uneven.step.precision import Precision, device_flags
 from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
@@ -38,41 +41,8 @@ from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 
+__all__ = ["RankResult", "Seat", "Worker"]
 ROW = ("busy_ms", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
-
-
-class Report(Protocol):
-    """Who is told about the run's progress; called on the rank's own thread, so each call must be short."""
-
-    def started(self, axis: Axis, place: str) -> None: ...
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None: ...
-    def epoch_done(self, entry: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Seat:
-    """This rank's place: its number, and the devices of all ranks in rank order."""
-
-    rank: int
-    devices: tuple[Device, ...]
-
-    @property
-    def device(self) -> Device:
-        return self.devices[self.rank]
-
-    @property
-    def size(self) -> int:
-        return len(self.devices)
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """What a rank leaves: `log` holds (slot, first, samples) of every part it trained, in order."""
-
-    state: TrainedState
-    timeline: Timeline
-    log: list[tuple[int, int, int]]
-    traffic: Traffic
 
 
 class Worker:
@@ -90,6 +60,8 @@ class Worker:
         self.recorder = Recorder(seat.rank)
         self.task, self.config, self.seat = task, config, seat
         self.join, self.stop, self.report = join, stop, report
+        self.notes: list[str] = []  # what the user should know, printed once
+        self.after_joining: Callable[[Worker], None] = lambda _: None
         self.history: list[dict[str, Any]] = []
         self.log: list[tuple[int, int, int]] = []
         self.axis = Axis(len(task.dataset), config.slot_size(seat.size), config.epochs)
@@ -99,6 +71,8 @@ class Worker:
         # Made on the CPU and then moved, so that a seed gives the same model on every device.
         self.model = task.make_model().to(self.on)
         self.model.train()
+        # Alone, BatchNorm sees all samples anyway.
+        self.circle = synchronise(self.model) if config.sync_batchnorm and seat.size > 1 else Circle()
         self.optimizer = task.make_optimizer(self.model.parameters())
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
         self.meter = LossMeter(self.on)
@@ -109,6 +83,7 @@ class Worker:
             Precision(config.precision, self.on),
             self.meter,
             config.max_grad_norm,
+            self.circle,
         )
         self.feed: Feed = make_feed(task.dataset, self.on, config.seed, config.batch_size, config.workers)
         self._test_feed: Feed | None = None
@@ -121,44 +96,78 @@ class Worker:
         self._weight = 0  # samples since the buffers were last averaged
         self._told_s = 0.0
         self._free_ns = 0  # when this rank last came out of a collective
+        self.busy_ms: list[float] = []  # every rank's own work in the last step
+        self.measured_from = 0  # the first slot whose times say something about later ones
+        self._sampler = Sampler()
 
     def train(self) -> RankResult:
         """Train every slot, or up to the stop request; the state returned is complete either way."""
-        sampler = Sampler()
-        sampler.start()
+        with self.recording():
+            self.prepare()
+            self.report.started(self.axis, self.feed.place)
+            self.rejoin()
+            for part, micros in self.feed.stream(self.parts()):
+                if self.train_slot(part, micros):
+                    break
+                self.recorder.enter("data")
+            self.conclude()
+        return self.result()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """All of the rank's work lies inside; afterwards `result` may be asked."""
+        self._sampler.start()
         try:
-            with _device_flags(self.on):
-                self._warm_up()
-                cost = self._measure_cost()
-                self.group = self.join(self.model)
-                self._round_zero(cost)
-                self.report.started(self.axis, self.feed.place)
-                self._free_ns = self.recorder.enter("data")
-                for part, micros in self.feed.stream(self._parts()):
-                    is_stopped = self._train_part(part, micros)
-                    self.trained = part.slot.index + 1
-                    if self.trained == self.axis.epoch_end(part.slot.epoch):
-                        self._end_epoch(part.slot.epoch)
-                    if is_stopped:
-                        self.recorder.event("stop", slot=self.trained)
-                        break
-                    self.recorder.enter("data")
-                self.recorder.enter("compute")
-                self.run_ahead.drain()
-                self._average_buffers()
+            with device_flags(self.on):
+                yield
         finally:
             self.recorder.close()
-            sampler.stop()
-        timeline = Timeline.of(self.recorder, str(self.seat.device), sampler.samples)
+            self._sampler.stop()
+
+    def train_slot(self, part: Part, micros: Micros) -> bool:
+        """The next slot, and the end of its epoch where it is the last; returns whether the run is to stop."""
+        is_stopped = self.train_part(part, micros)
+        self.trained = part.slot.index + 1
+        if self.trained == self.axis.epoch_end(part.slot.epoch):
+            self._end_epoch(part.slot.epoch)
+        if is_stopped:
+            self.recorder.event("stop", slot=self.trained)
+        return is_stopped
+
+    def conclude(self) -> None:
+        """After the last slot: from here on all replicas are equal, buffers included."""
+        self.recorder.enter("compute")
+        self.run_ahead.drain()
+        self._average_buffers()
+
+    def result(self) -> RankResult:
+        timeline = Timeline.of(self.recorder, str(self.seat.device), self._sampler.samples)
         return RankResult(self._state(), timeline, self.log, self.group.traffic)
 
-    def _parts(self) -> Iterator[Part]:
+    def prepare(self) -> None:
+        """Everything before the first slot: compile and warm up alone, then form the group and meet in round 0."""
+        self._warm_up()
+        self.meet(self._measure_cost())
+
+    def meet(self, cost: Cost) -> None:
+        """Form the group; round 0 shares out by the ranks' costs."""
+        self.group = self.join(self.model)
+        self._round_zero(cost)
+        self.after_joining(self)
+
+    def rejoin(self) -> None:
+        """From now on the rank's time is its own work again: called after anything that is not a step."""
+        self._free_ns = self.recorder.enter("data")
+
+    def parts(self) -> Iterator[Part]:
         for slot in self.axis.slots():
             shares = self.policy.shares(slot.index, slot.samples)
-            batch = max(self.config.batch_size, -(-shares[self.seat.rank] // self.config.accumulate))
-            yield part_of(slot, shares, self.seat.rank, batch)
+            yield part_of(slot, shares, self.seat.rank, self._batch(shares[self.seat.rank]))
 
-    def _train_part(self, part: Part, micros: Micros) -> bool:
+    def _batch(self, share: int) -> int:
+        return max(self.config.batch_size, -(-share // self.config.accumulate))
+
+    def train_part(self, part: Part, micros: Micros) -> bool:
         """One slot on this rank; returns whether the run is to stop after it."""
         slot = part.slot
         if self.graph is None:
@@ -166,10 +175,10 @@ class Worker:
         began_ns = self.recorder.enter("compute")
         self.schedule.move_to(self.axis.schedule_position(slot.index))
         if self.seat.size > 1:
-            is_stopped = self._step_together(part, micros)
+            is_stopped = self._step_together(part, micros + self._phantoms(part))
         else:
             (self.graph or self.eager)(micros, slot.samples)
-            self._slow_down(began_ns)
+            self.slow_down(began_ns)
             is_stopped = self.stop.is_set()
         self.run_ahead.after_step()
         now_ns = self.recorder.enter("other")
@@ -184,33 +193,44 @@ class Worker:
             self.report.stepped(samples, self._own_samples, seconds, self.meter.glance())
         return is_stopped
 
+    def _phantoms(self, part: Part) -> Micros:
+        """With synchronised BatchNorm all ranks run as many micro-batches: the missing ones, of 0 samples."""
+        if not self.circle.is_open:
+            return []
+        shares = self.policy.shares(part.slot.index, part.slot.samples)
+        most = max(-(-share // self._batch(share)) for share in shares)
+        return [(self.feed.open(self._phantom), 0) for _ in range(most - len(part.sizes))]
+
     def _step_together(self, part: Part, micros: Micros) -> bool:
         """A step whose gradients are summed over all ranks; speeds, stop requests and proofs ride along."""
         slot = part.slot
         busy_ms = 0.0
         sent_ns = 0
+        waited_s = self.group.traffic.wait_s
 
         def row() -> list[float]:
             # The clock of the policy: own work since the last collective, before waiting for anyone.
             nonlocal busy_ms, sent_ns
-            self._slow_down(self._free_ns)
+            began_ns = self._free_ns + int((self.group.traffic.wait_s - waited_s) * 1e9)
+            self.slow_down(began_ns)
             sent_ns = self.recorder.enter("wait")
-            busy_ms = (sent_ns - self._free_ns) / 1e6
+            busy_ms = (sent_ns - began_ns) / 1e6
             return [busy_ms, float(self.stop.is_set()), float(self.policy.fingerprint())]
 
         rows, counts = self.eager.sum_gradients(micros, slot.samples, row)
-        busy = [one[0] for one in rows]
+        busy = self.busy_ms = [one[0] for one in rows]
         # What the slowest rank took longer than this one was waiting; the rest was the wire.
         self.recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
         self._free_ns = self.recorder.enter("compute")
+        check_company([one[1] for one in rows], slot.index)
         self._check_fingerprints([int(one[2]) for one in rows], slot.index)
         self.eager.update(counts)
-        move = self.policy.note(slot.index, slot.samples, busy)
+        move = self.policy.note(slot.index, slot.samples, busy) if slot.index >= self.measured_from else None
         if move is not None:
             self.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
-        return any(one[1] > 0 for one in rows)
+        return any(one[1] == STOP for one in rows)
 
-    def _slow_down(self, began_ns: int) -> None:
+    def slow_down(self, began_ns: int) -> None:
         if self.seat.device.speed < 1:
             self.run_ahead.drain()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
@@ -250,7 +270,7 @@ class Worker:
 
     def _measure_cost(self) -> Cost:
         """This rank's own speed, before the group forms, so that round 0 can set the first shares."""
-        if self.seat.size == 1 or self.config.policy != "balanced" or self.config.shares is not None:
+        if self.seat.size == 1 or self.config.is_shared_out:
             return Cost(0.0, 1.0)
         self.recorder.enter("compile")
 
@@ -258,7 +278,7 @@ class Worker:
             began_ns = self.recorder.clock()
             _, micros = next(self.feed.stream([Part(self.axis.slot(0), 0, samples, max(samples, 1))]))
             self.eager([(self.feed.open(inputs), count) for inputs, count in micros], samples)
-            self._slow_down(began_ns)
+            self.slow_down(began_ns)
 
         with no_trace(self.eager, self.on):
             cost = measure_cost(run_step, min(self.axis.slot(0).samples, -(-self.axis.slot_size // self.seat.size)))
@@ -267,29 +287,54 @@ class Worker:
 
     def _round_zero(self, cost: Cost) -> None:
         """The group's first meeting: rank 0's values become everyone's, and every rank's cost is known to all."""
-        self.buffers = BufferAverage(self.model)
+        self.buffers = BufferAverage(self.model, synced_buffers(self.model))
         if self.seat.size == 1:
             return
+        if self.circle.layers:
+            self.circle.group, self.circle.enter = self.group, self.recorder.enter
+            _, ((self._phantom, _),) = next(self.feed.stream([Part(self.axis.slot(0), 0, 1, 1)]))
         self.recorder.enter("communication")
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self.group.broadcast_(tensor.detach()).wait()
         costs = torch.zeros(self.seat.size, 2, dtype=torch.float64)
         costs[self.seat.rank] = torch.tensor([cost.fixed_ms, cost.sample_ms])
         self.group.sum_(costs).wait()
-        self.policy = self._make_policy([Cost(*one) for one in costs.tolist()])
-        self.recorder.event("shares", slot=0, shares=list(self.policy.shares(0, self.axis.slot(0).samples)))
-        self.eager.road = GradientRoad(list(self.model.parameters()), self.group, len(ROW) + 1)
+        known = [Cost(*one) for one in costs.tolist()]
+        self.policy = self._make_policy(known)
+        shares = list(self.policy.shares(0, self.axis.slot(0).samples))
+        self.recorder.event("shares", slot=0, shares=shares)
+        self.notes = describe_batchnorm(self.model, self.circle, self.config.sync_batchnorm, shares)
+        # Layers that wait for each other in backward keep their order only if nothing is sent in between.
+        self.eager.road = GradientRoad(
+            list(self.model.parameters()), self.group, len(ROW) + 1, overlaps=not self.circle.layers
+        )
+        if not self.config.is_shared_out and self.measured_from == 0:  # else nothing is known yet
+            found = forecast(known, self.axis.slot(0).samples, self._time_a_sum())
+            line = advice(found, [str(device) for device in self.seat.devices])
+            self.notes += [line] if line else []
         if self.seat.rank > 0:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.recorder.enter("setup")
 
+    def _time_a_sum(self) -> float:
+        """What one sum of all gradients takes when nobody has to be waited for, in ms; the same on all ranks."""
+        gradients = torch.zeros(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
+        times = []
+        for _ in range(3):
+            began_ns = self.recorder.clock()
+            self.group.sum_(gradients).wait()
+            times.append((self.recorder.clock() - began_ns) / 1e6)
+        return float(self.group.max_(torch.tensor([min(times)], dtype=torch.float64)).wait())
+
     def _make_policy(self, costs: list[Cost]) -> ExactPolicy:
+        if self.config.replay is not None:
+            return read_replay(self.config.replay, self.axis, self.seat.size, self.config.to_json())
         if self.config.shares is not None:
             return Fixed(self.config.shares)
         if self.config.policy == "sync":
             return Sync(self.seat.size)
         has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
-        least = 2 if has_batchnorm else 1
+        least = 2 if has_batchnorm and not self.circle.layers else 1
         return Balanced(tuple(costs), self.axis.slot(0).samples, None, least, self.feed.lookahead)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -338,7 +383,9 @@ class Worker:
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
         first = sum(shares[: self.seat.rank])
         own = (first, first + shares[self.seat.rank])
-        return evaluate(self.model, evaluation.eval_step, self._test_feed, self.eager.precision, self.group, own)
+        return evaluate(
+            self.model, evaluation.eval_step, self._test_feed, self.eager.precision, self.group, own, self.stop
+        )
 
     def _state(self) -> TrainedState:
         return TrainedState(
@@ -347,48 +394,6 @@ class Worker:
             config=self.config.to_json(),
             slot=self.trained,
             samples=self.axis.samples_before(self.trained),
+            dataset_samples=self.axis.samples,
             finished=self.trained == self.axis.total,
         )
-
-
-def evaluate(
-    model: nn.Module,
-    eval_step: EvalStep,
-    feed: Feed,
-    precision: Precision,
-    group: Group,
-    own: tuple[int, int | None] = (0, None),
-) -> dict[str, float]:
-    """Metrics over a whole data set, of which this rank does its own range: total sums over total count."""
-    sums: dict[str, Any] = {}
-    total = 0
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), precision.region():
-        for batch, _ in feed.in_order(*own):
-            parts, count = eval_step(model, batch)
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0) + value
-            total += count
-    model.train(was_training)
-    names = sorted(sums)
-    together = torch.tensor([*(float(sums[name]) for name in names), float(total)], dtype=torch.float64)
-    *values, count = group.sum_(together).wait().tolist()
-    return {name: value / count for name, value in zip(names, values, strict=True)}
-
-
-@contextmanager
-def _device_flags(device: torch.device) -> Iterator[None]:
-    """CUDA arithmetic of a run: TF32, and kernels chosen by measuring; put back afterwards."""
-    if device.type != "cuda":
-        yield
-        return
-    saved = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
-    try:
-        with torch.cuda.device(device):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = saved[0]
-        torch.set_float32_matmul_precision(saved[1])

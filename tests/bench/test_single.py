@@ -12,7 +12,7 @@ from uneven.bench.single import Order, measure_quality, run_single
 
 
 def order(out: Path, **changes: Any) -> Order:
-    settings = {"model": "logistic", "data": "mnist-mini", "epochs": 2, "samples": 640, "device": "cpu"}
+    settings = {"model": "logistic", "data": "mnist-mini", "epochs": 2, "samples": 640, "devices": "cpu"}
     return Order(**{**settings, "out": out, "progress": "off", **changes})
 
 
@@ -50,14 +50,15 @@ def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model": "lenet5"}, ("'lenet5'", "lenet", "uneven bench list")),
-        ({"mode": "fast"}, ("'fast'", "solo-0")),
-        ({"mode": "solo-1"}, ("'solo-1'", "--device")),
+        ({"mode": "fast"}, ("'fast'", "solo-N", "uneven bench list")),
+        ({"mode": "solo-1"}, ("'solo-1'", "--devices")),
+        ({"mode": "cpu-sync"}, ("'cpu-sync'", "--devices cpu,cpu@0.4")),
         ({"variant": "option-a"}, ("'option-a'", "it has none")),
         ({"samples": 0}, ("--samples 0", "at least 1")),
         ({"batch_size": 0}, ("batch_size=0", "at least 1")),
         ({"model": "resnet-20"}, ("cifar10", "mnist-mini")),
         ({"data": "imagenet"}, ("'imagenet'", "uneven data list")),
-        ({"device": "cuda:9"}, ("cuda:9", "uneven devices")),
+        ({"devices": "cuda:9"}, ("cuda:9", "uneven devices")),
     ],
 )
 def test_bad_orders_name_value_choices_and_next_command(

@@ -5,6 +5,8 @@ through E[x^2], because the variance of a mixture is not the mean of the varianc
 mask, a table of positions) keeps its very bits, and the payload has the same layout on every rank whatever changed.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -14,30 +16,29 @@ from uneven.comm.group import Group
 class BufferAverage:
     """Call `run` at the events where all ranks meet; it remembers the buffers of the last one."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._floats = [(name, b) for name, b in model.named_buffers() if b.dtype.is_floating_point]
-        self._integers = [
-            b for _, b in model.named_buffers() if not b.dtype.is_floating_point and not b.dtype.is_complex
-        ]
+    def __init__(self, model: nn.Module, equal: Collection[str] = ()) -> None:
+        """`equal` names buffers that are the same on all ranks anyway; they are left alone."""
+        named = [(name, b) for name, b in model.named_buffers() if name not in equal]
+        self._floats = [(name, b) for name, b in named if b.dtype.is_floating_point]
+        self._integers = [b for _, b in named if not b.dtype.is_floating_point and not b.dtype.is_complex]
         self._means = _means_of_variances(dict(self._floats))
         self._last = [b.detach().clone() for _, b in self._floats]
+        self._last_integers = [b.detach().clone() for b in self._integers]
 
-    def run(self, group: Group, samples: int) -> None:
+    def run(self, group: Group, samples: float) -> None:
         """`samples` is this rank's weight: what it trained since the last time."""
         if group.size == 1 or not (self._floats or self._integers):
             return
         self._average(group, float(samples))
-        if self._integers:
-            together = torch.stack([b.detach().max().to("cpu", torch.int64) for b in self._integers])
-            group.max_(together).wait()
-            for buffer, value in zip(self._integers, together, strict=True):
-                if buffer.numel() == 1:
-                    buffer.fill_(value.to(buffer.dtype))
+        self._take_maximum(group)
         self._last = [b.detach().clone() for _, b in self._floats]
+        self._last_integers = [b.detach().clone() for b in self._integers]
 
     def _average(self, group: Group, weight: float) -> None:
         changed = [float(not torch.equal(b, old)) for (_, b), old in zip(self._floats, self._last, strict=True)]
-        parts = [(self._moment(name, b) * weight).flatten().double() for name, b in self._floats]
+        # A rank that trained nothing sends zeros: its values may be anything, and 0 * nan is nan.
+        moments = [self._moment(name, b) if weight else torch.zeros_like(b).double() for name, b in self._floats]
+        parts = [(moment * weight).flatten() for moment in moments]
         payload = torch.cat([*parts, torch.tensor([*changed, weight], dtype=torch.float64)]).cpu()
         group.sum_(payload).wait()
         total = payload[-1].item()
@@ -51,6 +52,21 @@ class BufferAverage:
                 if name in self._means:
                     average = (average - averages[self._means[name]] ** 2).clamp(min=0)
                 buffer.copy_(average)
+
+    def _take_maximum(self, group: Group) -> None:
+        """Element by element, and only of those that changed somewhere: a large mask need not travel."""
+        if not self._integers:
+            return
+        pairs = zip(self._integers, self._last_integers, strict=True)
+        flags = torch.tensor([int(not torch.equal(b, old)) for b, old in pairs])
+        group.max_(flags).wait()
+        changed = [b for b, flag in zip(self._integers, flags.tolist(), strict=True) if flag]
+        if not changed:
+            return
+        together = torch.cat([b.detach().flatten().to("cpu", torch.int64) for b in changed])
+        group.max_(together).wait()
+        for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
 
     def _moment(self, name: str, buffer: Tensor) -> Tensor:
         """What is averaged in a buffer's place: a variance stands for its second moment."""

@@ -7,7 +7,6 @@ mode.
 
 import json
 import platform
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,8 @@ import torch
 
 import uneven
 from uneven.bench import models
+from uneven.bench.ddp_step import train_with_ddp
+from uneven.bench.modes import resolve_mode
 from uneven.bench.recipe import Recipe
 from uneven.bench.sets import TensorSet, load_set
 from uneven.comm.group import SoloGroup
@@ -26,10 +27,11 @@ from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
+from uneven.hardware.cores import pin
 from uneven.run import launch
 from uneven.state import TrainedState
+from uneven.step.evaluation import evaluate
 from uneven.step.precision import Precision
-from uneven.worker import evaluate
 
 EVAL_BATCH = 1000
 SUMMARY_VERSION = 1
@@ -41,7 +43,7 @@ class Order:
 
     model: str
     mode: str = "solo-0"
-    device: str = "auto"
+    devices: str | None = None  # None: the mode's own
     data: str | None = None
     variant: str | None = None
     batch_size: int | None = None
@@ -58,7 +60,10 @@ class Order:
 def run_single(order: Order) -> dict[str, Any]:
     """Train, measure, write the folder; returns the summary."""
     recipe = models.get(order.model)
-    _check_mode(order.mode)
+    mode = resolve_mode(order.mode, order.devices)
+    if mode.cores:
+        pin(mode.cores)
+        torch.set_num_threads(len(mode.cores))
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
@@ -69,7 +74,8 @@ def run_single(order: Order) -> dict[str, Any]:
     config = RunConfig(
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
         epochs=recipe.epochs if order.epochs is None else order.epochs,
-        devices=order.device,
+        devices=mode.devices,
+        policy=mode.policy,
         seed=order.seed,
         precision=order.precision,
         compile=order.compile,
@@ -84,7 +90,8 @@ def run_single(order: Order) -> dict[str, Any]:
         recipe.make_scheduler,
         Evaluation(data.test, recipe.eval_step, order.eval_every, EVAL_BATCH),
     )
-    run = launch(task, config, title=f"{order.model} {order.mode}")
+    program = train_with_ddp if mode.is_torch_ddp else None
+    run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
     state = run.join()
     device = torch.device(run.devices[0].split("@")[0])
     quality = measure_quality(state, recipe, make_model, data.test, device)
@@ -111,7 +118,7 @@ def _summary(
     quality: dict[str, float],
 ) -> dict[str, Any]:
     assert state.timeline is not None, "a joined run has a timeline"
-    account = state.timeline.accounts[0]
+    account = max(state.timeline.accounts, key=lambda one: one.training_s)
     return {
         "version": SUMMARY_VERSION,
         "model": order.model,
@@ -132,6 +139,7 @@ def _summary(
         "samples_per_s": state.samples / account.training_s,
         "wall_seconds": account.wall_s,
         "shares": account.shares,
+        "sample_shares": [sum(n for _, _, n in log) / max(1, state.samples) for log in state.log],
         "peak_memory_bytes": _peak_memory(devices[0], state),
         "machine": {
             "processor": _processor(devices[0]),
@@ -150,13 +158,6 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
     except OSError as error:
         raise folder_error(folder, error) from error
-
-
-def _check_mode(mode: str) -> None:
-    if not re.fullmatch(r"solo-\d+", mode):
-        raise InputError(f"unknown mode {mode!r}: this version has solo-0 (one device); run 'uneven bench list'")
-    if mode != "solo-0":
-        raise InputError(f"mode {mode!r} names a further device; this version has solo-0: pass --device to choose it")
 
 
 def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
     Example: uneven bench list
     """
     from uneven.bench import models
+    from uneven.bench.modes import NAMES
 
     recipes = [models.get(name) for name in models.NAMES]
     if as_json:
@@ -35,7 +36,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
             }
             for r in recipes
         ]
-        print(json.dumps({"models": rows, "modes": ["solo-0"]}, indent=1))
+        print(json.dumps({"models": rows, "modes": list(NAMES)}, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
@@ -48,17 +49,20 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
         table.add_row(r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published)
     console = Console(highlight=False)
     console.print(table)
-    console.print("\nmodes: solo-0 (one device)")
+    console.print(f"\nmodes: {', '.join(NAMES)} (see --devices)")
     console.print("next:  uneven bench run --model lenet --data mnist-mini")
 
 
 @app.command("run")
 def run(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
-    mode: Annotated[str, typer.Option(help="Which mode; this version has solo-0.")] = "solo-0",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda:1, cpu@0.4 (a simulated slower cpu); default: the best.")
-    ] = "auto",
+    mode: Annotated[str, typer.Option(help="solo-N, cpu-sync, cpu-balanced or torch-ddp.")] = "solo-0",
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices", "--device", help="cuda:1, cpu@0.4, or several: cpu,cpu@0.4. Default: the mode's own."
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
@@ -77,7 +81,9 @@ def run(
 
       uneven bench run --model lenet --data mnist-mini
 
-      uneven bench run --model resnet-20 --device cuda:0 --compile graph --seed 1
+      uneven bench run --model lenet --data mnist-mini --mode cpu-balanced --devices cpu,cpu@0.4
+
+      uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
     from uneven.bench.single import Order, run_single
 
@@ -85,7 +91,7 @@ def run(
         Order(
             model=model,
             mode=mode,
-            device=device,
+            devices=devices,
             data=data,
             variant=variant,
             batch_size=batch_size,
@@ -104,6 +110,57 @@ def run(
         print()
     else:
         print(result_line(summary))
+
+
+@app.command("efficiency")
+def efficiency(
+    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
+    policy: Annotated[str, typer.Option(help="sync, balanced, or torch-ddp (PyTorch's own DDP).")] = "balanced",
+    devices: Annotated[str, typer.Option(help="Two or more, as in cpu,cpu@0.4.")] = "cpu,cpu@0.4",
+    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,
+    seconds: Annotated[float, typer.Option(help="Length of a segment, at least.")] = 1.5,
+    pairs: Annotated[int, typer.Option(help="Pairs of segments, at least.")] = 30,
+    most_pairs: Annotated[int, typer.Option(help="Pairs of segments, at most.")] = 200,
+    half_width: Annotated[float, typer.Option(help="Add pairs until the interval is this narrow.")] = 0.03,
+    against_ddp: Annotated[
+        bool, typer.Option("--against-ddp", help="Compare with PyTorch's DDP, not with solo.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON; no progress.")] = False,
+) -> None:
+    """Joint speed over the sum of the devices' solo speeds, by alternating segments; a minute or more.
+
+    Examples:
+
+      uneven bench efficiency --model lenet --batch-size 256 --data mnist-mini
+
+      uneven bench efficiency --model lenet --policy torch-ddp --devices cpu,cpu@0.4
+    """
+    from uneven.bench.efficiency import EfficiencyOrder, measure_efficiency, sentences
+    from uneven.bench.pairs_bar import PairsBar
+
+    order = EfficiencyOrder(
+        model=model,
+        policy=policy,
+        devices=devices,
+        data=data,
+        batch_size=batch_size,
+        seconds=seconds,
+        least_pairs=pairs,
+        most_pairs=max(pairs, most_pairs),
+        half_width=half_width,
+        against_ddp=against_ddp,
+    )
+    reporter = PairsBar("off" if as_json else "auto", pairs)
+    try:
+        result = measure_efficiency(order, reporter)
+    finally:
+        reporter.close()
+    if as_json:
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    else:
+        print("\n".join(sentences(result)))
 
 
 def result_line(summary: dict[str, Any]) -> str:

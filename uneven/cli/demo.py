@@ -23,7 +23,7 @@ def demo(
         Order(
             model="lenet",
             data="mnist-mini",
-            device=device,
+            devices=None if device == "auto" else device,
             epochs=epochs,
             out=out,
             progress="off" if as_json else "auto",

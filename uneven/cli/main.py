@@ -13,7 +13,8 @@ from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
-from uneven.errors import InputError, MachineError
+from uneven.cli.run import run
+from uneven.errors import InputError, MachineError, RankError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +42,7 @@ def _root(
     del version
 
 
+app.command("run")(run)
 app.command("devices")(devices)
 app.command("diagnose")(diagnose)
 
@@ -52,7 +54,7 @@ def main() -> None:
     except InputError as error:
         print(f"uneven: {error}", file=sys.stderr)
         sys.exit(2)
-    except MachineError as error:
+    except (MachineError, RankError) as error:
         print(f"uneven: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

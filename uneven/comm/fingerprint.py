@@ -7,11 +7,14 @@ model looks like, all ranks read all posts, and all of them raise alike.
 import hashlib
 import json
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 
 from uneven.comm.store import Store
 from uneven.errors import InputError
+
+PATIENCE = timedelta(minutes=30)  # another rank may still compile or read its data; a dead one ends the run
 
 
 def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -19,16 +22,19 @@ def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     return [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in named]
 
 
-def agree(store: Store, rank: int, size: int, lines: list[str]) -> None:
+def agree(
+    store: Store, rank: int, size: int, lines: list[str], *, what: str = "built another model", where: str = "model"
+) -> None:
     """InputError on every rank, naming the first rank that differs from rank 0 and how."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    store.set(f"fingerprint/{rank}", json.dumps({"digest": digest, "lines": lines}))
-    posts = [json.loads(store.get(f"fingerprint/{other}")) for other in range(size)]
+    store.set(f"fingerprint/{where}/{rank}", json.dumps({"digest": digest, "lines": lines}))
+    store.wait([f"fingerprint/{where}/{other}" for other in range(size)], PATIENCE)
+    posts = [json.loads(store.get(f"fingerprint/{where}/{other}")) for other in range(size)]
     for other, post in enumerate(posts):
         if post["digest"] != posts[0]["digest"]:
             raise InputError(
-                f"rank {other} built another model than rank 0: {_difference(posts[0]['lines'], post['lines'])}; "
-                "the model factory must give the same model on every rank"
+                f"rank {other} {what} than rank 0: {_difference(posts[0]['lines'], post['lines'])}; "
+                f"the {where} must be the same on every rank"
             )
 
 

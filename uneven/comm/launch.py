@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
 
 class RankProcesses:
@@ -34,15 +37,27 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def exit_codes(self) -> list[int | None]:
-        return [process.poll() for process in self._processes]
+        return [self._look(process) for process in self._processes]
 
     def end(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                # SIGKILL ends a stopped process too, and with its session whatever it started.
-                os.killpg(process.pid, signal.SIGKILL)
+            if self._look(process) is None:
+                _end_session(process.pid)
         for process in self._processes:
             process.wait()
+
+    def _look(self, process: "subprocess.Popen[bytes]") -> int | None:
+        was_running = process.returncode is None
+        code = process.poll()
+        if was_running and code is not None:
+            _end_session(process.pid)  # a dead rank's loader processes would wait for it
+        return code
+
+
+def _end_session(pid: int) -> None:
+    # SIGKILL ends a stopped process too, and with its session whatever it started.
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def describe_exit(code: int) -> str:

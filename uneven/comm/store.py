@@ -5,8 +5,9 @@ Ranks and threads each have a client of their own: a client that waits blocks it
 
 from datetime import timedelta
 
-from torch.distributed import Store as Store  # type: ignore[attr-defined]  # exported, but not by name
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import Store as Store  # type: ignore[attr-defined]
+from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
 REACH = timedelta(seconds=60)
 
@@ -17,9 +18,21 @@ def open_store() -> tuple[TCPStore, int]:
     return store, store.port
 
 
+def host_store(host: str, port: int) -> TCPStore:
+    """The store of ranks whose starter has none, at the address it gave them."""
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=REACH, multi_tenant=True, use_libuv=True
+    )
+
+
 def reach_store(host: str, port: int) -> TCPStore:
     """A client of the launcher's store."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=REACH, use_libuv=True)
+
+
+def under(prefix: str, store: Store) -> Store:
+    """The same store with all keys under a prefix."""
+    return PrefixStore(prefix, store) if prefix else store
 
 
 def get_text(store: Store, key: str) -> str | None:

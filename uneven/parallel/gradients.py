@@ -42,9 +42,16 @@ class GradientRoad:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], group: Group, columns: int, bucket_bytes: int = BUCKET_BYTES
+        self,
+        params: Sequence[nn.Parameter],
+        group: Group,
+        columns: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        overlaps: bool = True,  # False: nothing is sent before finish()
     ) -> None:
         self._group = group
+        self._overlaps = overlaps
         self._num_rows = group.size * columns
         self._buckets = _cut_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
         self._works: list[Work] = []
@@ -66,7 +73,7 @@ class GradientRoad:
 
     def open(self) -> None:
         """From now on a full bucket is sent: called before the last micro-batch's backward."""
-        self._is_open = True
+        self._is_open = self._overlaps
 
     def finish(self, row: Callable[[], Sequence[float]]) -> list[list[float]]:
         """Send what is left, wait for all; `.grad` then holds the sums. Returns every rank's row.

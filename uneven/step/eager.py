@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from uneven.config import TrainStep
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
+from uneven.parallel.batchnorm import Circle
 from uneven.parallel.gradients import GradientRoad
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
@@ -31,6 +32,7 @@ class EagerStep:
         precision: Precision,
         meter: LossMeter,
         max_grad_norm: float | None,
+        circle: Circle | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -38,6 +40,7 @@ class EagerStep:
         self.precision = precision
         self.meter = meter
         self.max_grad_norm = max_grad_norm
+        self.circle = circle or Circle()
         self.road: GradientRoad | None = None
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
@@ -62,16 +65,19 @@ class EagerStep:
         return rows, torch.tensor(total, dtype=torch.float64) if total else None
 
     def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
-        """Sum gradients over the micro-batches; returns the count they must still be divided by, if any."""
+        """Sum gradients over the micro-batches; returns the count they must still be divided by, if any.
+
+        One of 0 samples is a phantom: it takes part in what ranks compute together and counts for nothing.
+        """
         counts: Tensor | None = None
         for place, (batch, samples) in enumerate(batches):
             if self.road is not None and place == len(batches) - 1:
                 self.road.open()
-            with self.precision.region():
+            with self.precision.region(), self.circle.phantom(samples == 0):
                 result = self.train_step(self.model, batch)
             if isinstance(result, tuple):
                 # The unit is not the sample (tokens, say): the true count is known only after the sum.
-                loss, count = result
+                loss, count = result if samples else (result[0] * 0, 0)
                 count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
                 counts = count if counts is None else counts + count
                 self.meter.add(loss.detach(), count)

@@ -3,7 +3,8 @@
 Params and optimizer state stay fp32 whatever the precision, so averages and checkpoints never see halves.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -22,3 +23,20 @@ class Precision:
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=_TYPES[self.name])
+
+
+@contextmanager
+def device_flags(device: torch.device) -> Iterator[None]:
+    """CUDA arithmetic of a run: TF32, and kernels chosen by measuring; put back afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    saved = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.cuda.device(device):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = saved[0]
+        torch.set_float32_matmul_precision(saved[1])

@@ -1,0 +1,57 @@
+"""Ranks with different models all raise alike, naming the rank and the first difference."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from uneven.comm.fingerprint import agree, describe_tensors
+from uneven.comm.store import get_text, open_store, reach_store
+from uneven.errors import InputError
+
+
+def outcomes(models: list[nn.Module]) -> list[str]:
+    """What each rank was told: '' or the error's text."""
+    store, port = open_store()
+
+    def rank(number: int) -> str:
+        own = reach_store("127.0.0.1", port)
+        try:
+            agree(own, number, len(models), describe_tensors(models[number].state_dict().items()))
+        except InputError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        told = list(pool.map(rank, range(len(models))))
+    del store
+    return told
+
+
+def test_equal_models_agree() -> None:
+    assert outcomes([nn.Linear(2, 3), nn.Linear(2, 3)]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (nn.Linear(2, 4), "'weight (4, 2) float32' where rank 0 has 'weight (3, 2) float32'"),
+        (nn.Linear(2, 3).to(torch.float64), "'weight (3, 2) float64' where"),
+        (nn.Linear(2, 3, bias=False), "1 tensors where rank 0 has 2"),
+        (nn.Sequential(nn.Linear(2, 3)), "'0.weight (3, 2) float32' where rank 0 has 'weight (3, 2) float32'"),
+    ],
+)
+def test_all_ranks_raise_and_name_the_same(other: nn.Module, words: str) -> None:
+    told = outcomes([nn.Linear(2, 3), nn.Linear(2, 3), other])
+    assert told[0] == told[1] == told[2]
+    assert told[0].startswith("rank 2 built another model than rank 0: ")
+    assert words in told[0]
+
+
+def test_get_text_never_waits() -> None:
+    store, port = open_store()
+    client = reach_store("127.0.0.1", port)
+    assert get_text(client, "key") is None
+    store.set("key", "a word")
+    assert get_text(client, "key") == "a word"

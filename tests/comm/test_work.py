@@ -1,0 +1,145 @@
+"""The Work object behaves the same on Gloo, on threads and alone."""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import GlooGroup, Group, SoloGroup
+from uneven.comm.store import open_store
+from uneven.comm.work import Traffic, Work
+
+Check = Callable[[Group], None]
+
+
+def on_gloo(check: Check) -> None:
+    store, _ = open_store()
+    group = GlooGroup(store, 0, 1)
+    try:
+        check(group)
+    finally:
+        group.close()
+
+
+def on_two_threads(check: Check) -> None:
+    on_threads(2, lambda group: check(group))
+
+
+def alone(check: Check) -> None:
+    check(SoloGroup())
+
+
+everywhere = pytest.mark.parametrize("run", [on_gloo, on_two_threads, alone])
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["sum_", "max_", "broadcast_"])
+def test_wait_gives_the_tensor_itself_and_may_be_called_again(run: Callable[[Check], None], name: str) -> None:
+    def check(group: Group) -> None:
+        tensor = torch.full((3,), 2.0)
+        work = getattr(group, name)(tensor)
+        assert work.wait() is tensor
+        factor = group.size if name == "sum_" else 1
+        assert tensor.tolist() == [2.0 * factor] * 3
+        assert work.wait() is tensor
+        assert tensor.tolist() == [2.0 * factor] * 3
+        assert work.is_completed()
+
+    run(check)
+
+
+@everywhere
+def test_the_future_holds_the_result_and_runs_callbacks(run: Callable[[Check], None]) -> None:
+    def check(group: Group) -> None:
+        work = group.sum_(torch.ones(2))
+        future = work.get_future()
+        assert work.get_future() is future
+        doubled = future.then(lambda done: done.value() * 2)
+        work.wait()
+        assert future.wait().tolist() == [group.size] * 2
+        assert doubled.wait().tolist() == [2.0 * group.size] * 2
+        late = work.get_future()
+        assert late.done()
+
+    run(check)
+
+
+@everywhere
+def test_a_future_asked_for_after_the_end_is_set(run: Callable[[Check], None]) -> None:
+    def check(group: Group) -> None:
+        work = group.sum_(torch.ones(2))
+        work.wait()
+        assert work.get_future().value().tolist() == [group.size] * 2
+
+    run(check)
+
+
+class Slow:
+    """A collective that ends when the test says so, without a future of its own (as Gloo's reduce_scatter)."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+
+    def wait(self) -> None:
+        assert self.arrived.wait(30)
+
+    def is_completed(self) -> bool:
+        return self.arrived.is_set()
+
+    def get_future(self) -> Any:
+        raise RuntimeError("ProcessGroup::Work::getFuture not implemented")
+
+
+def test_completion_bytes_and_waiting_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.25])  # a third reading would fail
+    monkeypatch.setattr("uneven.comm.work.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    traffic, slow = Traffic(), Slow()
+    tensor = torch.zeros(10, dtype=torch.float64)
+    work = Work(slow, tensor, traffic)
+    assert (traffic.collectives, traffic.payload_bytes, traffic.wait_s) == (1, 80, 0.0)
+    assert not work.is_completed()
+    future = work.get_future()
+    assert not future.done()
+    slow.arrived.set()
+    assert work.is_completed()
+    work.wait()
+    assert future.done()
+    assert future.value() is tensor
+    work.wait()
+    assert traffic.wait_s == 0.25, "a second wait costs nothing"
+
+
+def test_a_group_counts_what_it_sends() -> None:
+    def rank(group: ThreadGroup) -> Traffic:
+        group.sum_(torch.zeros(5)).wait()
+        group.max_(torch.zeros(2, dtype=torch.int64)).wait()
+        return group.traffic
+
+    for traffic in on_threads(2, rank):
+        assert traffic.collectives == 2
+        assert traffic.payload_bytes == 5 * 4 + 2 * 8
+    solo = SoloGroup()
+    solo.sum_(torch.zeros(100)).wait()
+    assert solo.traffic.payload_bytes == 0, "alone nothing is on the wire"
+
+
+def test_gloo_sends_bytes_too() -> None:
+    def check(group: Group) -> None:
+        group.sum_(torch.zeros(7)).wait()
+        assert group.traffic.payload_bytes == 28
+
+    on_gloo(check)
+
+
+def test_threads_sum_in_rank_order_whatever_order_they_come_in() -> None:
+    tiny = torch.tensor([1.0, 1e8, -1e8])
+
+    def rank(group: ThreadGroup) -> Tensor:
+        return group.sum_(tiny[group.rank].clone()).wait()
+
+    assert [one.item() for one in on_threads(3, rank)] == [((tiny[0] + tiny[1]) + tiny[2]).item()] * 3

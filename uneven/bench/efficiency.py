@@ -1,0 +1,129 @@
+"""`uneven bench efficiency`: joint samples/s over the sum of the devices' solo samples/s, as a paired ratio.
+
+The yardstick of the project. Beside the figure stand its interval, the measured gap, what equal-batch DDP could reach
+at most, what the split in use could reach without communication (its bound), and where the rest of a step goes.
+"""
+
+import json
+import statistics
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from uneven.bench import models
+from uneven.bench.segments import Pairs, SegmentPlan, alternate
+from uneven.bench.sets import load_set
+from uneven.config import RunConfig, Task
+from uneven.errors import InputError
+from uneven.hardware.device import parse_devices
+from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.progress import Reporter
+from uneven.supervise import run_ranks
+
+POLICIES = ("sync", "balanced", "torch-ddp")
+FOREVER = 10**6  # epochs: the segments end by themselves
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencyOrder:
+    """What to measure."""
+
+    model: str
+    policy: str = "balanced"
+    devices: str = "cpu,cpu@0.4"
+    data: str | None = None
+    batch_size: int | None = None
+    seconds: float = 1.5
+    least_pairs: int = 30
+    most_pairs: int = 200
+    half_width: float = 0.03
+    against_ddp: bool = False  # the ratio is then ours / PyTorch's DDP, side by side in the same processes
+
+
+def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, Any]:
+    """Run the pairs and sum them up."""
+    if order.policy not in POLICIES:
+        raise InputError(f"policy {order.policy!r} must be one of {', '.join(POLICIES)}")
+    devices = parse_devices(order.devices)
+    if len(devices) < 2:
+        raise InputError(f"devices {order.devices!r}: efficiency needs at least two, as in cpu,cpu@0.4")
+    recipe = models.get(order.model)
+    data = load_set(order.data or recipe.data)
+    make_model = recipe.make_model if data.vocabulary is None else partial(recipe.make_model, data.vocabulary)
+    task = Task(make_model, recipe.make_optimizer, recipe.train_step, data.train, None, None)
+    config = RunConfig(
+        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
+        epochs=FOREVER,
+        policy="sync" if order.policy == "torch-ddp" else order.policy,
+    )
+    if config.slot_size(len(devices)) > len(data.train):
+        raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the set has")
+    plan = SegmentPlan(
+        is_torch_ddp=order.policy == "torch-ddp",
+        against_ddp=order.against_ddp,
+        seconds=order.seconds,
+        least_pairs=order.least_pairs,
+        most_pairs=order.most_pairs,
+        half_width=order.half_width,
+    )
+    pairs = run_ranks((task, config, partial(alternate, plan)), devices, threading.Event(), reporter, _read)
+    return summarise(order, config, pairs)
+
+
+def _read(folder: Path) -> Pairs:
+    return Pairs(**json.loads((folder / "result-0" / "pairs.json").read_text()))
+
+
+def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[str, Any]:
+    mean, half = pairs.interval()
+    speeds = [statistics.mean(column) for column in zip(*pairs.solo, strict=True)]
+    return {
+        "version": 1,
+        "model": order.model,
+        "policy": order.policy,
+        "against_ddp": order.against_ddp,
+        "devices": order.devices,
+        "batch_size": config.batch_size,
+        "efficiency": mean,
+        "half_width": half,
+        "pairs": len(pairs.ratios),
+        "gap": gap(speeds),
+        "ddp_bound": ddp_bound(speeds),
+        "split_bound": statistics.mean(pairs.bounds) if pairs.bounds else None,
+        "solo_samples_per_s": speeds,
+        "joint_samples_per_s": statistics.mean(pairs.joint),
+        "step_ms": statistics.mean(pairs.step_ms),
+        "busy_ms": [statistics.mean(column) for column in zip(*pairs.busy_ms, strict=True)],
+        "shares": pairs.shares[-1],
+        "payload_bytes_per_step": pairs.payload_bytes,
+        "ratios": pairs.ratios,
+    }
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """The figure and what it means, in plain words."""
+    shares = ":".join(str(share) for share in result["shares"])
+    if result["against_ddp"]:
+        return [
+            f"{result['model']} {result['policy']} / torch DDP on {result['devices']}, batch {result['batch_size']}: "
+            f"{result['efficiency']:.3f} +- {result['half_width']:.3f} times as fast (95 %, {result['pairs']} pairs); "
+            f"{result['payload_bytes_per_step']:,} bytes a step and rank"
+        ]
+    lines = [
+        f"{result['model']} {result['policy']} on {result['devices']}, batch {result['batch_size']}: efficiency "
+        f"{result['efficiency']:.3f} +- {result['half_width']:.3f} (95 %, {result['pairs']} pairs)",
+        f"  solo {' + '.join(f'{speed:,.0f}' for speed in result['solo_samples_per_s'])} samples/s, together "
+        f"{result['joint_samples_per_s']:,.0f}; gap {result['gap']:.2f}, equal-batch DDP at most "
+        f"{result['ddp_bound']:.2f}",
+    ]
+    if result["split_bound"] is not None:
+        busy = " and ".join(f"{ms:.1f}" for ms in result["busy_ms"])
+        lines.append(
+            f"  split {shares} could reach {result['split_bound']:.3f} without communication; a step takes "
+            f"{result['step_ms']:.1f} ms, of which the ranks compute {busy} ms"
+        )
+    else:
+        lines.append(f"  split {shares}; a step takes {result['step_ms']:.1f} ms")
+    return lines

@@ -1,0 +1,50 @@
+"""The modes of the benchmark: on which devices a run trains, by which policy, with whose gradient sum.
+
+solo-N      the N-th device alone, on the cores it would have among the others
+cpu-sync    equal batches on all devices, gradients summed over Gloo
+cpu-balanced  batches by speed, else the same
+torch-ddp   PyTorch's own DistributedDataParallel in the same harness: the thing to beat
+"""
+
+import re
+from dataclasses import dataclass
+
+from uneven.errors import InputError
+from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.device import parse_devices
+
+POLICY = {"cpu-sync": "sync", "cpu-balanced": "balanced", "torch-ddp": "sync"}
+NAMES = ("solo-0", "solo-1", *POLICY)
+PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode made concrete: `cores` are to be pinned by a solo run that stands for one rank of several."""
+
+    name: str
+    devices: str
+    policy: str = "balanced"
+    is_torch_ddp: bool = False
+    cores: tuple[int, ...] = ()
+
+
+def resolve_mode(name: str, devices: str | None) -> Mode:
+    """`devices` as the user gave them, or None for the mode's own."""
+    if name in POLICY:
+        chosen = devices or PAIR
+        if len(parse_devices(chosen)) < 2:
+            raise InputError(f"mode {name!r} needs at least two devices, got {chosen!r}: pass --devices {PAIR}")
+        return Mode(name, chosen, POLICY[name], name == "torch-ddp")
+    match = re.fullmatch(r"solo-(\d+)", name)
+    if match is None:
+        raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(POLICY)}; run 'uneven bench list'")
+    place = int(match[1])
+    if devices is None and place == 0:
+        return Mode(name, "auto")
+    ranks = parse_devices(devices or PAIR)
+    if place >= len(ranks):
+        raise InputError(f"mode {name!r} needs {place + 1} devices, got {devices!r}: pass --devices with as many")
+    if len(ranks) == 1:
+        return Mode(name, str(ranks[0]))
+    return Mode(name, str(ranks[place]), cores=assign_cores(ranks, available_cores()).cores[place])

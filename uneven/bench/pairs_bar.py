@@ -1,0 +1,36 @@
+"""The progress of an efficiency measurement: pairs done, and the interval so far."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from uneven.progress import Reporter
+
+
+class PairsBar(Reporter):
+    """Shows the pairs that rank 0 posts; on a terminal as a bar, elsewhere every tenth."""
+
+    def __init__(self, style: str, expected: int) -> None:
+        super().__init__(style)
+        self._expected = expected
+
+    def ranks(self, posts: Sequence[dict[str, Any]]) -> None:
+        history = posts[0].get("history", [])
+        if len(history) == self._told:
+            return
+        last = history[-1]
+        mean, half = last["interval"]
+        if self.style == "bar":
+            if self._bar is None:
+                self._open(self._expected, ["pairs"])
+            assert self._bar is not None
+            total = max(self._expected, last["pairs"])
+            self._bar.update(
+                self._tasks[0],
+                completed=last["pairs"],
+                total=total,
+                speed="-",
+                loss=f"efficiency {mean:.3f} +- {half:.3f}",
+            )
+        elif last["pairs"] // 10 > self._told // 10:
+            self.say([f"{last['pairs']} pairs: efficiency {mean:.3f} +- {half:.3f}"])
+        self._told = len(history)

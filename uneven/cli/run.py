@@ -1,0 +1,55 @@
+"""`uneven run`: a script of the user's on every device named."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="The Python script to run, once per device.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
+    devices: Annotated[str | None, typer.Option(help="As in cpu,cpu@0.4 or auto, the default.")] = None,
+    policy: Annotated[str | None, typer.Option(help="sync or balanced.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, cpu or nccl.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per device and step.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="Samples per step of all devices.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
+    shares: Annotated[str | None, typer.Option(help="Fixed shares, one per device, as in 5,2.")] = None,
+    sync_batchnorm: Annotated[bool | None, typer.Option(help="BatchNorm over all devices.")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Clip the global gradient norm.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or auto.")] = None,
+    compile: Annotated[str | None, typer.Option(help="off, default or graph.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Loader processes per device.")] = None,
+    replay: Annotated[str | None, typer.Option(help="Folder of a finished run: repeat it by its log.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="In epochs; needs --out.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for state and timeline.")] = None,
+    progress: Annotated[str | None, typer.Option(help="auto, bar, lines or off.")] = None,
+) -> None:
+    """Run a script that uses uneven, on one process per device. Options given here stand above those in the script.
+
+    Examples:
+
+      uneven run train.py --devices cpu,cpu@0.4
+
+      uneven run train.py --epochs 3 -- --option-of-the-script 5
+    """
+    given: dict[str, Any] = {
+        name: value for name, value in locals().items() if name not in ("script", "args") and value is not None
+    }
+    if shares is not None:
+        given["shares"] = _numbers(shares)
+    from uneven.start import run_script
+
+    run_script(script, args or [], given)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    from uneven.errors import InputError
+
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"shares {text!r} must be numbers with commas between them, as in 5,2") from None

@@ -1,0 +1,19 @@
+"""Everyone's bytes to everyone, over the sums that every group has."""
+
+import torch
+
+from uneven.comm.group import Group
+
+
+def gather_bytes(group: Group, data: bytes) -> list[bytes]:
+    """Each rank's data in rank order, whatever the lengths. Sums of disjoint ranges: nothing is ever unpickled."""
+    lengths = torch.zeros(group.size, dtype=torch.int64)
+    lengths[group.rank] = len(data)
+    sizes: list[int] = group.sum_(lengths).wait().tolist()
+    start = sum(sizes[: group.rank])
+    whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+    if data:
+        whole[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if len(whole):
+        group.sum_(whole).wait()
+    return [part.numpy().tobytes() for part in whole.split(sizes)]

@@ -1,0 +1,70 @@
+"""A run's log read again: who trained which samples of which slot, so that the run can be repeated bit by bit.
+
+The log is complete in itself: log.json holds the parts and what must be the same for them to mean the same.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from uneven.data.ledger import prove_exactly_once
+from uneven.errors import InputError
+from uneven.policy.axis import Axis
+from uneven.policy.replayed import Replayed
+
+# Settings that decide what a slot is and what is computed from it; any other value makes another run.
+SAME = (
+    *("batch_size", "accumulate", "global_batch_size", "epochs", "seed"),
+    *("max_grad_norm", "precision", "compile", "sync_batchnorm"),
+)
+
+
+def log_record(log: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What log.json holds."""
+    same = {name: config[name] for name in SAME if name in config}
+    return {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": same, "ranks": log}
+
+
+def read_replay(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any]) -> Replayed:
+    """The policy that repeats the run in `folder`; InputError where this run is another one."""
+    record = _read(folder)
+    _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
+    for name, value in record["config"].items():
+        _compare(folder, name, value, config[name], f"pass {name}={value!r}")
+    samples = record["dataset_samples"]
+    _compare(folder, "samples in the data set", samples, axis.samples, "train on the same data set")
+    if record["slots"] != axis.total:
+        raise InputError(
+            f"replay={str(folder)!r}: that run was stopped after {record['slots']} of {axis.total} slots, "
+            "and only a finished run can be replayed"
+        )
+    logs = [[(int(a), int(b), int(c)) for a, b, c in log] for log in record["ranks"]]
+    try:
+        prove_exactly_once(axis, logs, axis.total)
+    except RuntimeError as error:
+        raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
+    plan = [[0] * ranks for _ in range(axis.total)]
+    for rank, log in enumerate(logs):
+        for slot, _, count in log:
+            plan[slot][rank] = count
+    return Replayed(tuple(tuple(shares) for shares in plan))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads((folder / "log.json").read_text())
+        if record["version"] != 1:
+            raise ValueError(f"version {record['version']}")
+    except OSError as error:
+        raise InputError(
+            f"replay={str(folder)!r}: there is no log.json in it; pass the folder a finished run was given as out=..."
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"replay={str(folder)!r}: log.json is not the log of a run ({error})") from error
+    return record
+
+
+def _compare(folder: Path, what: str, then: Any, now: Any, way_out: str) -> None:
+    if then != now:
+        raise InputError(f"replay={str(folder)!r}: that run had {what} {then}, this one {now}; {way_out}")

@@ -1,0 +1,218 @@
+"""Synchronised BatchNorm: every rank normalises by the statistics of all ranks' samples. Works on CPU too.
+
+torch's SyncBatchNorm refuses CPU tensors. Here each rank sends (count, mean, sum of squared deviations) per channel,
+each in its own row of one summed tensor, and all ranks merge the rows in rank order: exact for unequal batches, as
+stable as one process, and the same bits everywhere. Backward sums two numbers per channel.
+
+All ranks must pass the same layers in the same order; a rank without samples passes a phantom, a sample that is
+normalised but enters neither statistics nor gradients.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from uneven.comm.group import Group
+
+
+class Circle:
+    """What the synchronised layers of one model share. Without a group they are plain BatchNorm.
+
+    `enter` is told the state the rank is in: "wait" while a layer waits for the others, then "compute" again.
+    """
+
+    def __init__(self) -> None:
+        self.group: Group | None = None
+        self.enter: Callable[[str], Any] = lambda _: None
+        self.is_phantom = False
+        self.layers: list[nn.Module] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Circle":
+        return self  # a copied model (a teacher, a moving average) stays in the same circle
+
+    @property
+    def is_open(self) -> bool:
+        return self.group is not None and self.group.size > 1
+
+    @contextmanager
+    def phantom(self, is_phantom: bool) -> Iterator[None]:
+        """Inside, a phantom is trained: its values must not count."""
+        self.is_phantom = is_phantom
+        try:
+            yield
+        finally:
+            self.is_phantom = False
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        assert self.group is not None, "asked only while open"
+        self.enter("wait")
+        total = self.group.sum_(tensor).wait()
+        self.enter("compute")
+        return total
+
+
+def synchronise(model: nn.Module) -> Circle:
+    """Turn the model's BatchNorm layers into synchronised ones, in place: same objects, params and names."""
+    circle = Circle()
+    for module in model.modules():
+        kind = _KINDS.get(type(module))
+        if kind is not None:
+            # The object stays the same, so whoever else holds it (an optimizer's hooks, a list) holds the new one.
+            module.__class__ = kind
+            module.circle = circle  # type: ignore[assignment]
+            circle.layers.append(module)
+    return circle
+
+
+def synced_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers that synchronised layers keep equal on all ranks by themselves."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _Synced)]
+    return {f"{name}.{buffer}".lstrip(".") for name, module in layers for buffer, _ in module.named_buffers()}
+
+
+def describe_batchnorm(model: nn.Module, circle: Circle, is_asked: bool, samples: Sequence[int]) -> list[str]:
+    """What to say about BatchNorm before ranks with these samples a step start; often nothing."""
+    has_any = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if is_asked and not circle.layers:
+        return ["  sync_batchnorm=True changes nothing: the model has no BatchNorm layer"]
+    if circle.layers or not has_any:
+        return []
+    seen = " and ".join(str(one) for one in samples)
+    return [f"  BatchNorm sees {seen} samples; sync_batchnorm=True makes it see all {sum(samples)}"]
+
+
+class _Synced(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over all ranks while training, once the circle has a group; else what it was."""
+
+    circle: Circle
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.circle.is_open and (self.training or self.running_mean is None)):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        count, mean, variance = _statistics(input, self.circle)
+        if count <= 1:
+            raise ValueError(f"BatchNorm needs more than 1 value per channel in training, got {count:g} over all ranks")
+        if self.training and self.track_running_stats:
+            self._follow(count, mean, variance)
+        is_phantom = self.circle.is_phantom
+        normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, variance, self.eps, count, is_phantom, self.circle
+        )
+        return normalised
+
+    @torch.no_grad()
+    def _follow(self, count: float, mean: Tensor, variance: Tensor) -> None:
+        """The running statistics, as one process would move them: by the unbiased variance of all samples."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if factor is None:
+            assert self.num_batches_tracked is not None
+            factor = 1.0 / float(self.num_batches_tracked)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
+            running.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor)
+
+
+class SyncedBatchNorm1d(_Synced, nn.BatchNorm1d): ...
+
+
+class SyncedBatchNorm2d(_Synced, nn.BatchNorm2d): ...
+
+
+class SyncedBatchNorm3d(_Synced, nn.BatchNorm3d): ...
+
+
+_KINDS: dict[type[nn.Module], type[_Synced]] = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+}
+
+
+@torch.no_grad()
+def _statistics(input: Tensor, circle: Circle) -> tuple[float, Tensor, Tensor]:
+    """Count, mean and biased variance per channel over all ranks, in double precision."""
+    assert circle.group is not None
+    channels = input.shape[1]
+    rows = torch.zeros(circle.group.size, 1 + 2 * channels, dtype=torch.float64, device=input.device)
+    count = 0 if circle.is_phantom else input.numel() // channels
+    if count:
+        variance, mean = torch.var_mean(_wide(input), _all_but_channels(input), correction=0)
+        own = rows[circle.group.rank]
+        own[0], own[1 : 1 + channels], own[1 + channels :] = count, mean, variance.double() * count
+    circle.sum_(rows)
+    counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    total = float(counts.sum())
+    if total == 0:
+        return 0.0, means.sum(0), squares.sum(0)
+    mean = (counts * means).sum(0) / total
+    # Deviations from the common mean: what each rank saw inside, and how far its own mean lies off.
+    return total, mean, (squares + counts * (means - mean) ** 2).sum(0) / total
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        count: float,
+        is_phantom: bool,
+        circle: Circle,
+    ) -> Tensor:
+        wide = _wide(input)
+        shape = _beside(input)
+        scale = torch.rsqrt(variance + eps).to(wide.dtype).view(shape)
+        normal = (wide - mean.to(wide.dtype).view(shape)) * scale
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.count, ctx.is_phantom, ctx.circle = count, is_phantom, circle
+        ctx.has_bias, ctx.dtype = bias is not None, input.dtype
+        if weight is not None:
+            normal = normal * weight.view(shape)
+        if bias is not None:
+            normal = normal + bias.view(shape)
+        return normal.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normal, scale, weight = ctx.saved_tensors
+        grad = _wide(grads[0])
+        if ctx.is_phantom:
+            grad = torch.zeros_like(grad)
+        dims, shape = _all_but_channels(grad), _beside(grad)
+        by_bias, by_weight = grad.sum(dims), (grad * normal).sum(dims)
+        sums = ctx.circle.sum_(torch.stack([by_bias, by_weight]).double())
+        # How the common mean and variance moved every other sample; a phantom moved nothing and is not moved.
+        shift, stretch = (sums / ctx.count).to(grad.dtype)
+        of_input = (grad - shift.view(shape) - normal * stretch.view(shape)) * scale
+        if weight is not None:
+            of_input = of_input * weight.view(shape)
+        if ctx.is_phantom:
+            of_input = torch.zeros_like(of_input)
+        of_weight = by_weight.to(weight.dtype) if weight is not None else None
+        of_bias = by_bias if ctx.has_bias else None
+        return of_input.to(ctx.dtype), of_weight, of_bias, None, None, None, None, None, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Halves are counted in fp32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _all_but_channels(tensor: Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _beside(tensor: Tensor) -> list[int]:
+    return [1, -1, *[1] * (tensor.dim() - 2)]

@@ -1,0 +1,127 @@
+"""Before anything starts: resolve the devices, refuse what cannot work, print the configuration once.
+
+The same for every entry point. Among ranks that somebody else started, the first one alone prints and writes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from uneven import __version__
+from uneven.config import RunConfig, Task, check_task
+from uneven.data.replay import read_replay
+from uneven.errors import InputError
+from uneven.files import make_out_folder
+from uneven.hardware.device import Device, parse_devices
+from uneven.hardware.gpus import read_gpus
+from uneven.hardware.inventory import read_visible, usable_devices
+from uneven.hardware.precision import choose_precision
+from uneven.hardware.preflight import check_device, refuse_unsupported
+from uneven.hardware.system import read_system
+from uneven.hardware.torchbuild import read_torch
+from uneven.member import Member
+from uneven.policy.axis import Axis
+from uneven.progress import Reporter
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is to be trained where, checked; `reporter` is silent on all ranks but the first."""
+
+    config: RunConfig
+    devices: tuple[Device, ...]
+    reporter: Reporter
+
+
+def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "train") -> Prepared:
+    """InputError or MachineError where this cannot be trained; else the configuration is printed."""
+    refuse_unsupported()
+    check_task(task)
+    if member is not None:
+        devices = member.devices(config.devices)
+    else:
+        devices = tuple(usable_devices()) if config.devices == "auto" else parse_devices(config.devices)
+    for device in devices:
+        check_device(device)
+    config = _resolve_precision(config, devices[0])
+    _check_together(config, devices)
+    if config.replay is not None:
+        config = _check_replay(task, config, len(devices))
+    is_lead = member is None or member.rank == 0
+    if config.out is not None and is_lead:
+        make_out_folder(config.out)
+    reporter = Reporter(config.progress if is_lead else "off", title)
+    reporter.say(describe(task, config, devices))
+    if member is not None and member.note:
+        reporter.say([f"  {member.note}"])
+    return Prepared(config, devices, reporter)
+
+
+def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequence[str]:
+    """The resolved configuration as it is printed at the start."""
+    steps = -(-len(task.dataset) // config.slot_size(len(devices)))
+    batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
+    precision = config.precision
+    if precision == "fp32" and any(device.kind == "cuda" for device in devices):
+        precision += " (matrix products in TF32)"
+    names = ",".join(str(device) for device in devices)
+    lines = [
+        f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps",
+        f"  device{'s' * (len(devices) > 1)} {names}   batch {batch}   precision {precision}   "
+        f"compile {config.compile}   seed {config.seed}",
+    ]
+    if len(devices) > 1:
+        policy = config.policy if config.replay is None else f"as in {config.replay}"
+        lines.append(f"  policy {policy}   {config.slot_size(len(devices))} samples a step over all devices")
+    if any(device.speed < 1 for device in devices):
+        lines.append("  a device with @ is simulated: it sleeps after each step, so its speed is not exact")
+    return lines
+
+
+def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
+    """Refuse a log that does not fit before anything starts; the ranks read it once more by themselves."""
+    assert config.replay is not None, "asked only for a replay"
+    if config.out is not None and config.out.resolve() == config.replay.resolve():
+        raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
+    read_replay(config.replay, Axis(len(task.dataset), config.slot_size(ranks), config.epochs), ranks, config.to_json())
+    return replace(config, replay=config.replay.resolve())
+
+
+def _resolve_precision(config: RunConfig, device: Device) -> RunConfig:
+    if config.precision != "auto":
+        return config
+    gpus = read_visible(read_torch(), read_gpus()).gpus if device.kind == "cuda" else ()
+    gpu = next((gpu for gpu in gpus if gpu.index == device.index), None)
+    return replace(config, precision=choose_precision(device, read_system(), gpu)[0])
+
+
+def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
+    """Refuse settings that are right by themselves but not with each other or these devices."""
+    names = ",".join(str(device) for device in devices)
+    for device in devices:
+        if device.percent is not None:
+            raise InputError(
+                f"devices={names!r}: slices of a GPU are not trained on in this version; pass {device.torch_name!r}"
+            )
+    if config.compile == "graph" and devices[0].kind != "cuda":
+        raise InputError(
+            f"compile='graph' captures a CUDA graph, which {names} has not; use compile='off' or 'default'"
+        )
+    if len(devices) == 1:
+        return
+    if any(device.kind != "cpu" for device in devices):
+        raise InputError(
+            f"devices={names!r}: several devices with a CUDA one among them are not trained in this version; "
+            "pass CPU devices, as in 'cpu,cpu@0.4', or one CUDA device"
+        )
+    if config.policy not in ("sync", "balanced"):
+        raise InputError(
+            f"policy={config.policy!r} on several devices is not in this version; pass policy='balanced' or 'sync'"
+        )
+    if config.shares is not None and len(config.shares) != len(devices):
+        raise InputError(
+            f"shares={config.shares!r} has {len(config.shares)} entries for {len(devices)} devices: {names}"
+        )
+    if config.shares is not None and config.policy == "sync":
+        raise InputError("shares=... with policy='sync' contradict each other: sync shares equally; use 'balanced'")
+    if config.backend == "nccl":
+        raise InputError(f"backend='nccl' needs CUDA devices, got {names!r}; use backend='auto'")

@@ -1,0 +1,47 @@
+"""Evaluation: total sums over the total count, each rank on its own range of the data set."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from uneven.comm.group import Group
+from uneven.config import EvalStep
+from uneven.data.feed import Feed
+from uneven.step.precision import Precision
+
+
+def evaluate(
+    model: nn.Module,
+    eval_step: EvalStep,
+    feed: Feed,
+    precision: Precision,
+    group: Group,
+    own: tuple[int, int | None] = (0, None),
+    stop: threading.Event | None = None,
+) -> dict[str, float]:
+    """Metrics over a whole data set, of which this rank does its own range: total sums over total count.
+
+    A stop request on any rank cuts it short, and then there are no metrics at all.
+    """
+    sums: dict[str, Any] = {}
+    total = 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), precision.region():
+        for batch, _ in feed.in_order(*own):
+            parts, count = eval_step(model, batch)
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0) + value
+            total += count
+            if stop is not None and stop.is_set():
+                break  # after one batch at least, so that all ranks know the metrics' names
+    model.train(was_training)
+    names = sorted(sums)
+    is_cut = stop is not None and stop.is_set()
+    own_row = [*(float(sums[name]) for name in names), float(total), float(is_cut)]
+    *values, count, cuts = group.sum_(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
+    if cuts:
+        return {}
+    return {name: value / count for name, value in zip(names, values, strict=True)}
