@@ -38,8 +38,11 @@ def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "
     check_task(task)
     if member is not None:
         devices = member.devices(config.devices)
+    elif config.devices == "auto":
+        # The first of several GPUs: training them together is not in this version, and a default must work.
+        devices = tuple(usable_devices()[:1])
     else:
-        devices = tuple(usable_devices()) if config.devices == "auto" else parse_devices(config.devices)
+        devices = parse_devices(config.devices)
     for device in devices:
         check_device(device)
     config = _resolve_precision(config, devices[0])

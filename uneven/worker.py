@@ -28,7 +28,7 @@ from uneven.policy.subset import advice, forecast
 from uneven.seat import RankResult, Report, Seat
 from uneven.state import TrainedState, capture_state
 from uneven.step.company import STOP, check_company
-from uneven.step.costs import measure_cost
+from uneven.step.costs import measure_cost, measure_sum_ms
 from uneven.step.eager import EagerStep
 from uneven.step.evaluation import evaluate
 from uneven.step.graph import GraphStep
@@ -302,29 +302,22 @@ class Worker:
         known = [Cost(*one) for one in costs.tolist()]
         self.policy = self._make_policy(known)
         shares = list(self.policy.shares(0, self.axis.slot(0).samples))
-        self.recorder.event("shares", slot=0, shares=shares)
+        is_measured = not self.config.is_shared_out and self.measured_from == 0  # else nothing is known yet
+        alone = [1e3 * self.config.batch_size / cost.time_ms(self.config.batch_size) for cost in known]
+        self.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
         self.notes = describe_batchnorm(self.model, self.circle, self.config.sync_batchnorm, shares)
         # Layers that wait for each other in backward keep their order only if nothing is sent in between.
         self.eager.road = GradientRoad(
             list(self.model.parameters()), self.group, len(ROW) + 1, overlaps=not self.circle.layers
         )
-        if not self.config.is_shared_out and self.measured_from == 0:  # else nothing is known yet
-            found = forecast(known, self.axis.slot(0).samples, self._time_a_sum())
+        if is_measured:
+            numbers = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            found = forecast(known, self.axis.slot(0).samples, measure_sum_ms(self.group, numbers))
             line = advice(found, [str(device) for device in self.seat.devices])
             self.notes += [line] if line else []
         if self.seat.rank > 0:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.recorder.enter("setup")
-
-    def _time_a_sum(self) -> float:
-        """What one sum of all gradients takes when nobody has to be waited for, in ms; the same on all ranks."""
-        gradients = torch.zeros(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
-        times = []
-        for _ in range(3):
-            began_ns = self.recorder.clock()
-            self.group.sum_(gradients).wait()
-            times.append((self.recorder.clock() - began_ns) / 1e6)
-        return float(self.group.max_(torch.tensor([min(times)], dtype=torch.float64)).wait())
 
     def _make_policy(self, costs: list[Cost]) -> ExactPolicy:
         if self.config.replay is not None:

@@ -21,6 +21,7 @@ def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp
     folder = tmp_path / "logistic" / "solo-0" / "seed-0"
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
+        "log.json",
         "metrics.jsonl",
         "optimizer.safetensors",
         "state.json",

@@ -56,3 +56,12 @@ def test_full_speed_never_sleeps() -> None:
 def test_a_speed_outside_its_range_is_refused(speed: float) -> None:
     with pytest.raises(InputError, match="0 < SPEED <= 1"):
         Throttle(speed)
+
+
+def test_a_slow_rank_may_spin_instead_of_sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNEVEN_SLOW", "spin")
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it slept"))
+    throttle = Throttle(0.5)
+    slept = throttle.pause(0.002)
+    assert slept >= 0.002
+    assert slept + throttle.debt_s == pytest.approx(0.002)

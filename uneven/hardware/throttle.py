@@ -4,6 +4,7 @@ Sleeping is never exact, so what was slept too long or too short is carried over
 the mean is right. Used by the training worker and by `uneven devices --measure` for `cpu@0.4`.
 """
 
+import os
 import time
 from collections.abc import Callable
 
@@ -21,14 +22,15 @@ class Throttle:
         self,
         speed: float,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         if not 0.0 < speed <= 1.0:
             raise InputError(f"speed {speed!r} is outside 0 < SPEED <= 1, as in cpu@0.4")
         self.speed = speed
         self.debt_s = 0.0
         self._clock = clock
-        self._sleep = sleep
+        # A sleeping rank leaves its core to others; a truly slow one would not. UNEVEN_SLOW=spin tells the difference.
+        self._sleep = sleep or (_spin if os.environ.get("UNEVEN_SLOW") == "spin" else time.sleep)
 
     def pause(self, step_seconds: float) -> float:
         """Sleep off this step's share and any debt; the seconds really slept."""
@@ -42,3 +44,9 @@ class Throttle:
         slept = self._clock() - start
         self.debt_s -= slept
         return slept
+
+
+def _spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass

@@ -85,7 +85,10 @@ class GradientRoad:
             self._send()
         extra = self._buckets[-1].extra
         rows, used = extra[: self._num_rows].view(self._group.size, -1), extra[self._num_rows :]
-        used[list(self._used)] = 1.0
+        if len(self._used) == len(used):
+            used.fill_(1.0)
+        else:
+            used[list(self._used)] = 1.0
         rows[self._group.rank] = torch.tensor(row(), dtype=rows.dtype)
         self._send()
         for work in self._works:

@@ -1,9 +1,12 @@
-"""What a step costs on this rank: fixed + per sample, measured at two sizes before the group forms."""
+"""What a step costs: on this rank fixed + per sample, measured at two sizes before the group forms; and the sum."""
 
 import statistics
 import time
 from collections.abc import Callable
 
+import torch
+
+from uneven.comm.group import Group
 from uneven.policy.finish import Cost
 
 REPEATS = 3
@@ -33,3 +36,14 @@ def _typical_ms(run_step: Callable[[int], None], samples: int) -> float:
         run_step(samples)
         times.append((time.perf_counter() - began) * 1e3)
     return statistics.median(times)
+
+
+def measure_sum_ms(group: Group, numbers: int) -> float:
+    """What one sum of so many gradients takes when nobody has to be waited for; the same value on all ranks."""
+    gradients = torch.zeros(numbers)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        group.sum_(gradients).wait()
+        times.append((time.perf_counter() - began) * 1e3)
+    return float(group.max_(torch.tensor([min(times)], dtype=torch.float64)).wait())

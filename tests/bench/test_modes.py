@@ -1,0 +1,48 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from uneven import InputError, TrainedState
+from uneven.bench import modes
+from uneven.bench.modes import Mode, resolve_mode
+from uneven.bench.single import Order, run_single
+
+
+def test_modes_name_devices_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "available_cores", lambda: (0, 1, 2, 3))
+    assert resolve_mode("solo-0", None) == Mode("solo-0", "auto")
+    assert resolve_mode("solo-0", "cuda:1") == Mode("solo-0", "cuda:1")
+    assert resolve_mode("solo-1", None) == Mode("solo-1", "cpu@0.4", cores=(2, 3))
+    assert resolve_mode("solo-0", "cpu,cpu@0.4") == Mode("solo-0", "cpu", cores=(0, 1))
+    assert resolve_mode("cpu-sync", None) == Mode("cpu-sync", "cpu,cpu@0.4", "sync")
+    assert resolve_mode("cpu-balanced", "cpu,cpu,cpu") == Mode("cpu-balanced", "cpu,cpu,cpu", "balanced")
+    assert resolve_mode("torch-ddp", None) == Mode("torch-ddp", "cpu,cpu@0.4", "sync", is_torch_ddp=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "words"),
+    [
+        ("fast", None, "solo-N, cpu-sync, cpu-balanced, torch-ddp"),
+        ("solo-2", "cpu,cpu", "needs 3 devices"),
+        ("cpu-balanced", "cpu", "at least two devices"),
+        ("solo-0", "gpu", "device 'gpu'"),
+    ],
+)
+def test_a_wrong_mode_says_what_there_is(name: str, devices: str | None, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        resolve_mode(name, devices)
+
+
+def test_torch_ddp_and_ours_train_the_same_model(tmp_path: Path) -> None:
+    """The thing to beat is in the same harness: same batches, same steps, a short last slot of unequal parts."""
+    order: dict[str, Any] = {"model": "mlp", "data": "mnist-mini", "epochs": 1, "samples": 325, "batch_size": 32}
+    states = []
+    for mode in ("torch-ddp", "cpu-sync"):
+        summary = run_single(Order(**order, mode=mode, devices="cpu,cpu", out=tmp_path, progress="off"))
+        assert summary["samples"] == 325
+        assert sum(summary["sample_shares"]) == pytest.approx(1)
+        states.append(TrainedState.load(tmp_path / "mlp" / mode / "seed-0"))
+    for name, value in states[0].params.items():
+        torch.testing.assert_close(value, states[1].params[name], rtol=1e-4, atol=1e-5)
