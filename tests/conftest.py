@@ -1,5 +1,8 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,3 +13,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__})"))
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left_behind() -> Iterator[None]:
+    """A run that ended, well or badly, has stopped its sampler: a test that leaks one fails."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name == "uneven-sampler"]
+    assert not left, "a sampler outlived its run"

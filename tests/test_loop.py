@@ -241,7 +241,11 @@ def test_a_second_step_for_one_batch_is_refused() -> None:
     ],
 )
 def test_epochs_are_consecutive_and_whole(use: Callable[[Loop], Any], words: str) -> None:
-    (error,) = on_ranks_catching(1, lambda group: use(make_loop(group)))
+    def rank(group: ThreadGroup) -> Any:
+        with make_loop(group) as loop:  # leaves no thread behind, whatever the wrong use was
+            return use(loop)
+
+    (error,) = on_ranks_catching(1, rank)
     assert words in str(error)
 
 

@@ -207,7 +207,7 @@ def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
         own = sum(samples for _, _, samples in state.log[lane.rank])
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
         lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {apart:.1f} s")
-    alone = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
+    alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if alone and speed:
         lines.append(
             f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up (an estimate from their warm-up; "
