@@ -1,6 +1,8 @@
 """Solo training end to end, every parameter against a plain PyTorch loop."""
 
 import contextlib
+import doctest
+import importlib
 import os
 import signal
 import subprocess
@@ -317,3 +319,36 @@ def test_the_configuration_and_each_epoch_are_printed_once(capsys: pytest.Captur
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/3", "2/3", "3/3"]
     assert lines[-2].startswith("trained 300 samples")
     assert "compute" in lines[-1]
+
+
+def test_metrics_come_epoch_by_epoch_and_callbacks_hear_the_same() -> None:
+    heard: list[dict[str, Any]] = []
+    run = (
+        Ddp.builder(make_net, momentum, train_step)
+        .dataset(TensorData(X, Y))
+        .evaluate(TensorData(X, Y), eval_step)
+        .on_epoch(heard.append)
+        .settings(batch_size=16, epochs=3, devices="cpu", progress="off")
+        .run()
+    )
+    seen = list(run.metrics())
+    assert seen == heard == run.join().history
+    assert [entry["epoch"] for entry in seen] == [1, 2, 3]
+
+
+def test_what_a_callback_raises_ends_the_run() -> None:
+    def enough(entry: dict[str, Any]) -> None:
+        raise ValueError(f"epoch {entry['epoch']} is enough")
+
+    builder = Ddp.builder(make_net, momentum, train_step).dataset(TensorData(X, Y)).on_epoch(enough)
+    run = builder.settings(batch_size=16, epochs=3, devices="cpu", progress="off").run()
+    assert list(run.metrics()) == []
+    with pytest.raises(ValueError, match="epoch 1 is enough"):
+        run.join()
+
+
+@pytest.mark.parametrize("name", ["uneven.ddp", "uneven.data.tensors"])
+def test_the_examples_of_the_public_names_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0

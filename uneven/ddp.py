@@ -161,6 +161,7 @@ class Builder:
         self._make_scheduler: Callable[..., Any] | None = None
         self._evaluation: Evaluation | None = None
         self._settings: Settings = {}
+        self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
         self._dataset = dataset
@@ -179,6 +180,11 @@ class Builder:
         if not isinstance(epochs, int) or epochs < 1:
             raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
         self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
+        return self
+
+    def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
+        """callback(entry) after every epoch, with its loss, speed and metrics; what it raises ends the run."""
+        self._on_epoch.append(callback)
         return self
 
     def settings(self, **settings: "Unpack[Settings]") -> "Self":
@@ -246,4 +252,4 @@ class Builder:
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result gives the trained state."""
         task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
-        return launch(task, resolve(cast("dict[str, Any]", self._settings)))
+        return launch(task, resolve(cast("dict[str, Any]", self._settings)), on_epoch=self._on_epoch)

@@ -4,7 +4,7 @@ All of it goes to stderr, so that a script's own output stays clean.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +27,7 @@ class Reporter:
         self._bar: Progress | None = None
         self._epochs = 0
         self._told = 0
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # told of every finished epoch
         self._noted = 0
 
     def say(self, lines: Sequence[str]) -> None:
@@ -90,6 +91,8 @@ class Reporter:
             self._bar.update(self._tasks[0], completed=samples)
 
     def epoch_done(self, entry: dict[str, Any]) -> None:
+        for listener in self.listeners:
+            listener(entry)
         if self._bar is not None and len(self._tasks) == 1:
             self._bar.update(self._tasks[0], completed=entry["samples"])
         metrics = "  ".join(f"{name} {_figure(value)}" for name, value in entry.items() if name not in _TIMES)

@@ -6,12 +6,14 @@ returns a Run at once; the training goes on beside the caller. `Run.join` waits 
 
 import atexit
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from uneven.comm.group import SoloGroup
 from uneven.comm.remains import leave_nothing
@@ -54,6 +56,8 @@ class Run:
         self._done = threading.Event()
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
+        self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        reporter.listeners.append(self._epochs.put)
         # A daemon: a caller that ends without joining must not leave the process training for nobody.
         self._thread = threading.Thread(target=self._work, name="uneven-run", daemon=True)
         atexit.register(self._end_with_the_process)
@@ -70,6 +74,18 @@ class Run:
     def stop(self) -> None:
         """Ask the run to stop after its current step; `join` then returns the state reached."""
         self._stop.set()
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """One entry per epoch, as soon as it is finished; ends with the run. `join()` still has to follow.
+
+        Under `uneven run` and torchrun every rank has its own.
+        """
+        try:
+            while (entry := self._epochs.get()) is not None:
+                yield entry
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
 
     def join(self) -> TrainedState:
         """Wait for the end; returns the trained state, or raises what went wrong."""
@@ -122,13 +138,22 @@ class Run:
             self._error = error
         finally:
             self._reporter.close()
+            self._epochs.put(None)
             self._done.set()
 
 
-def launch(task: Task, config: RunConfig, *, title: str = "train", program: Program | None = None) -> Run:
+def launch(
+    task: Task,
+    config: RunConfig,
+    *,
+    title: str = "train",
+    program: Program | None = None,
+    on_epoch: Sequence[Callable[[dict[str, Any]], None]] = (),
+) -> Run:
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
     member = this_member()
     prepared = prepare(task, config, member, title)
+    prepared.reporter.listeners += on_epoch
     devices = prepared.devices
     alone = _solo if len(devices) == 1 else partial(train_on_ranks, program=program)
     train = alone if member is None else partial(_as_rank, member)

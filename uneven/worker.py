@@ -22,7 +22,7 @@ from uneven.hardware.throttle import Throttle
 from uneven.parallel.batchnorm import Circle, describe_batchnorm, synced_buffers, synchronise
 from uneven.parallel.gradients import GradientRoad
 from uneven.policy.axis import Axis, Part, part_of
-from uneven.policy.exact import Balanced, ExactPolicy, Fixed, Sync
+from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.subset import advice, forecast
 from uneven.seat import RankResult, Report, Seat
@@ -90,7 +90,7 @@ class Worker:
         self.graph: GraphStep | None = None
         self.run_ahead = RunAhead(self.on)
         self.throttle = Throttle(seat.device.speed)
-        self.policy: ExactPolicy = Sync(seat.size)
+        self.policy: ExactPolicy = Fixed.even(seat.size)
         self.trained = 0  # slots
         self._own_samples = 0
         self._weight = 0  # samples since the buffers were last averaged
@@ -325,7 +325,7 @@ class Worker:
         if self.config.shares is not None:
             return Fixed(self.config.shares)
         if self.config.policy == "sync":
-            return Sync(self.seat.size)
+            return Fixed.even(self.seat.size)
         has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
         least = 2 if has_batchnorm and not self.circle.layers else 1
         return Balanced(tuple(costs), self.axis.slot(0).samples, None, least, self.feed.lookahead)

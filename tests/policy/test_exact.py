@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uneven.policy.exact import PROBE_EVERY, Balanced, Fixed, Sync, even_shares
+from uneven.policy.exact import PROBE_EVERY, Balanced, Fixed
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 
 
 @given(st.integers(1, 1000), st.integers(1, 64))
 def test_even_shares_differ_by_at_most_one_and_sum_up(samples: int, ranks: int) -> None:
-    shares = even_shares(samples, ranks)
-    assert sum(shares) == samples
-    assert max(shares) - min(shares) <= 1
-    assert Sync(ranks).shares(0, samples) == shares
+    each, more = divmod(samples, ranks)
+    assert Fixed.even(ranks).shares(0, samples) == (each + 1,) * more + (each,) * (ranks - more)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 200))

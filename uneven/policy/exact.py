@@ -42,35 +42,16 @@ class ExactPolicy(Protocol):
         ...
 
 
-def even_shares(samples: int, ranks: int) -> tuple[int, ...]:
-    """As equal as whole samples allow, the first ranks one more."""
-    each, more = divmod(samples, ranks)
-    return tuple(each + (rank < more) for rank in range(ranks))
-
-
-@dataclass
-class Sync:
-    """Equal shares, whatever the speeds: what ordinary DDP does."""
-
-    ranks: int
-
-    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
-        del slot
-        return even_shares(samples, self.ranks)
-
-    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
-        del slot, samples, busy_ms
-        return None
-
-    def fingerprint(self) -> int:
-        return 0
-
-
-@dataclass
+@dataclass(frozen=True)
 class Fixed:
-    """Shares in a ratio the user gave; nothing moves."""
+    """Shares in a ratio, one number per rank; nothing moves. `sync` is the ratio 1:1, what ordinary DDP does."""
 
     ratio: tuple[float, ...]
+
+    @classmethod
+    def even(cls, ranks: int) -> "Fixed":
+        """As equal as whole samples allow, the first ranks one more."""
+        return cls((1.0,) * ranks)
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         del slot
