@@ -1,7 +1,7 @@
 """The recorder: what one rank's main thread was doing at every moment, and what happened when.
 
 The rank is always in exactly one state, so the states partition its wall time by construction: nothing is
-counted twice and nothing is missing. Entering a state costs one clock read and two appends (about 0.3 us).
+counted twice and nothing is missing. Entering a state costs one clock read and two appends (0.8 us, measured).
 States of TRAINING are the training clock; those of APART (setup, compile, evaluation, checkpoint) stop it.
 """
 
