@@ -54,4 +54,5 @@ def test_get_text_never_waits() -> None:
     client = reach_store("127.0.0.1", port)
     assert get_text(client, "key") is None
     store.set("key", "a word")
+    store.get("key")  # a set is not answered: only a later request on the same connection shows that it arrived
     assert get_text(client, "key") == "a word"
