@@ -40,6 +40,8 @@ class _Room:
         self.size = size
         self.lock = threading.Lock()
         self.meetings: dict[int, _Meeting] = {}
+        self.claimed = 0
+        self.twins: dict[int, _Room] = {}
 
 
 class _ThreadWork:
@@ -62,6 +64,7 @@ class ThreadGroup:
         self.traffic = Traffic()
         self._room = room
         self._count = 0
+        self._twins = 0
 
     def sum_(self, tensor: Tensor) -> Work:
         def in_rank_order(parts: list[Tensor]) -> Tensor:
@@ -77,6 +80,17 @@ class ThreadGroup:
 
     def broadcast_(self, tensor: Tensor) -> Work:
         return self._meet(tensor, lambda parts: parts[0])
+
+    def another(self) -> "ThreadGroup":
+        self._twins += 1
+        with self._room.lock:
+            room = self._room.twins.setdefault(self._twins, _Room(self.size))
+        return ThreadGroup(room, self.rank)
+
+    def claim(self, many: int) -> int:
+        with self._room.lock:
+            self._room.claimed += many
+            return self._room.claimed - many
 
     def close(self) -> None: ...
 
@@ -102,3 +116,4 @@ class Silent:
     def started(self, *_: Any) -> None: ...
     def stepped(self, *_: Any) -> None: ...
     def epoch_done(self, *_: Any) -> None: ...
+    def say(self, *_: Any) -> None: ...

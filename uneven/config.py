@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-POLICIES = ("sync", "balanced", "cadence", "async")
+EXACT_POLICIES = ("sync", "balanced")
+LOCAL_POLICIES = ("cadence", "async")
+POLICIES = EXACT_POLICIES + LOCAL_POLICIES
+LOCAL_SETTINGS = (
+    *("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_lead", "optimizer_state", "verify"),
+)
 BACKENDS = ("auto", "nccl", "cpu")
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
+SCALES = ("auto", "linear", "sqrt")
+OPTIMIZER_STATES = ("keep", "average")
 COMPILES = ("off", "default", "graph")
 PROGRESS = ("auto", "bar", "lines", "off")
 
@@ -63,6 +70,14 @@ class Settings(TypedDict, total=False):
     shares: Sequence[float] | None
     sync_batchnorm: bool
     max_grad_norm: float | None
+    lr_scale: float | str | None
+    anchor: int | None
+    max_anchor: int | None
+    overhead_target: float | None
+    divergence_threshold: float | None
+    max_lead: int | None
+    optimizer_state: str | None
+    verify: bool
     precision: str
     compile: str
     workers: int
@@ -87,6 +102,14 @@ class RunConfig:
     shares: tuple[float, ...] | None = None
     sync_batchnorm: bool = False
     max_grad_norm: float | None = None
+    lr_scale: float | str | None = None
+    anchor: int | None = None
+    max_anchor: int | None = None
+    overhead_target: float | None = None
+    divergence_threshold: float | None = None
+    max_lead: int | None = None
+    optimizer_state: str | None = None
+    verify: bool = False
     precision: str = "fp32"
     compile: str = "off"
     workers: int = 0
@@ -119,12 +142,55 @@ class RunConfig:
         ):
             _check_choice(name, getattr(self, name), allowed)
         norm = self.max_grad_norm
-        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+        if norm is not None and not _is_above_zero(norm):
             raise InputError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping")
+        if self.lr_scale is not None and not _is_above_zero(self.lr_scale) and self.lr_scale not in SCALES:
+            raise InputError(f"lr_scale={self.lr_scale!r} must be a number above 0 or one of {', '.join(SCALES)}")
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """The settings of the local policies, which the exact ones must not be given: they would be ignored."""
+        for name in ("anchor", "max_anchor", "max_lead"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), least=1)
+        for name in ("overhead_target", "divergence_threshold"):
+            value = getattr(self, name)
+            if value is not None and not _is_above_zero(value):
+                raise InputError(f"{name}={value!r} must be a number above 0")
+        if self.optimizer_state is not None:
+            _check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
+        if self.is_local:
+            if self.global_batch_size is not None:
+                raise InputError(
+                    f"global_batch_size={self.global_batch_size!r} with policy={self.policy!r}: there every device "
+                    "steps by itself on batch_size samples; leave it out, or use policy='balanced'"
+                )
+            return
+        given = [name for name in LOCAL_SETTINGS if getattr(self, name) not in (None, False)]
+        if given:
+            raise InputError(
+                f"{given[0]}={getattr(self, given[0])!r} belongs to the policies {' and '.join(LOCAL_POLICIES)}; with "
+                f"policy={self.policy!r} it would be ignored: leave it out"
+            )
 
     def slot_size(self, ranks: int) -> int:
-        """Samples per optimizer step of all ranks together."""
-        return self.global_batch_size or self.batch_size * ranks * self.accumulate
+        """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""
+        each = self.batch_size * self.accumulate
+        return each if self.is_local else self.global_batch_size or each * ranks
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks train by themselves and average params now and then, instead of summing gradients."""
+        return self.policy in LOCAL_POLICIES
+
+    def evaluates(self, epoch: int, every: int) -> bool:
+        """Whether an evaluation every so many epochs falls on the end of this one; the last always counts."""
+        return epoch + 1 == self.epochs or (epoch + 1) % every == 0
+
+    def checkpoints(self, epoch: int) -> bool:
+        """Whether the state is saved after this epoch; after the last it is the result."""
+        every = self.checkpoint_every
+        return every is not None and epoch + 1 != self.epochs and (epoch + 1) % every == 0
 
     @property
     def is_shared_out(self) -> bool:
@@ -193,6 +259,10 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 def _check_count(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -146,7 +146,6 @@ def _start_loop(
     join = (lambda _: SoloGroup()) if member is None else member.joiner(config, len(dataset))
     seat = Seat(rank, devices)
     loop = Loop(model, make_optimizer, dataset, scheduler, config, seat, join, stop, reporter, keep_state, leave)
-    reporter.say(loop.worker.notes)
     if member is not None:
         member.attend(loop.worker, stop)
     return loop

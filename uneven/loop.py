@@ -23,11 +23,11 @@ from uneven.config import RunConfig, Task
 from uneven.data.feed import Feed, Inputs, Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
+from uneven.pace.company import BROKE_OFF, FINISHED
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.seat import RankResult, Report, Seat
 from uneven.state import TrainedState
-from uneven.step.company import BROKE_OFF, FINISHED
 from uneven.worker import Worker
 
 Keep = Callable[[Group, RankResult, bool], TrainedState]  # (group, result, was the run interrupted)
@@ -65,30 +65,30 @@ class Loop:
         self._is_iterating = False
         self._broken: str | None = None
         self._state: TrainedState | None = None
-        worker.feed = _Opened(worker.feed)
-        worker.measured_from = 1  # nothing was warmed up: the first step compiles and allocates
+        worker.rig.feed = _Opened(worker.rig.feed)
+        worker.rig.is_rehearsed = False  # the first step compiles and allocates
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
             if config.compile == "default":
-                worker.model.compile()
-            worker.meet(Cost(0.0, 1.0))
+                worker.rig.model.compile()
+            self._pace = worker.meet(Cost(0.0, 1.0))
         except BaseException:
             self._open.close()
             leave()
             raise
-        worker.report.started(worker.axis, worker.feed.place)
-        self._stream = worker.feed.stream(worker.parts())
+        worker.report.started(worker.axis, worker.rig.feed.place)
+        self._stream = worker.rig.feed.stream(self._pace.parts())
         worker.recorder.enter("evaluation")
         atexit.register(self._leave)
 
     @property
     def model(self) -> nn.Module:
-        return self.worker.model
+        return self.worker.rig.model
 
     @property
     def optimizer(self) -> Optimizer:
-        return self.worker.optimizer
+        return self.worker.rig.optimizer
 
     @property
     def rank(self) -> int:
@@ -100,15 +100,15 @@ class Loop:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
-        with self.worker.eager.precision.region():
-            return self.worker.model(*inputs, **named)
+        with self.worker.rig.eager.precision.region():
+            return self.worker.rig.model(*inputs, **named)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
         self._check_usable()
         worker = self.worker
-        due, place = divmod(worker.trained, worker.axis.slots_per_epoch)
-        if self._is_iterating or place:
+        due = self._pace.epoch
+        if self._is_iterating:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
         if due >= worker.config.epochs:
             raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
@@ -131,7 +131,7 @@ class Loop:
         self._loss = loss
         worker = self.worker
         if self.size == 1:  # among others, the clock of the step starts at the last collective
-            worker.throttle.pause((worker.recorder.clock() - self._began_ns) / 1e9)
+            worker.rig.throttle.pause((worker.recorder.clock() - self._began_ns) / 1e9)
         self._train(part, micros)
 
     def finish(self) -> TrainedState:
@@ -140,10 +140,10 @@ class Loop:
             return self._state
         self._check_usable()
         worker = self.worker
-        if self._is_iterating or worker.trained % worker.axis.slots_per_epoch:
+        if self._is_iterating:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
-        if worker.trained < worker.axis.total and self.size > 1:
-            on = [rank for rank, word in enumerate(self._say(FINISHED)) if word != FINISHED]
+        if self._pace.epoch < worker.config.epochs and self.size > 1:
+            on = [rank for rank, word in enumerate(self._pace.say(FINISHED)) if word != FINISHED]
             if on:
                 self._end_badly(f"rank {self.rank} called ddp.finish() while rank {on[0]} trains on")
         return self._complete(was_interrupted=False)
@@ -159,11 +159,10 @@ class Loop:
 
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
-        end = worker.axis.epoch_end(epoch)
         self._is_iterating = True
         try:
-            worker.rejoin()
-            while worker.trained < end:
+            self._pace.rejoin()
+            while self._pace.epoch <= epoch:
                 part, micros = next(self._stream)
                 if not micros:  # a mean over no samples is NaN: the user need not see it
                     self._train(part, [])
@@ -177,8 +176,8 @@ class Loop:
                 worker.recorder.enter("data")
         except GeneratorExit:
             # Nothing can be raised out of a break: the next use of this loop does, and on the others their step.
-            if worker.trained < end:
-                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.trained}")
+            if self._pace.epoch <= epoch:
+                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.rig.trained}")
             return
         finally:
             self._is_iterating = False
@@ -186,7 +185,7 @@ class Loop:
 
     def _train(self, part: Part, micros: Micros) -> None:
         try:
-            is_stopped = self.worker.train_slot(part, micros)
+            is_stopped = self.worker.train_part(self._pace, part, micros)
         except RankError as error:
             self._end_badly(str(error))
         if is_stopped:
@@ -202,14 +201,6 @@ class Loop:
         loss, self._loss = self._loss, None
         return loss
 
-    def _say(self, word: float) -> list[float]:
-        """A sum without gradients in place of the next step's, for the word that rides in it."""
-        worker = self.worker
-        samples = worker.axis.slot(min(worker.trained, worker.axis.total - 1)).samples
-        row = [0.0, word, float(worker.policy.fingerprint())]
-        rows, _ = worker.eager.sum_gradients([], samples, lambda: row)
-        return [one[1] for one in rows]
-
     def _break_off(self, why: str) -> None:
         if self._broken is not None or self._state is not None:
             return
@@ -217,7 +208,7 @@ class Loop:
         self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
         if self.size > 1:
             with suppress(RuntimeError):  # the others may be gone already
-                self._say(BROKE_OFF)
+                self._pace.say(BROKE_OFF)
         self._leave()
 
     def _fail(self, message: str) -> NoReturn:
@@ -238,7 +229,7 @@ class Loop:
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
         worker = self.worker
-        worker.conclude()
+        self._pace.conclude()
         self._open.close()
         self._state = self._keep(worker.group, worker.result(), was_interrupted)
         self._leave()
@@ -250,10 +241,7 @@ class Loop:
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
         self._open.close()
-        if self.worker.eager.road is not None:
-            self.worker.eager.road.close()
-            for param in self.worker.model.parameters():
-                param.grad = None  # a view of the road
+        self._pace.close()
         self._close_group()
 
 

@@ -9,7 +9,6 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -23,14 +22,13 @@ from uneven.comm.group import GlooGroup, Group, SoloGroup
 from uneven.comm.posts import Poster
 from uneven.comm.store import get_text
 from uneven.config import RunConfig
-from uneven.data.ledger import prove_exactly_once
 from uneven.errors import InputError
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.policy.axis import Axis
 from uneven.seat import RankResult
-from uneven.state import TrainedState
+from uneven.state import TrainedState, proved
 from uneven.timeline.export import Timeline
 from uneven.worker import Worker
 
@@ -164,7 +162,7 @@ class Member:
         worker = self._worker
         if worker is None:  # the user's own code: it may take its time
             return {"slot": 0, "phase": "setup", "total": 0}
-        return {"slot": worker.trained, "phase": worker.recorder.state, "total": worker.axis.samples}
+        return {**worker.show(), "total": worker.axis.samples}
 
     def _place(self, devices: tuple[Device, ...]) -> None:
         """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""
@@ -195,14 +193,12 @@ class _Request(threading.Event):
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with everybody's timeline and log, the same on every rank, and proved exactly once."""
     if group.size == 1:
-        prove_exactly_once(axis, [result.log], result.state.slot)
-        return replace(result.state, timeline=Timeline.together([result.timeline]), log=[result.log])
-    own = {"timeline": result.timeline.to_json(), "log": result.log}
+        return proved(result.state, axis, [result.log], [result.rounds], [result.timeline])
+    own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
     everyone = [
         json.loads(zlib.decompress(data))
         for data in gather_bytes(group, zlib.compress(json.dumps(own).encode(), level=1))
     ]
     logs = [[(slot, first, samples) for slot, first, samples in one["log"]] for one in everyone]
-    prove_exactly_once(axis, logs, result.state.slot)
-    timeline = Timeline.together([Timeline.from_json(one["timeline"]) for one in everyone])
-    return replace(result.state, timeline=timeline, log=logs)
+    rounds = [[(due, entered, merged, scale) for due, entered, merged, scale in one["rounds"]] for one in everyone]
+    return proved(result.state, axis, logs, rounds, [Timeline.from_json(one["timeline"]) for one in everyone])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from uneven import __version__
 from uneven.config import RunConfig, Task, check_task
-from uneven.data.replay import read_replay
+from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
 from uneven.hardware.device import Device, parse_devices
@@ -74,7 +74,8 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequ
     ]
     if len(devices) > 1:
         policy = config.policy if config.replay is None else f"as in {config.replay}"
-        lines.append(f"  policy {policy}   {config.slot_size(len(devices))} samples a step over all devices")
+        whose = "on each device" if config.is_local else "over all devices"
+        lines.append(f"  policy {policy}   {config.slot_size(len(devices))} samples a step {whose}")
     if any(device.speed < 1 for device in devices):
         lines.append("  a device with @ is simulated: it sleeps after each step, so its speed is not exact")
     return lines
@@ -85,7 +86,8 @@ def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
     assert config.replay is not None, "asked only for a replay"
     if config.out is not None and config.out.resolve() == config.replay.resolve():
         raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
-    read_replay(config.replay, Axis(len(task.dataset), config.slot_size(ranks), config.epochs), ranks, config.to_json())
+    axis = Axis(len(task.dataset), config.slot_size(ranks), config.epochs)
+    read_log(config.replay, axis, ranks, config.to_json(), config.is_local)
     return replace(config, replay=config.replay.resolve())
 
 
@@ -116,15 +118,18 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
             f"devices={names!r}: several devices with a CUDA one among them are not trained in this version; "
             "pass CPU devices, as in 'cpu,cpu@0.4', or one CUDA device"
         )
-    if config.policy not in ("sync", "balanced"):
-        raise InputError(
-            f"policy={config.policy!r} on several devices is not in this version; pass policy='balanced' or 'sync'"
-        )
     if config.shares is not None and len(config.shares) != len(devices):
         raise InputError(
             f"shares={config.shares!r} has {len(config.shares)} entries for {len(devices)} devices: {names}"
         )
     if config.shares is not None and config.policy == "sync":
         raise InputError("shares=... with policy='sync' contradict each other: sync shares equally; use 'balanced'")
+    if config.shares is not None and config.policy == "async":
+        raise InputError("shares=... with policy='async': there devices claim batches as they come; use 'cadence'")
+    if config.sync_batchnorm and config.is_local:
+        raise InputError(
+            f"sync_batchnorm=True with policy={config.policy!r}: devices step at their own times and cannot meet in "
+            "every layer; their statistics are averaged in each round. Leave it out, or use policy='balanced'"
+        )
     if config.backend == "nccl":
         raise InputError(f"backend='nccl' needs CUDA devices, got {names!r}; use backend='auto'")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class _Board:
 
     def epoch_done(self, entry: dict[str, Any]) -> None:
         self.shown = {**self.shown, "history": [*self.shown.get("history", []), entry]}
+
+    def say(self, lines: Sequence[str]) -> None:
+        self.shown = {**self.shown, "notes": [*self.shown.get("notes", []), *lines]}
 
 
 def main(folder: Path, rank: int) -> None:
@@ -94,7 +98,7 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     def show() -> dict[str, Any]:
         if worker is None:
             return {**board.shown, "phase": "setup"}
-        return {**board.shown, "slot": worker.trained, "phase": worker.recorder.state, "notes": worker.notes}
+        return {**board.shown, **worker.show()}
 
     store = reach_store("127.0.0.1", plan["port"])
     poster = Poster(plan["port"], rank, show, stop, lambda: outlive(folder))

@@ -21,7 +21,6 @@ from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
 from uneven.hardware.device import Device
 from uneven.member import Member, collect, this_member
-from uneven.policy.axis import Axis
 from uneven.prepare import prepare
 from uneven.progress import Reporter
 from uneven.seat import Seat
@@ -179,7 +178,6 @@ def _as_rank(
     """This process is one of several ranks already: it trains its part, on the run's thread."""
     join = member.joiner(config, len(task.dataset))
     worker = Worker(task, config, Seat(member.rank, devices), join, stop, reporter)
-    worker.report = _Noting(worker, reporter)
     member.attend(worker, stop)
     try:
         result = worker.train()
@@ -187,18 +185,6 @@ def _as_rank(
     finally:
         member.attend(None)
         member.leave()
-
-
-class _Noting:
-    """A reporter that hears the worker's notes first; a launcher reads them from the posts instead."""
-
-    def __init__(self, worker: Worker, reporter: Reporter) -> None:
-        self._worker, self._reporter = worker, reporter
-        self.stepped, self.epoch_done = reporter.stepped, reporter.epoch_done
-
-    def started(self, axis: Axis, place: str) -> None:
-        self._reporter.say(self._worker.notes)
-        self._reporter.started(axis, place)
 
 
 def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:

@@ -1,6 +1,7 @@
 """A rank's place in a run: who it is, whom it tells, what it leaves."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ class Report(Protocol):
     def started(self, axis: Axis, place: str) -> None: ...
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None: ...
     def epoch_done(self, entry: dict[str, Any]) -> None: ...
+    def say(self, lines: Sequence[str]) -> None:
+        """What the user should know."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,15 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank leaves: `log` holds (slot, first, samples) of every part it trained, in order."""
+    """What a rank leaves: `log` holds (slot, first, samples) of every part it trained, in order.
+
+    `rounds` holds (due, entered, merged, scale) of each round of a local policy, in parts trained by this rank.
+    """
 
     state: TrainedState
     timeline: Timeline
     log: list[tuple[int, int, int]]
+    rounds: list[tuple[int, int, int, float]]
     traffic: Traffic
 
     def save(self, home: Path, is_lead: bool) -> None:
@@ -50,4 +58,6 @@ class RankResult:
         if is_lead:
             self.state.save(home)
         (home / "timeline.json").write_text(json.dumps(self.timeline.to_json()))
-        (home / "log.json").write_text(json.dumps({"parts": self.log, "traffic": asdict(self.traffic)}))
+        (home / "log.json").write_text(
+            json.dumps({"parts": self.log, "rounds": self.rounds, "traffic": asdict(self.traffic)})
+        )

@@ -7,7 +7,7 @@ other two are whole.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.data.ledger import prove_exactly_once
 from uneven.data.replay import log_record
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
+from uneven.policy.axis import Axis
 from uneven.timeline.export import Timeline
 
 VERSION = 1
@@ -41,6 +43,7 @@ class TrainedState:
     finished: bool = True
     timeline: Timeline | None = None
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
+    rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
     folder: Path | None = None
 
     def load_into(self, model: nn.Module) -> nn.Module:
@@ -72,7 +75,7 @@ class TrainedState:
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
             if self.log:
-                log = log_record(self.log, self.dataset_samples, self.slot, self.config)
+                log = log_record(self.log, self.rounds, self.dataset_samples, self.slot, self.config)
                 write_atomically(folder / "log.json", json.dumps(log).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
@@ -101,6 +104,20 @@ class TrainedState:
             finished=record["finished"],
             folder=folder,
         )
+
+
+def proved(
+    state: TrainedState,
+    axis: Axis,
+    logs: list[list[tuple[int, int, int]]],
+    rounds: list[list[tuple[int, int, int, float]]],
+    timelines: list[Timeline],
+) -> TrainedState:
+    """A rank's state with everybody's logs and timelines, once they prove that every sample was trained once."""
+    was_claimed = any(rounds) and not state.finished
+    slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
+    samples = sum(samples for log in logs for _, _, samples in log)
+    return replace(state, slot=slots, samples=samples, timeline=Timeline.together(timelines), log=logs, rounds=rounds)
 
 
 def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

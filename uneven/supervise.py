@@ -19,14 +19,13 @@ from uneven.comm.launch import INTERRUPTED, RankProcesses, describe_exit
 from uneven.comm.remains import make_private_folder, remove
 from uneven.comm.store import get_text, open_store
 from uneven.config import RunConfig, Task
-from uneven.data.ledger import prove_exactly_once
 from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device
 from uneven.payload import drop_tensors, write_payload
 from uneven.policy.axis import Axis
 from uneven.progress import Reporter
-from uneven.state import TrainedState
+from uneven.state import TrainedState, proved
 from uneven.timeline.export import Timeline
 
 T = TypeVar("T")
@@ -213,10 +212,8 @@ def _name(rank: int, devices: tuple[Device, ...]) -> str:
 def _collect(folder: Path, task: Task, config: RunConfig, size: int) -> TrainedState:
     homes = [folder / f"result-{rank}" for rank in range(size)]
     state = TrainedState.load(homes[0])
-    logs = [json.loads((home / "log.json").read_text())["parts"] for home in homes]
+    records = [json.loads((home / "log.json").read_text()) for home in homes]
+    timelines = [Timeline.from_json(json.loads((home / "timeline.json").read_text())) for home in homes]
     axis = Axis(len(task.dataset), config.slot_size(size), config.epochs)
-    prove_exactly_once(axis, logs, state.slot)
-    timeline = Timeline.together(
-        [Timeline.from_json(json.loads((home / "timeline.json").read_text())) for home in homes]
-    )
-    return replace(state, timeline=timeline, log=logs, folder=None)
+    logs, rounds = [one["parts"] for one in records], [one["rounds"] for one in records]
+    return proved(replace(state, folder=None), axis, logs, rounds, timelines)

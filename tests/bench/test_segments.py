@@ -51,8 +51,8 @@ def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: s
     for ratio, joint, solo in zip(pairs.ratios, pairs.joint, pairs.solo, strict=True):
         assert ratio == pytest.approx(joint / sum(solo))
     assert all(sum(shares) == 16 for shares in pairs.shares)
-    assert workers[0].trained == workers[1].trained > 0
-    for a, b in zip(workers[0].model.parameters(), workers[1].model.parameters(), strict=True):
+    assert workers[0].rig.trained == workers[1].rig.trained > 0
+    for a, b in zip(workers[0].rig.model.parameters(), workers[1].rig.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

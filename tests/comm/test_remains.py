@@ -43,8 +43,10 @@ def sleeper(tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
     """A process that names a folder in its command, as ranks do."""
     folder = tmp_path / "uneven-run"
     folder.mkdir()
-    command = [sys.executable, "-c", "import signal; signal.pause()", str(folder)]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    command = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()", str(folder)]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # until then its command may not be there to read yet
         yield folder, process
         process.kill()
 

@@ -26,34 +26,37 @@ class BufferAverage:
         self._last_integers = [b.detach().clone() for b in self._integers]
 
     def run(self, group: Group, samples: float) -> None:
-        """`samples` is this rank's weight: what it trained since the last time."""
+        """All ranks meet here. `samples` is this rank's weight: what it trained since the last time."""
         if group.size == 1 or not (self._floats or self._integers):
             return
-        self._average(group, float(samples))
-        self._take_maximum(group)
-        self._last = [b.detach().clone() for _, b in self._floats]
-        self._last_integers = [b.detach().clone() for b in self._integers]
+        weight = float(samples)
+        payload = torch.cat([self.pack(weight), torch.tensor([weight], dtype=torch.float64)])
+        group.sum_(payload).wait()
+        self.unpack(payload[:-1], payload[-1].item())
+        self.take_maximum(group)
 
-    def _average(self, group: Group, weight: float) -> None:
+    def pack(self, weight: float) -> Tensor:
+        """This rank's part of the sum: its float buffers times its weight, and which of them changed."""
         changed = [float(not torch.equal(b, old)) for (_, b), old in zip(self._floats, self._last, strict=True)]
         # A rank that trained nothing sends zeros: its values may be anything, and 0 * nan is nan.
         moments = [self._moment(name, b) if weight else torch.zeros_like(b).double() for name, b in self._floats]
         parts = [(moment * weight).flatten() for moment in moments]
-        payload = torch.cat([*parts, torch.tensor([*changed, weight], dtype=torch.float64)]).cpu()
-        group.sum_(payload).wait()
-        total = payload[-1].item()
-        if total == 0.0:
-            return
-        flags = payload[len(payload) - 1 - len(self._floats) : -1]
-        averages = self._split(payload / total)
-        for place, (name, buffer) in enumerate(self._floats):
-            if flags[place] > 0:
-                average = averages[name]
-                if name in self._means:
-                    average = (average - averages[self._means[name]] ** 2).clamp(min=0)
-                buffer.copy_(average)
+        return torch.cat([*parts, torch.tensor(changed, dtype=torch.float64)]).cpu()
 
-    def _take_maximum(self, group: Group) -> None:
+    def unpack(self, payload: Tensor, total: float) -> None:
+        """Overwrite the float buffers by the average in a sum of everybody's `pack`; `total` sums the weights."""
+        if total:
+            flags = payload[len(payload) - len(self._floats) :]
+            averages = self._split(payload / total)
+            for place, (name, buffer) in enumerate(self._floats):
+                if flags[place] > 0:
+                    average = averages[name]
+                    if name in self._means:
+                        average = (average - averages[self._means[name]] ** 2).clamp(min=0)
+                    buffer.copy_(average)
+        self._last = [b.detach().clone() for _, b in self._floats]
+
+    def take_maximum(self, group: Group) -> None:
         """Element by element, and only of those that changed somewhere: a large mask need not travel."""
         if not self._integers:
             return
@@ -67,6 +70,7 @@ class BufferAverage:
         group.max_(together).wait()
         for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
             buffer.copy_(part.view(buffer.shape))
+        self._last_integers = [b.detach().clone() for b in self._integers]
 
     def _moment(self, name: str, buffer: Tensor) -> Tensor:
         """What is averaged in a buffer's place: a variance stands for its second moment."""

@@ -19,11 +19,13 @@ class DdpStep:
     """Stands in for the step of a worker that has joined its group."""
 
     def __init__(self, worker: Worker) -> None:
-        self._eager: EagerStep = worker.eager
+        self._eager: EagerStep = worker.rig.eager
         self._worker = worker
         if self._eager.road is not None:
             self._eager.road.close()
-        self._ddp = TorchDdp(worker.model, worker.optimizer, worker.task.train_step, worker.config.max_grad_norm)
+        self._ddp = TorchDdp(
+            worker.rig.model, worker.rig.optimizer, worker.task.train_step, worker.config.max_grad_norm
+        )
         self._steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +37,7 @@ class DdpStep:
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
         ((batch, samples),) = batches
-        self._worker.optimizer.zero_grad(set_to_none=True)
+        self._worker.rig.optimizer.zero_grad(set_to_none=True)
         loss = self._worker.task.train_step(self._ddp.model, batch)
         self._eager.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this makes exact.
@@ -51,7 +53,7 @@ def train_with_ddp(worker: Worker, home: Path) -> None:
     """The program of a rank in mode torch-ddp: the worker's own loop, with PyTorch's gradient sum."""
 
     def take_over(joined: Worker) -> None:
-        joined.eager = DdpStep(joined)  # type: ignore[assignment]  # it has all that the worker uses
+        joined.rig.eager = DdpStep(joined)  # type: ignore[assignment]  # it has all that the worker uses
 
     worker.after_joining = take_over
     worker.train().save(home, is_lead=worker.seat.rank == 0)

@@ -22,7 +22,7 @@ from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.progress import Reporter
 from uneven.supervise import run_ranks
 
-POLICIES = ("sync", "balanced", "torch-ddp")
+POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
 FOREVER = 10**6  # epochs: the segments end by themselves
 
 

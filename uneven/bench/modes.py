@@ -3,6 +3,8 @@
 solo-N      the N-th device alone, on the cores it would have among the others
 cpu-sync    equal batches on all devices, gradients summed over Gloo
 cpu-balanced  batches by speed, else the same
+cpu-cadence   each device steps by itself; params are averaged in rounds that wait
+cpu-async     the same with rounds in the background
 torch-ddp   PyTorch's own DistributedDataParallel in the same harness: the thing to beat
 """
 
@@ -13,7 +15,13 @@ from uneven.errors import InputError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 
-POLICY = {"cpu-sync": "sync", "cpu-balanced": "balanced", "torch-ddp": "sync"}
+POLICY = {
+    "cpu-sync": "sync",
+    "cpu-balanced": "balanced",
+    "cpu-cadence": "cadence",
+    "cpu-async": "async",
+    "torch-ddp": "sync",
+}
 NAMES = ("solo-0", "solo-1", *POLICY)
 PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 

@@ -4,6 +4,7 @@ Every collective of the project goes through a Group, and this folder is the onl
 All ranks must start the same collectives in the same order; nothing here checks that, the callers' plan does.
 """
 
+import copy
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,6 +32,14 @@ class Group(Protocol):
         """Rank 0's values to everyone."""
         ...
 
+    def another(self) -> "Group":
+        """A group of the same ranks whose collectives do not queue behind this one's; called by all ranks alike."""
+        ...
+
+    def claim(self, many: int) -> int:
+        """Take the next `many` of a count that all ranks share; returns the first. Nobody waits for anybody."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -41,7 +50,9 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self._store = store
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LAST_RESORT)
+        self._road: Any = dist.group.WORLD
 
     def sum_(self, tensor: Tensor) -> Work:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
@@ -52,12 +63,21 @@ class GlooGroup:
     def broadcast_(self, tensor: Tensor) -> Work:
         return self._start(dist.broadcast, tensor, src=0)
 
+    def another(self) -> "GlooGroup":
+        twin = copy.copy(self)
+        twin.traffic = Traffic()
+        twin._road = dist.new_group(backend="gloo", timeout=LAST_RESORT)  # it does not inherit the first one's
+        return twin
+
+    def claim(self, many: int) -> int:
+        return int(self._store.add("claims", many)) - many
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
-        return Work(collective(tensor, async_op=True, **options), tensor, self.traffic)
+        return Work(collective(tensor, group=self._road, async_op=True, **options), tensor, self.traffic)
 
 
 class SoloGroup:
@@ -68,12 +88,20 @@ class SoloGroup:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self._claimed = 0
 
     def sum_(self, tensor: Tensor) -> Work:
         return Work(_Done(), tensor, Traffic())
 
     max_ = sum_
     broadcast_ = sum_
+
+    def another(self) -> "SoloGroup":
+        return SoloGroup()
+
+    def claim(self, many: int) -> int:
+        self._claimed += many
+        return self._claimed - many
 
     def close(self) -> None: ...
 

@@ -42,12 +42,14 @@ def _mix_array(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]], slots: int) -> None:
+def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]], slots: int | None = None) -> int:
     """Check from the ranks' logs that every sample of the first `slots` slots was trained exactly once.
 
-    A log holds (slot, first, samples) of each part a rank trained. Raises RuntimeError naming the slot.
+    None: of those slots that were trained at all, since ranks that claim their slots stop each at its own. A log holds
+    (slot, first, samples) of each part a rank trained. Returns the number of slots; RuntimeError names a wrong one.
     """
-    parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in range(slots)}
+    due = range(slots) if slots is not None else sorted({index for log in logs for index, _, _ in log})
+    parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in due}
     for rank, log in enumerate(logs):
         for index, first, samples in log:
             if index not in parts:
@@ -66,3 +68,4 @@ def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]
             place = stop
         if place != slot.stop:
             raise RuntimeError(f"slot {index}: positions {place} to {slot.stop} were left out")
+    return len(parts)

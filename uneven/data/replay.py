@@ -5,31 +5,55 @@ The log is complete in itself: log.json holds the parts and what must be the sam
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from uneven.data.ledger import prove_exactly_once
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
+from uneven.policy.recorded import Round
 from uneven.policy.replayed import Replayed
 
 # Settings that decide what a slot is and what is computed from it; any other value makes another run.
 SAME = (
     *("batch_size", "accumulate", "global_batch_size", "epochs", "seed"),
-    *("max_grad_norm", "precision", "compile", "sync_batchnorm"),
+    *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state"),
 )
 
 
-def log_record(log: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Log:
+    """Per rank, in order: (slot, first, samples) of the parts it trained, and its rounds where it had any."""
+
+    parts: list[list[tuple[int, int, int]]]
+    rounds: list[list[Round]]
+
+    def shares(self, slots: int) -> Replayed:
+        """The policy that repeats an exact run."""
+        plan = [[0] * len(self.parts) for _ in range(slots)]
+        for rank, log in enumerate(self.parts):
+            for slot, _, count in log:
+                plan[slot][rank] = count
+        return Replayed(tuple(tuple(shares) for shares in plan))
+
+
+def log_record(log: Any, rounds: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """What log.json holds."""
     same = {name: config[name] for name in SAME if name in config}
-    return {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": same, "ranks": log}
+    head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": same}
+    return {**head, "ranks": log, "rounds": rounds}
 
 
-def read_replay(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any]) -> Replayed:
-    """The policy that repeats the run in `folder`; InputError where this run is another one."""
+def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:
+    """The log of the run in `folder`; InputError where this run is another one."""
     record = _read(folder)
     _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
+    rounds = [[Round(*one) for one in log] for log in record.get("rounds", [])]
+    was_local = any(rounds)
+    kinds = ("an exact policy", "a local policy")
+    way_out = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
+    _compare(folder, "as policy", kinds[was_local], kinds[is_local], way_out)
     for name, value in record["config"].items():
         _compare(folder, name, value, config[name], f"pass {name}={value!r}")
     samples = record["dataset_samples"]
@@ -39,16 +63,12 @@ def read_replay(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any])
             f"replay={str(folder)!r}: that run was stopped after {record['slots']} of {axis.total} slots, "
             "and only a finished run can be replayed"
         )
-    logs = [[(int(a), int(b), int(c)) for a, b, c in log] for log in record["ranks"]]
+    parts = [[(int(a), int(b), int(c)) for a, b, c in log] for log in record["ranks"]]
     try:
-        prove_exactly_once(axis, logs, axis.total)
+        prove_exactly_once(axis, parts, axis.total)
     except RuntimeError as error:
         raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
-    plan = [[0] * ranks for _ in range(axis.total)]
-    for rank, log in enumerate(logs):
-        for slot, _, count in log:
-            plan[slot][rank] = count
-    return Replayed(tuple(tuple(shares) for shares in plan))
+    return Log(parts, rounds)
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,26 @@ class Cost:
         return Cost(self.fixed_ms * factor, self.sample_ms * factor)
 
 
+def fitted(times: Sequence[tuple[int, float]]) -> Cost:
+    """The cost that explains measured (samples, ms): a line through the typical times of the smallest and largest size.
+
+    Noise can tilt the line, so the part per sample stays between a twentieth and the whole of the larger time.
+    """
+    by_size: dict[int, list[float]] = {}
+    for samples, ms in times:
+        by_size.setdefault(samples, []).append(ms)
+    if not by_size:
+        return Cost(0.0, 1.0)
+    typical = {samples: sorted(found)[len(found) // 2] for samples, found in by_size.items()}
+    small, large = min(typical), max(typical)
+    average_ms = typical[large] / large
+    if small == large:
+        return Cost(0.0, average_ms)
+    slope_ms = (typical[large] - typical[small]) / (large - small)
+    sample_ms = min(max(slope_ms, 0.05 * average_ms), average_ms)
+    return Cost(max(0.0, typical[large] - sample_ms * large), sample_ms)
+
+
 def finish_ms(costs: Sequence[Cost], shares: Sequence[int]) -> float:
     """When the last rank is done."""
     return max(cost.time_ms(samples) for cost, samples in zip(costs, shares, strict=True))

@@ -4,7 +4,7 @@ A job can be so small, or a device so slow, that sums of gradients cost more tha
 answer is to leave it out, said before training and with the words to type.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -30,19 +30,36 @@ class Forecast:
 
 
 def forecast(costs: Sequence[Cost], samples: int, sum_ms: float, least: int = 1) -> Forecast:
-    """`sum_ms` is one gradient sum over all ranks; a rank alone needs none and trains the same `samples` a step."""
+    """For the exact policies: every step sums gradients, which takes `sum_ms`; a rank alone has none to sum."""
 
     def speed(ranks: tuple[int, ...]) -> float:
         chosen = [costs[rank] for rank in ranks]
         step_ms = finish_ms(chosen, equal_finish(chosen, samples, least=least))
         return 1e3 * samples / (step_ms + (sum_ms if len(ranks) > 1 else 0.0))
 
-    everyone = tuple(range(len(costs)))
-    by_speed = sorted(everyone, key=lambda rank: costs[rank].time_ms(samples))
-    if len(costs) <= MOST_TRIED:
-        tried = [subset for size in everyone for subset in combinations(everyone, size + 1)]
+    return _best(len(costs), speed)
+
+
+def forecast_local(costs: Sequence[Cost], samples: int, round_ms: float, max_anchor: int, target: float) -> Forecast:
+    """For the local policies: a round of `round_ms` after windows that grow until it costs no more than `target`."""
+
+    def speed(ranks: tuple[int, ...]) -> float:
+        slot_ms = [costs[rank].time_ms(samples) for rank in ranks]
+        alone = sum(1e3 * samples / ms for ms in slot_ms)
+        if len(ranks) == 1:
+            return alone
+        return alone * (1.0 - max(target, round_ms / (max_anchor * max(slot_ms) + round_ms)))
+
+    return _best(len(costs), speed)
+
+
+def _best(size: int, speed: Callable[[tuple[int, ...]], float]) -> Forecast:
+    everyone = tuple(range(size))
+    by_speed = sorted(everyone, key=lambda rank: -speed((rank,)))
+    if size <= MOST_TRIED:
+        tried = [subset for many in everyone for subset in combinations(everyone, many + 1)]
     else:
-        tried = [tuple(sorted(by_speed[: size + 1])) for size in everyone]
+        tried = [tuple(sorted(by_speed[: many + 1])) for many in everyone]
     best = max(tried, key=lambda subset: (speed(subset), -len(subset)))
     return Forecast(speed(everyone), speed((by_speed[0],)), by_speed[0], speed(best), best)
 

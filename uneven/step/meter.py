@@ -33,13 +33,16 @@ class LossMeter:
             self._pending = (copied, arrived)
         return self._latest
 
-    def take(self, group: Group) -> float:
-        """The mean loss of all ranks since the last take; waits for the device and starts anew."""
-        totals = group.sum_(self.totals.cpu()).wait() if group.size > 1 else self.totals
-        mean = self._mean(totals)
+    def drain(self) -> tuple[float, float]:
+        """This rank's sum and count since the last time; waits for the device and starts anew."""
+        loss_sum, count = self.totals.tolist()
         self.totals.zero_()
         self._pending = None
-        return mean
+        return loss_sum, count
+
+    def take(self, group: Group) -> float:
+        """The mean loss of all ranks since the last take; waits for the device and starts anew."""
+        return self._mean(group.sum_(torch.tensor(self.drain(), dtype=torch.float64)).wait())
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

@@ -1,4 +1,4 @@
-"""A torch LR scheduler, stepped by global progress instead of by local steps."""
+"""A torch LR scheduler, stepped by global progress instead of by local steps, and a scale on top of it."""
 
 import inspect
 from collections.abc import Callable
@@ -11,12 +11,17 @@ from uneven.errors import InputError
 
 
 class Schedule:
-    """Keeps the optimizer's learning rates at a position of the schedule; positions only grow."""
+    """Keeps the optimizer's learning rates at a position of the schedule; positions only grow.
+
+    Schedulers compute a rate from the one before, so the scale is taken off before they step and put on afterwards.
+    """
 
     def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
         self._optimizer = optimizer
         self._position = 0
         self._scheduler: LRScheduler | None = None
+        self.plain = self.rates  # without the scale
+        self._written = self.rates
         if make_scheduler is None:
             return
         takes_length = _required_arguments(make_scheduler) == 2
@@ -27,17 +32,32 @@ class Schedule:
                 "depends on progress alone, not on a metric: LambdaLR, MultiStepLR, OneCycleLR, ..."
             )
         self._scheduler = made
+        self.plain = self._written = self.rates
 
-    def move_to(self, position: int) -> None:
-        """Set the learning rates for this position (global samples // slot size)."""
+    def move_to(self, position: int, scale: float = 1.0) -> None:
+        """Set the learning rates for this position (global samples // slot size), times the scale."""
+        if self._scheduler is None and scale == 1.0 and self.plain == self._written:
+            return
+        now = self.rates
+        # A rate that is not the one we wrote was set by the user: it is the new plain one.
+        pairs = zip(now, self._written, self.plain, strict=True)
+        self._write([plain if rate == written else rate for rate, written, plain in pairs])
         if self._scheduler is not None:
             for _ in range(position - self._position):
                 self._scheduler.step()
         self._position = max(position, self._position)
+        self.plain = self.rates
+        self._write([scale * rate for rate in self.plain])
+        self._written = self.rates
 
     @property
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _write(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            if float(group["lr"]) != rate:
+                group["lr"] = rate
 
 
 def _required_arguments(function: Callable[..., Any]) -> int:

@@ -21,3 +21,10 @@ def check_company(words: Sequence[float], slot: int) -> None:
             )
         if word == FINISHED:
             raise RankError(f"rank {rank} called ddp.finish() before slot {slot} while others train on")
+
+
+def check_agreement(prints: Sequence[int], when: str) -> None:
+    """The replicated policies must be equal; RankError names a rank whose copy is not."""
+    for rank, one in enumerate(prints):
+        if one != prints[0]:
+            raise RankError(f"rank {rank} decided otherwise than rank 0 {when}: {list(prints)}")

@@ -1,0 +1,167 @@
+"""Segments of joint training, one kind per way of keeping together. Each can be run again and again, in turn with
+segments of something else, by the same processes."""
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+import torch
+
+from uneven.pace.exact import ExactPace
+from uneven.pace.local import LocalPace
+from uneven.parallel.reference import TorchDdp
+from uneven.policy.axis import Part
+from uneven.worker import Worker
+
+LEAST_STEPS = 3
+LEAST_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one rank did in a segment: the ranks' speeds add up to what they do together."""
+
+    speed: float  # samples/s
+    steps: int
+    shares: list[int]
+    payload_bytes: int = 0  # what this rank sent, in all
+    busy: list[list[float]] = field(default_factory=list)  # per step: every rank's own work, in ms
+    delays: list[float] = field(default_factory=list)
+
+
+class Joint(Protocol):
+    """A way of joint training. `run` takes at least so many seconds, on all ranks alike."""
+
+    def run(self, seconds: float) -> Segment: ...
+    def close(self) -> None: ...
+
+
+class ExactJoint:
+    """Every step a sum of gradients."""
+
+    def __init__(self, worker: Worker, pace: ExactPace) -> None:
+        self._worker, self._pace = worker, pace
+        self._stream = worker.rig.feed.stream(pace.parts())
+        self._step_s = 0.0
+
+    def run(self, seconds: float) -> Segment:
+        worker, pace = self._worker, self._pace
+        steps = _steps(seconds, self._step_s)
+        busy, samples = [], 0
+        sent = worker.group.traffic.payload_bytes
+        began = time.perf_counter()
+        pace.rejoin()
+        for _ in range(steps):
+            part, micros = next(self._stream)
+            pace.step(part, micros)
+            samples += part.samples
+            busy.append(list(pace.busy_ms))
+            worker.recorder.enter("data")
+        sent = worker.group.traffic.payload_bytes - sent
+        elapsed = highest(worker, time.perf_counter() - began)
+        self._step_s = elapsed / steps
+        shares = list(pace.policy.shares(worker.rig.trained, worker.axis.slot(0).samples))
+        return Segment(samples / elapsed, steps, shares, sent, busy)
+
+    def close(self) -> None: ...
+
+
+class DdpJoint:
+    """PyTorch's DistributedDataParallel with equal batches, on a copy of the model."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        # A copy of its own: DDP's hooks and ours would otherwise meet on the same params.
+        model = copy.deepcopy(worker.rig.model)
+        optimizer = worker.task.make_optimizer(model.parameters())
+        self._ddp = TorchDdp(model, optimizer, worker.task.train_step, worker.config.max_grad_norm)
+        self._each = worker.axis.slot(0).samples // worker.seat.size
+        self._stream = worker.rig.feed.stream(full_parts(worker, self._each, worker.seat.rank * self._each))
+        self._step_s = 0.0
+
+    def run(self, seconds: float) -> Segment:
+        rig = self._worker.rig
+        steps = _steps(seconds, self._step_s)
+        began = time.perf_counter()
+        for _ in range(steps):
+            began_ns = rig.recorder.clock()
+            _, micros = next(self._stream)
+            self._ddp.step(rig.feed.open(micros[0][0]))
+            rig.slow_down(began_ns)
+        elapsed = highest(self._worker, time.perf_counter() - began)
+        self._step_s = elapsed / steps
+        return Segment(steps * self._each / elapsed, steps, [self._each] * self._worker.seat.size)
+
+    def close(self) -> None: ...
+
+
+class LocalJoint:
+    """Windows and rounds. A segment ends at a slot of the axis, where all ranks meet.
+
+    Such a meeting is part of cadence, but async knows none between its rounds: there a rank's time ends when it has
+    trained its last slot of the segment.
+    """
+
+    def __init__(self, worker: Worker, pace: LocalPace) -> None:
+        self._worker, self._pace = worker, pace
+        self._stream = worker.rig.feed.stream(pace.parts())
+        self._slots_per_s = 0.0
+        self._length = LEAST_WINDOWS * sum(pace.windows.counts)
+        pace.windows.next_event = lambda slot: slot + self._length
+        pace.windows.event = self._length
+
+    def run(self, seconds: float) -> Segment:
+        worker, pace = self._worker, self._pace
+        least = LEAST_WINDOWS * sum(pace.windows.counts)
+        # The end of this segment is fixed already; this is the length of the next one.
+        self._length = max(least, math.ceil(seconds * self._slots_per_s))
+        end, start, known = pace.windows.event, pace.windows.start, len(worker.recorder.events)
+        first, sent = len(worker.rig.log), pace.average.traffic.payload_bytes
+        began_ns = worker.recorder.clock()
+        pace.rejoin()
+        while pace.windows.event == end:
+            pace.train(*next(self._stream))
+        is_async = worker.config.policy == "async"
+        ended_ns = pace.entered_ns if is_async else worker.recorder.clock()
+        samples = sum(samples for _, _, samples in worker.rig.log[first:])
+        seconds = (ended_ns - began_ns) / 1e9
+        self._slots_per_s = (end - start) / highest(worker, seconds)
+        delays = [event.fields["delay"] for event in worker.recorder.events[known:] if event.kind == "round"]
+        steps, sent = len(worker.rig.log) - first, pace.average.traffic.payload_bytes - sent
+        return Segment(samples / seconds, steps, list(pace.windows.counts), sent, delays=delays)
+
+    def close(self) -> None:
+        self._pace.average.close()
+
+
+def full_parts(worker: Worker, samples: int, first: int) -> Iterator[Part]:
+    """Full parts of one size, over and over."""
+    for index in count():
+        slot = worker.axis.slot(index % worker.axis.total)
+        room = worker.axis.samples - samples
+        start = (slot.first + first) if slot.first + first <= room else first % max(1, room)
+        yield Part(slot, start, samples, samples)
+
+
+def meet(worker: Worker) -> None:
+    worker.group.sum_(torch.zeros(1)).wait()
+
+
+def highest(worker: Worker, value: float) -> float:
+    return float(worker.group.max_(torch.tensor([value], dtype=torch.float64)).wait())
+
+
+def share_out(worker: Worker, value: float) -> list[float]:
+    """Every rank's value, on all ranks."""
+    values = torch.zeros(worker.seat.size, dtype=torch.float64)
+    values[worker.seat.rank] = value
+    everyone: list[float] = worker.group.sum_(values).wait().tolist()
+    return everyone
+
+
+def _steps(seconds: float, step_s: float) -> int:
+    return max(LEAST_STEPS, math.ceil(seconds / step_s) if step_s else 0)

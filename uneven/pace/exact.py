@@ -1,0 +1,205 @@
+"""The exact pace: all ranks take every step together, on one sum of gradients.
+
+What a rank wants to tell the others (its time, a stop request, the proof that its policy agrees) rides in the sum.
+A rank alone goes the same way; it only has nothing to sum.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from uneven.average.buffers import BufferAverage
+from uneven.comm.group import Group
+from uneven.data.feed import Micros
+from uneven.data.replay import read_log
+from uneven.pace.company import STOP, check_agreement, check_company
+from uneven.parallel.batchnorm import describe_batchnorm, has_batchnorm, synced_buffers
+from uneven.parallel.gradients import GradientRoad
+from uneven.policy.axis import Part, part_of
+from uneven.policy.exact import Balanced, ExactPolicy, Fixed
+from uneven.policy.finish import Cost
+from uneven.policy.learned import Learned
+from uneven.policy.subset import advice, forecast
+from uneven.rig import Rig
+from uneven.step.costs import measure_sum_ms
+
+ROW = ("busy_ms", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
+
+
+class ExactPace:
+    """Invariant: after every slot all ranks hold the same params. `is_stopping()` is this rank's own wish to stop."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        group: Group,
+        is_stopping: Callable[[], bool],
+        end_epoch: Callable[[int, float], None],
+    ) -> None:
+        self.rig, self.group = rig, group
+        self._is_stopping, self._end_epoch = is_stopping, end_epoch
+        self.notes: list[str] = []
+        self.policy: ExactPolicy = Fixed.even(rig.seat.size)
+        self.buffers = BufferAverage(rig.model, synced_buffers(rig.model))
+        self.busy_ms: list[float] = []  # every rank's own work in the last step
+        self._is_advised = False
+        self._weight = 0  # samples since the buffers were last averaged
+        self._free_ns = 0  # when this rank last came out of a collective
+
+    def meet(self, costs: Sequence[Cost]) -> None:
+        """Round 0: everyone knows everyone's cost; the first shares follow from them."""
+        rig, shares_known = self.rig, self.rig.config.is_shared_out
+        if rig.seat.size == 1:
+            return
+        if rig.circle.layers:
+            rig.circle.group, rig.circle.enter = self.group, rig.recorder.enter
+            _, ((self._phantom, _),) = next(rig.feed.stream([Part(rig.axis.slot(0), 0, 1, 1)]))
+        self.policy = self._make_policy(costs)
+        first = rig.axis.slot(0).samples
+        shares = list(self.policy.shares(0, first))
+        is_measured = rig.is_rehearsed and not shares_known
+        alone = [1e3 * rig.config.batch_size / cost.time_ms(rig.config.batch_size) for cost in costs]
+        rig.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
+        self.notes = describe_batchnorm(rig.model, rig.circle, rig.config.sync_batchnorm, shares)
+        # Layers that wait for each other in backward keep their order only if nothing is sent in between.
+        rig.eager.road = GradientRoad(
+            list(rig.model.parameters()), self.group, len(ROW) + 1, overlaps=not rig.circle.layers
+        )
+        if is_measured:
+            self._advise(costs)
+
+    def rejoin(self) -> None:
+        """From now on the rank's time is its own work again: called after anything that is not a step."""
+        self._free_ns = self.rig.recorder.enter("data")
+
+    def parts(self) -> Iterator[Part]:
+        seat = self.rig.seat
+        for slot in self.rig.axis.slots():
+            shares = self.policy.shares(slot.index, slot.samples)
+            yield part_of(slot, shares, seat.rank, self.rig.batch(shares[seat.rank]))
+
+    def train(self, part: Part, micros: Micros) -> bool:
+        """One slot, and the end of its epoch where it is the last; returns whether the run is to stop after it."""
+        is_stopped = self.step(part, micros)
+        rig, slot = self.rig, part.slot
+        if rig.trained == rig.axis.epoch_end(slot.epoch):
+            rig.recorder.enter("compute")
+            rig.run_ahead.drain()
+            rig.recorder.enter("communication" if rig.seat.size > 1 else "other")
+            self._end_epoch(slot.epoch, rig.meter.take(self.group))
+            self._free_ns = rig.recorder.enter("other")
+        if is_stopped:
+            rig.recorder.event("stop", slot=rig.trained)
+        return is_stopped
+
+    def step(self, part: Part, micros: Micros) -> bool:
+        rig = self.rig
+        micros = rig.open(micros)
+        began_ns = rig.recorder.enter("compute")
+        rig.schedule.move_to(rig.axis.schedule_position(part.slot.index))
+        if rig.seat.size > 1:
+            is_stopped = self._step_together(part, micros + self._phantoms(part))
+        else:
+            rig.step_alone(part, micros, began_ns)
+            is_stopped = self._is_stopping()
+        rig.run_ahead.after_step()
+        rig.recorder.enter("other")
+        rig.note(part)
+        self._weight += part.samples
+        return is_stopped
+
+    def say(self, word: float) -> list[float]:
+        """A sum without gradients in place of the next step's, for the word that rides in it; returns everybody's."""
+        rig = self.rig
+        samples = rig.axis.slot(min(rig.trained, rig.axis.total - 1)).samples
+        row = [0.0, word, float(self.policy.fingerprint())]
+        rows, _ = rig.eager.sum_gradients([], samples, lambda: row)
+        return [one[1] for one in rows]
+
+    def average_buffers(self) -> None:
+        """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
+        self.buffers.run(self.group, self._weight)
+        self._weight = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.rig.trained // self.rig.axis.slots_per_epoch
+
+    def ratio(self) -> tuple[int, ...]:
+        return self.policy.shares(self.rig.trained, self.rig.axis.slot(0).samples)
+
+    def show(self) -> dict[str, float]:
+        return {}
+
+    def conclude(self) -> None:
+        self.rig.recorder.enter("compute")
+        self.rig.run_ahead.drain()
+        self.average_buffers()
+
+    def close(self) -> None:
+        """The model is the user's alone again."""
+        if self.rig.eager.road is not None:
+            self.rig.eager.road.close()
+            for param in self.rig.model.parameters():
+                param.grad = None  # a view of the road
+
+    def _phantoms(self, part: Part) -> Micros:
+        """With synchronised BatchNorm all ranks run as many micro-batches: the missing ones, of 0 samples."""
+        if not self.rig.circle.is_open:
+            return []
+        shares = self.policy.shares(part.slot.index, part.slot.samples)
+        most = max(-(-share // self.rig.batch(share)) for share in shares)
+        return [(self.rig.feed.open(self._phantom), 0) for _ in range(most - len(part.sizes))]
+
+    def _step_together(self, part: Part, micros: Micros) -> bool:
+        """A step whose gradients are summed over all ranks; speeds, stop requests and proofs ride along."""
+        slot, recorder, traffic = part.slot, self.rig.recorder, self.group.traffic
+        busy_ms = 0.0
+        sent_ns = 0
+        waited_s = traffic.wait_s
+
+        def row() -> list[float]:
+            # The clock of the policy: own work since the last collective, before waiting for anyone.
+            nonlocal busy_ms, sent_ns
+            began_ns = self._free_ns + int((traffic.wait_s - waited_s) * 1e9)
+            self.rig.slow_down(began_ns)
+            sent_ns = recorder.enter("wait")
+            busy_ms = (sent_ns - began_ns) / 1e6
+            return [busy_ms, STOP if self._is_stopping() else 0.0, float(self.policy.fingerprint())]
+
+        rows, counts = self.rig.eager.sum_gradients(micros, slot.samples, row)
+        busy = self.busy_ms = [one[0] for one in rows]
+        # What the slowest rank took longer than this one was waiting; the rest was the wire.
+        recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
+        self._free_ns = recorder.enter("compute")
+        check_company([one[1] for one in rows], slot.index)
+        check_agreement([int(one[2]) for one in rows], f"before slot {slot.index}")
+        self.rig.eager.update(counts)
+        move = self.policy.note(slot.index, slot.samples, busy)
+        if move is not None:
+            recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
+        if isinstance(self.policy, Learned) and self.policy.costs is not None and not self._is_advised:
+            self._is_advised = True
+            self._advise(self.policy.costs)
+        return any(one[1] == STOP for one in rows)
+
+    def _advise(self, costs: Sequence[Cost]) -> None:
+        """Say so where fewer devices would do; all ranks come here after the same slot."""
+        rig = self.rig
+        numbers = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
+        found = forecast(costs, rig.axis.slot(0).samples, measure_sum_ms(self.group, numbers))
+        line = advice(found, [str(device) for device in rig.seat.devices])
+        self.notes += [line] if line else []
+
+    def _make_policy(self, costs: Sequence[Cost]) -> ExactPolicy:
+        rig, config = self.rig, self.rig.config
+        if config.replay is not None:
+            log = read_log(config.replay, rig.axis, rig.seat.size, config.to_json(), is_local=False)
+            return log.shares(rig.axis.total)
+        if config.shares is not None:
+            return Fixed(config.shares)
+        if config.policy == "sync":
+            return Fixed.even(rig.seat.size)
+        least = 2 if has_batchnorm(rig.model) and not rig.circle.layers else 1
+        samples, lookahead = rig.axis.slot(0).samples, rig.feed.lookahead
+        if not rig.is_rehearsed:
+            return Learned(rig.seat.size, samples, least=least, lookahead=lookahead)
+        return Balanced(tuple(costs), samples, None, least, lookahead)

@@ -1,0 +1,327 @@
+"""The local pace: a rank steps by itself and averages its params with the others' in rounds along the axis.
+
+At every batch boundary it asks: has the average of the round in flight come back, and is the next round due? Cadence
+waits for the average; async goes on training and merges at the first boundary after it has arrived, losing nothing.
+Everything ranks do together lies on the axis and is passed in its order: nothing else is ever agreed upon.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.optim import SGD
+
+from uneven.average.buffers import BufferAverage
+from uneven.average.host import Arrived, HostAverage
+from uneven.average.replica import Replica
+from uneven.comm.group import Group
+from uneven.data.feed import Micros
+from uneven.errors import RankError
+from uneven.pace.company import STOP, check_agreement, check_company
+from uneven.pace.opening import open_course, terms_of
+from uneven.policy.axis import Part
+from uneven.policy.course import Course
+from uneven.policy.finish import Cost
+from uneven.policy.recorded import RecordedCourse, RecordedWindows, Round
+from uneven.policy.scale import CHANGE, lr_scale, ramp
+from uneven.policy.subset import advice, forecast_local
+from uneven.policy.windows import Row, Windows
+from uneven.rig import Rig
+from uneven.step.costs import measure_sum_ms
+
+
+class LocalPace:
+    """Invariant: a rank has at most one round in flight, and merges round k before it enters round k + 1."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        group: Group,
+        is_stopping: Callable[[], bool],
+        end_epoch: Callable[[int, float], None],
+    ) -> None:
+        self.rig, self.group = rig, group
+        self._is_stopping, self._end_epoch = is_stopping, end_epoch
+        self.notes: list[str] = []
+        self.epoch = 0  # epochs that all ranks have passed
+        self.buffers = BufferAverage(rig.model)
+        self._is_stopped = False
+        self._hears_stop = False
+        self._costs = Row()  # what this rank's last round cost
+        self._samples = 0  # trained since this rank last entered a round: its weight
+        self._busy_ms = 0.0
+        self._free_ns = 0  # since when the rank's time is its own work
+        self._merged_ns = 0
+        self._entering_ms = 0.0
+        self._losses = [0.0, 0.0]  # sum and count of all ranks since the last epoch that ended
+        self._broken: list[int] = []  # ranks whose params were not finite in the last round
+        self._is_scaled = False
+        self._delay = 0.0  # of the last merge, in steps of the slowest rank
+
+    def meet(self, costs: Sequence[Cost]) -> None:
+        """Round 0: everyone knows everyone's cost; the first window and the learning rate follow from them."""
+        rig, config = self.rig, self.rig.config
+        with_state = config.optimizer_state == "average"
+        replica = Replica(rig.model, rig.optimizer, with_state)
+        self.average = HostAverage(replica, self.buffers, self.group.another(), config.verify)
+        self.windows: Windows | RecordedWindows
+        self.course: Course | RecordedCourse
+        self.windows, self.course = open_course(rig, self._claim, costs)
+        self.scale = 1.0
+        self._set_scale()
+        rig.rounds.append(Round(0, 0, 0, self.scale))
+        is_measured = rig.is_rehearsed and not config.is_shared_out
+        slot_ms = [cost.time_ms(rig.axis.slot_size) for cost in costs]
+        alone = [1e3 * rig.axis.slot_size / ms for ms in slot_ms]
+        counts = list(self.windows.counts)
+        rig.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
+        if is_measured:
+            numbers = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
+            round_ms = measure_sum_ms(self.group, numbers)
+            terms = terms_of(config)
+            found = forecast_local(costs, rig.axis.slot_size, round_ms, terms.max_anchor, terms.overhead_target)
+            line = advice(found, [str(device) for device in rig.seat.devices])
+            self.notes += [line] if line else []
+
+    def rejoin(self) -> None:
+        """From now on the rank's time is its own work again: called after anything that is not a step."""
+        self._free_ns = self._merged_ns = self.rig.recorder.enter("data")
+
+    def parts(self) -> Iterator[Part]:
+        axis, batch = self.rig.axis, self.rig.config.batch_size
+        last = 0
+        while not self._is_ended:
+            index = self.course.hand()
+            if index is None:  # a round comes first: an empty part brings the rank to its boundary
+                slot = axis.slot(last)
+                yield Part(slot, slot.first, 0, batch)
+                continue
+            slot = axis.slot(index)
+            last = index
+            yield Part(slot, slot.first, slot.samples, batch)
+
+    def train(self, part: Part, micros: Micros) -> bool:
+        """One slot, if there is one, and the rounds due after it; returns whether the run is to stop."""
+        if part.samples:
+            self._step(part, micros)
+            self.course.trained()
+        while not self._is_ended:
+            if self.course.in_flight:
+                if not self._may_merge():
+                    break
+                self._merge()
+            elif self._stops or self.course.is_due():
+                self._enter(STOP if self._stops else 0.0)
+            else:
+                break
+        self._free_ns = self.rig.recorder.enter("data")
+        if self._is_stopped:
+            self.rig.recorder.event("stop", slot=self.rig.trained)
+        return self._is_stopped
+
+    def say(self, word: float) -> list[float]:
+        """A round at once, for the word that rides in it; returns everybody's."""
+        if self.course.in_flight:
+            self._receive()
+        self._enter(word)
+        return [row.word for row in self._receive()]
+
+    def average_buffers(self) -> None:
+        """Called where all ranks meet: float buffers were averaged in the round, the integer ones are now."""
+        self.buffers.take_maximum(self.group)
+
+    def ratio(self) -> tuple[int, ...]:
+        return self.windows.counts
+
+    def show(self) -> dict[str, float]:
+        return {
+            "round": self.windows.rounds,
+            "lead": self.course.lead if self.course.in_flight else 0,
+            "anchor": self.windows.anchor,
+            "delay": self._delay,
+        }
+
+    def conclude(self) -> None:
+        """After the last round: all replicas are equal."""
+        self.rig.recorder.enter("communication")
+        self.rig.run_ahead.drain()
+        self.average_buffers()
+        self.average.close()
+
+    def close(self) -> None: ...
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._is_stopped or self.course.is_over
+
+    @property
+    def _stops(self) -> bool:
+        """Asked to stop, or told by another rank: then rounds follow at once until all ranks say so."""
+        return self._hears_stop or self._is_stopping()
+
+    def _may_merge(self) -> bool:
+        return self._stops or self.windows.is_blocking or self.course.may_merge(self.average.is_done())
+
+    def _step(self, part: Part, micros: Micros) -> None:
+        rig, axis = self.rig, self.rig.axis
+        micros = rig.open(micros)
+        rig.recorder.enter("compute")
+        before = axis.samples_before(part.slot.index)
+        scale = ramp(self.scale, before, axis.samples, axis.samples * axis.epochs)
+        rig.schedule.move_to(axis.schedule_position(part.slot.index), scale)
+        rig.step_alone(part, micros, self._free_ns)
+        rig.run_ahead.after_step()
+        now_ns = rig.recorder.enter("other")
+        rig.note(part)
+        self._samples += part.samples
+        self._busy_ms += (now_ns - self._free_ns) / 1e6
+
+    def _enter(self, word: float) -> None:
+        """Enter the next round: the snapshot leaves, with a row of what the others should know."""
+        rig, recorder = self.rig, self.rig.recorder
+        began_ns = recorder.enter("communication")
+        rig.run_ahead.drain()
+        loss_sum, loss_count = rig.meter.drain()
+        row = self._costs._replace(
+            next_slot=float(self.course.next_slot),
+            samples=float(self._samples),
+            busy_ms=self._busy_ms,
+            loss_sum=loss_sum,
+            loss_count=loss_count,
+            word=word,
+            fingerprint=float(self.windows.fingerprint()),
+        )
+        self.average.start(float(self._samples), row)
+        self.course.enter()
+        self._samples, self._busy_ms = 0, 0.0
+        self.entered_ns, self._entered = began_ns, self.course.parts
+        self._window_ms = (began_ns - self._merged_ns) / 1e6
+        self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
+
+    def _receive(self) -> list[Row]:
+        """Wait for the average where it is not here yet, and merge it; everybody's rows."""
+        recorder = self.rig.recorder
+        began_ns = recorder.enter("wait")
+        self.average.wait()
+        here_ns = recorder.clock()
+        arrived = self.average.finish(is_unchanged=self.course.lead == 0)
+        # Up to the moment when all had come it was waiting; from then on it was the wire, then the merge.
+        recorder.enter("communication", min(here_ns, max(began_ns, arrived.met_ns)))
+        now_ns = recorder.enter("other")
+        self._note_costs(arrived, began_ns, here_ns, now_ns)
+        rows = [Row(*one) for one in arrived.rows]
+        self._note_broken(arrived.broken, rows)
+        return rows
+
+    def _merge(self) -> None:
+        due, is_event = self.windows.due, self.windows.due == self.windows.event
+        rows = self._receive()
+        where = f"in the round at slot {due}"
+        check_company([row.word for row in rows], due)
+        check_agreement([int(row.fingerprint) for row in rows], where)
+        decisions = self.windows.note(rows)
+        lead = self.course.lead
+        self.course.merged()
+        recorder = self.rig.recorder
+        recorder.event(
+            "round",
+            round=self.windows.rounds,
+            due=due,
+            steps_late=lead,
+            delay=self._delay,
+            wait_ms=self._costs.wait_ms,
+            transfer_ms=self._costs.transfer_ms,
+            latency_ms=self._costs.latency_ms,
+            divergence=self._costs.divergence,
+            samples=[int(row.samples) for row in rows],
+        )
+        for decision in decisions:
+            recorder.event(decision.kind, slot=due, **decision.fields)
+            if decision.kind == "guard" and "anchor" in decision.fields:
+                self._say_guard(decision.fields)
+        self._hears_stop = self._hears_stop or any(row.word == STOP for row in rows)
+        self._is_stopped = all(row.word == STOP for row in rows)
+        if not self._is_scaled:
+            self._set_scale()
+        if is_event:
+            self.rig.trained = due
+        self._pass_epochs(rows)
+        self.rig.rounds.append(Round(due, self._entered, self.course.parts, self.scale))
+
+    def _pass_epochs(self, rows: Sequence[Row]) -> None:
+        """Tell of the epochs that every rank is past, with the losses that came in until now."""
+        self._losses[0] += sum(row.loss_sum for row in rows)
+        self._losses[1] += sum(row.loss_count for row in rows)
+        axis = self.rig.axis
+        while self.epoch < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(self.epoch):
+            loss_sum, count = self._losses
+            self._losses = [0.0, 0.0]
+            self._end_epoch(self.epoch, loss_sum / count if count else float("nan"))
+            self.epoch += 1
+            self._set_scale()
+        self._merged_ns = self.rig.recorder.enter("other")
+
+    def _set_scale(self) -> None:
+        """Follow the speeds with what the learning rates are multiplied by; a repeated run takes it from the log."""
+        if isinstance(self.windows, RecordedWindows):
+            self.scale = self.windows.scale
+            return
+        if not self.windows.is_measured:
+            return
+        given = self.rig.config.lr_scale
+        rule = "auto" if given is None else given
+        wanted = lr_scale(rule, not isinstance(self.rig.optimizer, SGD), self.windows.speeds)
+        if abs(wanted / self.scale - 1.0) <= CHANGE and self._is_scaled:
+            return
+        self._is_scaled, self.scale = True, wanted
+        self.rig.recorder.event("lr_scale", scale=wanted)
+        rate = self.rig.schedule.plain[0]
+        if wanted != 1.0:
+            self.notes.append(
+                f"  learning rate {rate:g} -> {wanted * rate:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
+                "over devices damps each one's steps; lr_scale=1.0 turns this off"
+            )
+
+    def _say_guard(self, fields: dict[str, float | list[int]]) -> None:
+        self.notes.append(
+            f"  guard: replicas drift apart (relative divergence {fields['divergence']:.3g}); the slowest device now "
+            f"averages after {fields['anchor']:.0f} batches"
+        )
+
+    def _claim(self, many: int) -> int:
+        """The next slots from the count that all ranks share; the course learns what such a claim costs."""
+        began_ns = self.rig.recorder.enter("communication")
+        first = self.group.claim(many)
+        ms = (self.rig.recorder.enter("other") - began_ns) / 1e6
+        self.course.claim_ms += 0.1 * (ms - self.course.claim_ms)
+        return first
+
+    def _note_costs(self, arrived: Arrived, began_ns: int, here_ns: int, now_ns: int) -> None:
+        merging_ms = (now_ns - here_ns) / 1e6
+        if self.rig.config.policy == "async":
+            wait_ms, transfer_ms = (here_ns - began_ns) / 1e6, self._entering_ms + merging_ms
+        else:
+            wait_ms = (arrived.met_ns - arrived.left_ns) / 1e6
+            transfer_ms = (arrived.back_ns - arrived.met_ns) / 1e6 + self._entering_ms + merging_ms
+        self._costs = Row(
+            window_ms=self._window_ms,
+            wait_ms=wait_ms,
+            transfer_ms=transfer_ms,
+            latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
+            divergence=arrived.divergence,
+        )
+        self._delay = (here_ns - arrived.left_ns) / 1e6 * min(self.windows.speeds)
+
+    def _note_broken(self, broken: list[int], rows: Sequence[Row]) -> None:
+        """Params that are not finite were left out of the average; once is said, twice running ends the run."""
+        for rank in broken:
+            if rank in self._broken:
+                raise RankError(
+                    f"rank {rank} has params that are not finite for the second time running: the learning rate may "
+                    "be too high, or a batch holds numbers that are not finite"
+                )
+            lost = int(rows[rank].samples)
+            self.rig.recorder.event("alert", what="not finite", broken=rank, samples=lost)
+            self.notes.append(
+                f"  rank {rank} had params that are not finite: it took the others' average, and what it had learned "
+                f"from {lost} samples is lost"
+            )
+        self._broken = broken

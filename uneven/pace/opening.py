@@ -1,0 +1,72 @@
+"""What a local pace starts from: the events on the axis, the first window, and who takes which slot."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from uneven.config import RunConfig
+from uneven.data.replay import read_log
+from uneven.policy.axis import Axis
+from uneven.policy.course import Course
+from uneven.policy.finish import Cost
+from uneven.policy.recorded import RecordedCourse, RecordedWindows
+from uneven.policy.windows import Terms, Windows
+from uneven.rig import Rig
+
+
+def event_finder(axis: Axis, meets_after: Callable[[int], bool], is_rare: bool) -> Callable[[int], int]:
+    """The first slot after a given one at which all ranks meet: the end of an epoch that `meets_after`, or of the run.
+
+    `is_rare`: only after the last epoch; then nothing is searched for.
+    """
+
+    def next_event(slot: int) -> int:
+        if is_rare:
+            return axis.total
+        epoch = slot // axis.slots_per_epoch
+        while epoch < axis.epochs - 1 and not meets_after(epoch):
+            epoch += 1
+        return min(axis.epoch_end(epoch), axis.total)
+
+    return next_event
+
+
+def find_events(rig: Rig) -> Callable[[int], int]:
+    """Evaluations, checkpoints and the end; in a loop of the user's own every epoch's end."""
+    config, evaluation = rig.config, rig.task.evaluation
+
+    def meets_after(epoch: int) -> bool:
+        is_evaluated = evaluation is not None and config.evaluates(epoch, evaluation.every)
+        return not rig.is_rehearsed or is_evaluated or config.checkpoints(epoch)
+
+    is_rare = rig.is_rehearsed and evaluation is None and config.checkpoint_every is None
+    return event_finder(rig.axis, meets_after, is_rare)
+
+
+def terms_of(config: RunConfig) -> Terms:
+    given = {
+        "anchor": config.anchor,
+        "max_anchor": config.max_anchor,
+        "overhead_target": config.overhead_target,
+        "divergence_threshold": config.divergence_threshold,
+        "shares": config.shares,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Terms(is_async=config.policy == "async", **chosen)  # type: ignore[arg-type]  # checked by the config
+
+
+def open_course(
+    rig: Rig, claim: Callable[[int], int], costs: Sequence[Cost]
+) -> tuple[Windows, Course] | tuple[RecordedWindows, RecordedCourse]:
+    """This rank's course and its copy of the controller; from a log where an earlier run is repeated."""
+    config, axis, rank = rig.config, rig.axis, rig.seat.rank
+    next_event = find_events(rig)
+    speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
+    if config.replay is not None:
+        log = read_log(config.replay, axis, rig.seat.size, config.to_json(), is_local=True)
+        recorded = RecordedWindows(log.rounds[rank], rig.seat.size, next_event, [float(len(one)) for one in log.parts])
+        return recorded, RecordedCourse(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
+    is_measured = rig.is_rehearsed and config.shares is None
+    slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
+    windows = Windows(terms_of(config), rig.seat.size, axis.slot_size, next_event, slot_ms)
+    is_async = config.policy == "async"
+    return windows, Course(windows, rank, axis.total, claim if is_async else None, config.max_lead)

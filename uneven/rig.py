@@ -1,0 +1,131 @@
+"""One rank by itself: its model, optimizer, data, step and clock. It knows the other ranks only by their number.
+
+A worker makes one rig. Whatever is measured or compiled before the group forms happens here and leaves no trace.
+"""
+
+import torch
+
+from uneven.config import RunConfig, Task
+from uneven.data.feed import Feed, Micros, make_feed
+from uneven.hardware.throttle import Throttle
+from uneven.parallel.batchnorm import Circle, synchronise
+from uneven.policy.axis import Axis, Part
+from uneven.policy.finish import Cost
+from uneven.policy.recorded import Round
+from uneven.seat import Seat
+from uneven.step.costs import measure_cost
+from uneven.step.eager import EagerStep
+from uneven.step.graph import GraphStep
+from uneven.step.meter import LossMeter
+from uneven.step.precision import Precision
+from uneven.step.runahead import RunAhead
+from uneven.step.schedule import Schedule
+from uneven.step.warmup import no_trace
+from uneven.timeline.record import Recorder
+
+
+class Rig:
+    """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, if at all."""
+
+    def __init__(self, task: Task, config: RunConfig, seat: Seat, recorder: Recorder) -> None:
+        self.task, self.config, self.seat, self.recorder = task, config, seat, recorder
+        self.axis = Axis(len(task.dataset), config.slot_size(seat.size), config.epochs)
+        self.on = torch.device(seat.device.torch_name)
+        torch.manual_seed(config.seed)
+        # Made on the CPU and then moved, so that a seed gives the same model on every device.
+        self.model = task.make_model().to(self.on)
+        self.model.train()
+        # Alone, BatchNorm sees all samples anyway.
+        self.circle = synchronise(self.model) if config.sync_batchnorm and seat.size > 1 else Circle()
+        self.optimizer = task.make_optimizer(self.model.parameters())
+        self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        self.meter = LossMeter(self.on)
+        self.eager = EagerStep(
+            self.model,
+            self.optimizer,
+            task.train_step,
+            Precision(config.precision, self.on),
+            self.meter,
+            config.max_grad_norm,
+            self.circle,
+        )
+        self.graph: GraphStep | None = None
+        self.feed: Feed = make_feed(task.dataset, self.on, config.seed, config.batch_size, config.workers)
+        self.run_ahead = RunAhead(self.on)
+        self.throttle = Throttle(seat.device.speed)
+        self.is_rehearsed = True  # False in a loop of the user's own: there is no step to run beforehand
+        self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
+        self.rounds: list[Round] = []  # of a local policy, the first is round 0
+        self.trained = 0  # the slot after the last one trained
+        self.samples = 0
+
+    def batch(self, samples: int) -> int:
+        """The micro-batches' size when this rank trains so many samples in one step."""
+        return max(self.config.batch_size, -(-samples // self.config.accumulate))
+
+    def open(self, micros: Micros) -> Micros:
+        """The micro-batches as batches; a captured step opens them by itself."""
+        return micros if self.graph is not None else [(self.feed.open(inputs), samples) for inputs, samples in micros]
+
+    def step_alone(self, part: Part, micros: Micros, began_ns: int) -> None:
+        """One optimizer step of this rank, whatever the others do."""
+        (self.graph or self.eager)(micros, part.samples)
+        self.slow_down(began_ns)
+
+    def slow_down(self, began_ns: int) -> None:
+        """A simulated device takes longer for what began then."""
+        if self.seat.device.speed < 1:
+            self.run_ahead.drain()
+            self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
+
+    def note(self, part: Part) -> None:
+        """This part is trained."""
+        self.log.append((part.slot.index, part.first, part.samples))
+        self.trained = part.slot.index + 1
+        self.samples += part.samples
+
+    def warm_up(self) -> None:
+        """Compile, capture and let CUDA choose its kernels before the training clock starts.
+
+        Both sizes of slot are run, the full one and an epoch's shorter last one. An eager CPU has nothing to
+        warm up.
+        """
+        if self.config.compile == "off" and self.on.type == "cpu":
+            return
+        self.recorder.enter("compile")
+        if self.config.compile == "default":
+            self.model.compile()
+        ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
+        parts = {slot.samples: self._rehearsal(slot.samples) for slot in ends}
+        with no_trace(self.eager, self.on):
+            for part, micros in self.feed.stream(parts.values()):
+                self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
+        if self.config.compile == "graph":
+            part, micros = next(self.feed.stream([parts[self.axis.slot(0).samples]]))
+            self.graph = GraphStep(self.eager, self.feed.open, self.on)
+            self.graph.capture(micros, part.samples)
+        self.run_ahead.drain()
+        self.recorder.enter("setup")
+
+    def measure(self) -> Cost:
+        """This rank's own speed, before the group forms, so that round 0 can share out."""
+        self.recorder.enter("compile")
+
+        def run_step(samples: int) -> None:
+            began_ns = self.recorder.clock()
+            part, micros = next(self.feed.stream([Part(self.axis.slot(0), 0, samples, self.batch(samples))]))
+            self.step_alone(part, self.open(micros), began_ns)
+
+        with no_trace(self.eager, self.on):
+            cost = measure_cost(run_step, self._expected(self.axis.slot(0).samples))
+        self.recorder.enter("setup")
+        return cost
+
+    def _expected(self, slot_samples: int) -> int:
+        """What this rank may expect of a slot before anything is known."""
+        return slot_samples if self.config.is_local else -(-slot_samples // self.seat.size)
+
+    def _rehearsal(self, samples: int) -> Part:
+        """A part of the first slot as large as one of such a slot would be, trained only to warm up."""
+        each = self._expected(samples)
+        return Part(self.axis.slot(0), 0, each, self.batch(each))
