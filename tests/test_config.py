@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from uneven import InputError
-from uneven.config import Task, check_task, resolve
+from uneven.config import LOCAL_SETTINGS, Task, check_task, resolve
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,17 @@ from uneven.config import Task, check_task, resolve
         ({"progress": "loud"}, ("progress='loud'", "auto, bar, lines, off")),
         ({"max_grad_norm": 0}, ("max_grad_norm=0", "above 0")),
         ({"checkpoint_every": 1}, ("out=",)),
+        ({"lr_scale": 0}, ("lr_scale=0", "above 0", "auto, linear, sqrt")),
+        ({"lr_scale": -1.5}, ("lr_scale=-1.5",)),
+        ({"lr_scale": True}, ("lr_scale=True",)),
+        ({"lr_scale": "cubic"}, ("lr_scale='cubic'", "a number above 0 or one of auto, linear, sqrt")),
+        ({"policy": "async", "anchor": 0}, ("anchor=0", "whole number of at least 1")),
+        ({"policy": "async", "anchor": 2.5}, ("anchor=2.5", "whole number")),
+        ({"policy": "cadence", "max_anchor": -1}, ("max_anchor=-1",)),
+        ({"policy": "async", "max_lead": 0}, ("max_lead=0", "at least 1")),
+        ({"policy": "async", "overhead_target": 0}, ("overhead_target=0", "above 0")),
+        ({"policy": "async", "divergence_threshold": -0.1}, ("divergence_threshold=-0.1", "above 0")),
+        ({"policy": "async", "optimizer_state": "sum"}, ("optimizer_state='sum'", "keep, average")),
         ({"batchsize": 3}, ("'batchsize'", "did you mean 'batch_size'")),
         ({"zzz": 3}, ("'zzz'", "the settings are")),
     ],
@@ -44,6 +55,71 @@ def test_what_has_no_default_must_be_given(missing: str) -> None:
 
 def test_num_epochs_is_another_name_for_epochs() -> None:
     assert resolve({"batch_size": 1, "num_epochs": 7}).epochs == 7
+
+
+@pytest.mark.parametrize("value", [None, 1, 2.5, "auto", "linear", "sqrt"])
+@pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
+def test_every_policy_takes_a_learning_rate_scale(value: Any, policy: str) -> None:
+    assert resolve({"batch_size": 1, "epochs": 1, "policy": policy, "lr_scale": value}).lr_scale == value
+
+
+LOCAL = {
+    "anchor": 5,
+    "max_anchor": 50,
+    "overhead_target": 0.1,
+    "divergence_threshold": 0.2,
+    "max_lead": 3,
+    "optimizer_state": "average",
+    "verify": True,
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("policy", ["sync", "balanced"])
+def test_what_an_exact_policy_would_ignore_is_refused(policy: str, name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve({"batch_size": 1, "epochs": 1, "policy": policy, name: LOCAL[name]})
+    for word in (f"{name}={LOCAL[name]!r}", "cadence and async", f"policy={policy!r}", "leave it out"):
+        assert word in str(caught.value)
+
+
+def test_every_setting_of_the_local_policies_is_among_those_refused() -> None:
+    assert set(LOCAL) == set(LOCAL_SETTINGS)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_local_policies_take_their_settings(policy: str) -> None:
+    config = resolve({"batch_size": 1, "epochs": 1, "policy": policy, **LOCAL})
+    assert config.is_local
+    assert {name: getattr(config, name) for name in LOCAL} == LOCAL
+
+
+@pytest.mark.parametrize("policy", ["sync", "balanced"])
+def test_settings_left_at_their_defaults_fit_every_policy(policy: str) -> None:
+    config = resolve({"batch_size": 1, "epochs": 1, "policy": policy, **dict.fromkeys(LOCAL), "verify": False})
+    assert not config.is_local
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_global_batch_is_refused_where_every_device_steps_by_itself(policy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve({"batch_size": 4, "epochs": 1, "policy": policy, "global_batch_size": 64})
+    for word in ("global_batch_size=64", f"policy={policy!r}", "batch_size samples", "policy='balanced'"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({"policy": "sync"}, 8 * 3),
+        ({"policy": "balanced", "accumulate": 2}, 8 * 2 * 3),
+        ({"policy": "balanced", "global_batch_size": 50}, 50),
+        ({"policy": "cadence"}, 8),
+        ({"policy": "async", "accumulate": 2}, 8 * 2),
+    ],
+)
+def test_a_slot_is_all_ranks_samples_or_in_the_local_policies_one_ranks(settings: dict[str, Any], samples: int) -> None:
+    assert resolve({"batch_size": 8, "epochs": 1, **settings}).slot_size(3) == samples
 
 
 def task(**changes: Any) -> Task:

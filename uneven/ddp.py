@@ -226,6 +226,34 @@ class Builder:
     def max_grad_norm(self, norm: float | None) -> "Self":
         return self.settings(max_grad_norm=norm)
 
+    def lr_scale(self, scale: float | str | None) -> "Self":
+        """A number, or "linear", "sqrt" or "auto" of the effective number of devices."""
+        return self.settings(lr_scale=scale)
+
+    def anchor(self, batches: int | None) -> "Self":
+        """Local policies: batches of the slowest device between two averages, to begin with."""
+        return self.settings(anchor=batches)
+
+    def max_anchor(self, batches: int | None) -> "Self":
+        return self.settings(max_anchor=batches)
+
+    def overhead_target(self, share: float | None) -> "Self":
+        return self.settings(overhead_target=share)
+
+    def divergence_threshold(self, relative: float | None) -> "Self":
+        return self.settings(divergence_threshold=relative)
+
+    def max_lead(self, batches: int | None) -> "Self":
+        return self.settings(max_lead=batches)
+
+    def optimizer_state(self, rule: str | None) -> "Self":
+        """Local policies: "keep" each device's own, or "average" it with the params."""
+        return self.settings(optimizer_state=rule)
+
+    def verify(self, is_on: bool = True) -> "Self":
+        """Local policies: checksums along every average."""
+        return self.settings(verify=is_on)
+
     def precision(self, precision: str) -> "Self":
         return self.settings(precision=precision)
 

@@ -24,8 +24,8 @@ from uneven.errors import InputError
 class _Board:
     """What the rank shows of itself: written by its main thread, read by the poster's."""
 
-    def __init__(self) -> None:
-        self.shown: dict[str, Any] = {"phase": "setup", "slot": 0}
+    def __init__(self, device: str) -> None:
+        self.shown: dict[str, Any] = {"phase": "setup", "slot": 0, "device": device}
 
     def started(self, axis: Any, place: str) -> None:
         del place
@@ -92,7 +92,7 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     from uneven.payload import read_payload
     from uneven.worker import Seat, Worker
 
-    board, stop = _Board(), threading.Event()
+    board, stop = _Board(plan["devices"][rank]), threading.Event()
     worker: Worker | None = None
 
     def show() -> dict[str, Any]:

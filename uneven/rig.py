@@ -3,7 +3,10 @@
 A worker makes one rig. Whatever is measured or compiled before the group forms happens here and leaves no trace.
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch.optim import SGD
 
 from uneven.config import RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
@@ -12,6 +15,7 @@ from uneven.parallel.batchnorm import Circle, synchronise
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
+from uneven.policy.scale import lr_scale, ramp
 from uneven.seat import Seat
 from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep
@@ -66,6 +70,17 @@ class Rig:
     def open(self, micros: Micros) -> Micros:
         """The micro-batches as batches; a captured step opens them by itself."""
         return micros if self.graph is not None else [(self.feed.open(inputs), samples) for inputs, samples in micros]
+
+    def wanted_scale(self, default: float | str, speeds: Sequence[float]) -> float:
+        """What the learning rates should be multiplied by when ranks of these speeds train together."""
+        given = self.config.lr_scale
+        return lr_scale(default if given is None else given, not isinstance(self.optimizer, SGD), speeds)
+
+    def move_rates(self, slot: int, scale: float) -> None:
+        """The learning rates of a slot: the schedule at its global samples, times the scale after its warm-up."""
+        axis = self.axis
+        grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.samples * axis.epochs)
+        self.schedule.move_to(axis.schedule_position(slot), grown)
 
     def step_alone(self, part: Part, micros: Micros, began_ns: int) -> None:
         """One optimizer step of this rank, whatever the others do."""

@@ -35,6 +35,7 @@ LOOK_EVERY_S = 0.1
 SILENT_S = 15.0  # without a post a rank is lost
 STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
 GRACE_S = 1.5  # for the other ranks' own accounts, once one has failed
+NEWS_S = 0.5  # until a rank's latest post has surely been heard
 STOP_S = 10.0  # at least, for all ranks to stop after the same step
 START_S = 120.0  # for a rank's first post: loading torch from a cold disk takes its time
 PATIENT = ("setup", "compile", "evaluation", "checkpoint")  # phases that may last
@@ -156,11 +157,11 @@ def _watch(
         if not loaded and all(get_text(store, f"loaded/{rank}") for rank in range(len(devices))):
             loaded = True
             drop_tensors(folder)
-        if stop.is_set() and not any("total" in one.post for one in seen):
-            raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
         if stop.is_set() and stopped_s is None:
             store.set("stop", "1")
             stopped_s = now
+        if stopped_s is not None and now - stopped_s > NEWS_S and not any("total" in one.post for one in seen):
+            raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
         if stopped_s is not None and any(one.post.get("phase") in ("evaluation", "checkpoint") for one in seen):
             stopped_s = now
         if stopped_s is not None and now - stopped_s > max(STOP_S, 3 * max(one.longest_step_s for one in seen)):

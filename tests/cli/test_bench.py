@@ -24,15 +24,6 @@ def test_list_shows_every_model() -> None:
     assert [row["name"] for row in listed["models"]] == list(models.NAMES)
 
 
-def test_the_demo_reaches_its_accuracy_and_says_where_things_are(tmp_path: Path) -> None:
-    done = uneven("demo", "--epochs", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "% of 2,000 test digits right" in done.stdout
-    folder = tmp_path / "runs" / "demo" / "lenet" / "solo-0" / "seed-0"
-    assert str(folder.relative_to(tmp_path)) in done.stdout
-    assert json.loads((folder / "summary.json").read_text())["quality"]["accuracy"] > 0.9
-
-
 def test_json_is_the_summary_alone(tmp_path: Path) -> None:
     done = uneven(
         *("bench", "run", "--model", "logistic", "--data", "mnist-mini", "--epochs", "1", "--samples", "640"),

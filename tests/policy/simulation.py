@@ -1,4 +1,4 @@
-"""A cluster on a simulated clock, whose ranks drive `Windows` and `Course` as a real rank does.
+"""A cluster on a simulated clock, whose ranks drive `Windows` and `Course` as the ranks of a real run do.
 
 Every rank is a generator with a course and a copy of the controller of its own. It yields how long it is busy, or the
 round whose average it waits for. What must hold in any run (every slot once, events respected, copies equal, nobody
@@ -8,35 +8,39 @@ stuck) is checked here; tests look at the rest.
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from uneven.policy.course import Course
 from uneven.policy.windows import Decision, Row, Terms, Windows
 
-Life = Generator["float | Round", None, None]
+NEVER = float("inf")
 
 
 @dataclass
 class Cluster:
-    """The truth that controllers see only through measured times. All times in ms."""
+    """The truth, which the controller sees only through measured times. All times in ms."""
 
     slot_ms: list[float]
     total: int
     seed: int = 0
-    jitter: float = 0.05  # of a slot, uniform, either way
+    jitter: float = 0.05  # of every slot and transfer, uniform, either way
     spikes: float = 0.0  # how often a slot takes three times as long
-    wander: float = 0.0  # noise that a longer window does not average out: a factor that holds for a while
-    stop: tuple[int, int, float] | None = None  # (rank, from this slot on, ms): stands still once
-    change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor)
+    wander: float = 0.0  # a factor that holds for some dozen slots: noise that a window does not average out
+    stop: tuple[int, int, float] | None = None  # (rank, from this slot on, ms): stands still, once
+    change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor of its time)
+    lies: list[float] | None = None  # factors of the times that ranks tell the others
     transfer_ms: float = 1.0
-    touch_ms: float = 0.1  # of the rank's own time, for a snapshot and again for a merge
+    touch_ms: float = 0.1  # a snapshot or a merge, of the rank's own time
     claim_ms: float = 0.1
     lookahead: int = 0
-    epoch: int | None = None  # slots; every epoch end is an event
+    epoch: int | None = None  # slots, where every epoch's end is an event
     slot_size: int = 64
-    short: int | None = None  # samples of an epoch's last slot
-    divergence: Callable[[int, float], float] = lambda round_, anchor: 0.0
+    short: int = 64  # samples of an epoch's last slot
+
+    @property
+    def ranks(self) -> int:
+        return len(self.slot_ms)
 
     def next_event(self, slot: int) -> int:
         epoch = self.epoch or self.total
@@ -44,172 +48,159 @@ class Cluster:
 
     def samples(self, slot: int) -> int:
         is_last = (slot + 1) % (self.epoch or self.total) == 0
-        return self.short if is_last and self.short else self.slot_size
+        return self.short if is_last else self.slot_size
 
 
 @dataclass
 class Round:
-    """One average under way: it is there when all have come, and some time later."""
+    """One average: on its way when all ranks have come, and there some time later."""
 
-    number: int
     due: int
     rows: dict[int, Row] = field(default_factory=dict)
-    entered: dict[int, float] = field(default_factory=dict)
-    merged: dict[int, float] = field(default_factory=dict)
-    complete_ms: float = float("inf")
-    arrival_ms: float = float("inf")
+    entered_ms: dict[int, float] = field(default_factory=dict)
+    merged_ms: dict[int, float] = field(default_factory=dict)
+    met_ms: float = NEVER
+    arrival_ms: float = NEVER
     waiting: list[int] = field(default_factory=list)
-    after: dict[str, object] = field(default_factory=dict)  # the controller's state once it was noted
+    print: int | None = None  # of the controller that has noted it
+    anchor: float = 0.0
+    counts: tuple[int, ...] = ()
 
 
 @dataclass
 class Outcome:
-    """A finished run: `work` holds (slot, rank, start, end) in order of ends."""
+    """A finished run."""
 
     cluster: Cluster
     makespan_ms: float = 0.0
     useful_ms: float = 0.0
     claims: int = 0
-    rounds: list[Round] = field(default_factory=list)
-    work: list[tuple[int, int, float, float]] = field(default_factory=list)
-    decisions: list[tuple[int, Decision]] = field(default_factory=list)  # (round, what rank 0's copy changed)
-    anchors: list[float] = field(default_factory=list)  # after every round
-    counts: list[tuple[int, ...]] = field(default_factory=list)
     most_lead: int = 0
+    rounds: list[Round] = field(default_factory=list)
+    work: list[tuple[int, float, float]] = field(default_factory=list)  # (slot, start, end)
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)  # with the number of their round
 
     @property
     def efficiency(self) -> float:
-        return self.useful_ms / (len(self.cluster.slot_ms) * self.makespan_ms)
+        return self.useful_ms / (self.cluster.ranks * self.makespan_ms)
 
-    def delays(self, skip: int = 0) -> list[float]:
+    @property
+    def delays(self) -> list[float]:
         """From each rank's snapshot to its merge, in slots of the slowest rank."""
-        slowest = max(self.cluster.slot_ms)
+        slowest_ms = max(self.cluster.slot_ms)
         return [
-            (round_.merged[rank] - at) / slowest for round_ in self.rounds[skip:] for rank, at in round_.entered.items()
+            (one.merged_ms[rank] - at_ms) / slowest_ms for one in self.rounds for rank, at_ms in one.entered_ms.items()
         ]
+
+    @property
+    def periods_ms(self) -> list[float]:
+        """Between the arrivals of two averages."""
+        return [later.arrival_ms - one.arrival_ms for one, later in zip(self.rounds, self.rounds[1:], strict=False)]
+
+
+Life = Generator["float | Round", None, None]
 
 
 class Simulation:
+    """`hints` are the times per slot measured beforehand; None as in a loop of the user's own."""
+
     def __init__(
-        self,
-        cluster: Cluster,
-        terms: Terms,
-        hints: list[float] | None = None,
-        max_lead: int | None = None,
-        is_claimed: bool | None = None,
+        self, cluster: Cluster, terms: Terms, hints: list[float] | None = None, max_lead: int | None = None
     ) -> None:
         self.cluster, self.terms = cluster, terms
-        self.rng = random.Random(cluster.seed)
         self.now_ms = 0.0
         self.outcome = Outcome(cluster)
-        self.count = 0  # what claims are taken from
-        ranks = len(cluster.slot_ms)
-        self.ranks = [_Rank(self, rank, hints, max_lead) for rank in range(ranks)]
+        self.claimed = 0
+        self._rng = random.Random(cluster.seed)
+        self._queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(cluster.ranks)]
+        self._ranks = [_Rank(self, rank, hints, max_lead) for rank in range(cluster.ranks)]
 
     def run(self) -> Outcome:
-        lives = [rank.life() for rank in self.ranks]
-        queue = [(0.0, rank) for rank in range(len(lives))]
-        alive = len(lives)
-        while queue:
-            self.now_ms, rank = heapq.heappop(queue)
+        lives = [rank.life() for rank in self._ranks]
+        left = len(lives)
+        while self._queue:
+            self.now_ms, rank = heapq.heappop(self._queue)
             wish = next(lives[rank], None)
             if wish is None:
-                alive -= 1
-            elif isinstance(wish, Round):
-                if wish.arrival_ms < float("inf"):
-                    heapq.heappush(queue, (max(self.now_ms, wish.arrival_ms), rank))
-                else:
-                    wish.waiting.append(rank)
+                left -= 1
+            elif not isinstance(wish, Round):
+                heapq.heappush(self._queue, (self.now_ms + wish, rank))
+            elif wish.arrival_ms < NEVER:
+                heapq.heappush(self._queue, (wish.arrival_ms, rank))
             else:
-                heapq.heappush(queue, (self.now_ms + wish, rank))
-            for round_ in self.outcome.rounds[-2:]:
-                if round_.arrival_ms < float("inf"):
-                    for one in round_.waiting:
-                        heapq.heappush(queue, (round_.arrival_ms, one))
-                    round_.waiting.clear()
-        assert alive == 0, "ranks wait for each other for ever"
+                wish.waiting.append(rank)
+        assert left == 0, "ranks wait for each other for ever"
         self.outcome.makespan_ms = self.now_ms
-        self.outcome.most_lead = max(rank.most_lead for rank in self.ranks)
+        self.outcome.most_lead = max(rank.most_lead for rank in self._ranks)
         check(self.outcome)
         return self.outcome
 
     def claim(self, many: int) -> int:
-        first, self.count = self.count, self.count + many
+        first, self.claimed = self.claimed, self.claimed + many
         self.outcome.claims += 1
         return first
 
-    def round(self, number: int, due: int) -> Round:
+    def enter(self, rank: int, number: int, due: int, row: Row) -> Round:
         rounds = self.outcome.rounds
         if number == len(rounds):
-            rounds.append(Round(number, due))
-        assert rounds[number].due == due, "copies disagree about a round's slot"
-        return rounds[number]
+            rounds.append(Round(due))
+        one = rounds[number]
+        assert one.due == due, "copies disagree about a round's slot"
+        one.rows[rank], one.entered_ms[rank] = row, self.now_ms
+        if len(one.rows) == self.cluster.ranks:
+            jitter = 1.0 + self._rng.uniform(-self.cluster.jitter, self.cluster.jitter)
+            one.met_ms, one.arrival_ms = self.now_ms, self.now_ms + self.cluster.transfer_ms * jitter
+            for waiting in one.waiting:
+                heapq.heappush(self._queue, (one.arrival_ms, waiting))
+        return one
 
-    def join(self, round_: Round, rank: int, row: Row) -> None:
-        round_.rows[rank], round_.entered[rank] = row, self.now_ms
-        if len(round_.rows) == len(self.ranks):
-            jitter = 1.0 + self.rng.uniform(-self.cluster.jitter, self.cluster.jitter)
-            round_.complete_ms = self.now_ms
-            round_.arrival_ms = self.now_ms + self.cluster.transfer_ms * jitter
-
-    def note(self, round_: Round, windows: Windows) -> None:
-        rows = [round_.rows[rank] for rank in range(len(self.ranks))]
-        assert len({row.fingerprint for row in rows}) == 1, "copies differ before the round"
-        made = windows.note(rows)
-        state: dict[str, object] = {
-            "print": windows.fingerprint(),
-            "start": windows.start,
-            "due": windows.due,
-            "event": windows.event,
-            "made": made,
-        }
-        if not round_.after:
-            round_.after = state
-            self.outcome.decisions += [(round_.number, one) for one in made]
-            self.outcome.anchors.append(windows.anchor)
-            self.outcome.counts.append(windows.counts)
-        assert round_.after == state, "copies differ after the round"
+    def note(self, one: Round, windows: Windows) -> None:
+        rows = [one.rows[rank] for rank in range(self.cluster.ranks)]
+        number = windows.rounds
+        decisions = windows.note(rows)
+        if one.print is None:
+            one.print, one.anchor, one.counts = windows.fingerprint(), windows.anchor, windows.counts
+            self.outcome.decisions += [(number, made) for made in decisions]
+        assert one.print == windows.fingerprint(), "copies differ after a round"
 
 
 class _Rank:
-    """One rank: the loop of the local pace, with work and waiting replaced by time."""
+    """The loop of one rank, with work and waiting replaced by time."""
 
-    def __init__(self, sim: Simulation, rank: int, hints: list[float] | None, max_lead: int | None) -> None:
-        cluster = sim.cluster
-        self.sim, self.rank, self.cluster = sim, rank, cluster
-        self.windows = Windows(
-            sim.terms, len(cluster.slot_ms), cluster.slot_size, cluster.next_event, list(hints) if hints else None
-        )
-        claim = self._claim if sim.terms.is_async else None
-        self.course = Course(self.windows, rank, cluster.total, claim, max_lead)
+    def __init__(self, simulation: Simulation, rank: int, hints: list[float] | None, max_lead: int | None) -> None:
+        self.simulation, self.rank, self.cluster = simulation, rank, simulation.cluster
+        cluster, terms = self.cluster, simulation.terms
+        hints = None if hints is None else list(hints)
+        self.windows = Windows(terms, cluster.ranks, cluster.slot_size, cluster.next_event, hints)
+        self.course = Course(self.windows, rank, cluster.total, self._claim if terms.is_async else None, max_lead)
         self.course.claim_ms = cluster.claim_ms
-        self.rng = random.Random(f"{cluster.seed} {rank}")
-        self.round: Round | None = None
-        self.owed_ms = 0.0  # spent in claims since the clock last moved
-        self.busy_ms = self.samples = 0.0
-        self.merged_ms = 0.0
-        self.costs = Row()
-        self.has_stopped = False
-        self.wandering = (0, 1.0)
+        self.round = Round(0)  # the last one entered
         self.most_lead = 0
+        self._rng = random.Random(f"{cluster.seed} {rank}")
+        self._owed_ms = 0.0  # spent on claims since the clock last moved
+        self._busy_ms = self._samples = 0.0
+        self._merged_ms = 0.0
+        self._costs = Row()
+        self._has_stopped = False
+        self._spell = (0, 1.0)  # slots left, factor
 
     def life(self) -> Life:
         yield from self._boundary()
         idle = 0
         for slot in self._feed():
-            yield from self._pay()
-            if slot is not None:
-                yield from self._train(slot)
-                self.course.trained()
-                self.most_lead = max(self.most_lead, self.course.lead if self.course.in_flight else 0)
+            if self._owed_ms:
+                yield self._paid_ms()
             before = self.windows.rounds, self.course.in_flight
+            if slot is not None:
+                yield self._slot_ms(slot)
+                self._note_slot(slot)
             yield from self._boundary()
             has_moved = slot is not None or before != (self.windows.rounds, self.course.in_flight)
             idle = 0 if has_moved else idle + 1
-            assert idle <= self.cluster.lookahead + 1, "nothing to train and nothing to enter: a hang"
+            assert idle <= self.cluster.lookahead, "nothing to train and nothing to enter: a hang"
 
     def _feed(self) -> Iterator[int | None]:
-        """Slots in the order handed out, with as many asked for ahead as a loader with workers does."""
+        """Slots in the order handed out; a loader asks for the next one before it gives the oldest."""
         ahead = deque(self.course.hand() for _ in range(self.cluster.lookahead))
         while not self.course.is_over:
             ahead.append(self.course.hand())
@@ -219,117 +210,110 @@ class _Rank:
         course = self.course
         while not course.is_over:
             if course.in_flight:
-                assert self.round is not None
-                if not course.may_merge(self.round.arrival_ms <= self.sim.now_ms):
+                if not course.may_merge(self.round.arrival_ms <= self.simulation.now_ms):
                     break
-                yield from self._pay()
-                yield from self._merge(self.round)
-                continue
-            if not course.is_due():
+                yield from self._merge()
+            elif course.is_due():
+                yield from self._enter()
+            else:
                 break
-            yield from self._pay()
-            yield from self._enter()
-        yield from self._pay()
+        if self._owed_ms:
+            yield self._paid_ms()
 
     def _enter(self) -> Life:
-        course, windows = self.course, self.windows
-        row = self.costs._replace(
-            next_slot=float(course.next_slot),
-            samples=self.samples,
-            busy_ms=self.busy_ms,
-            divergence=self.cluster.divergence(windows.rounds, windows.anchor),
-            fingerprint=float(windows.fingerprint()),
+        row = self._costs._replace(
+            next_slot=float(self.course.next_slot),
+            samples=self._samples,
+            busy_ms=self._busy_ms,
+            fingerprint=float(self.windows.fingerprint()),
         )
-        self.busy_ms = self.samples = 0.0
-        course.enter()
-        self.round = self.sim.round(windows.rounds, windows.due)
-        self.sim.join(self.round, self.rank, row)
-        is_blocking = windows.is_blocking
-        yield self.cluster.touch_ms
+        self._busy_ms = self._samples = 0.0
+        self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
+        self.course.enter()
+        is_blocking = self.windows.is_blocking
+        yield self.cluster.touch_ms + self._paid_ms()
         if is_blocking:
-            yield from self._merge(self.round)
+            yield from self._merge()
 
-    def _merge(self, round_: Round) -> Life:
-        began_ms = self.sim.now_ms
-        if round_.arrival_ms > began_ms:
-            yield round_
-        waited_ms = self.sim.now_ms - began_ms
-        entered_ms, window_ms = round_.entered[self.rank], round_.entered[self.rank] - self.merged_ms
-        if self.sim.terms.is_async:
-            wait_ms, transfer_ms = waited_ms, 2 * self.cluster.touch_ms
-        else:
-            wait_ms = round_.complete_ms - entered_ms
-            transfer_ms = round_.arrival_ms - round_.complete_ms + self.cluster.touch_ms
-        self.sim.note(round_, self.windows)
-        self.course.merged()
-        round_.merged[self.rank] = self.sim.now_ms
-        yield self.cluster.touch_ms
-        self.merged_ms = self.sim.now_ms
-        self.costs = Row(
-            window_ms=window_ms,
-            wait_ms=wait_ms,
-            transfer_ms=transfer_ms,
-            latency_ms=round_.arrival_ms - entered_ms,
+    def _merge(self) -> Life:
+        one, began_ms = self.round, self.simulation.now_ms
+        if one.arrival_ms > began_ms:
+            yield one
+        entered_ms, touch_ms = one.entered_ms[self.rank], self.cluster.touch_ms
+        is_async = self.simulation.terms.is_async
+        self._costs = Row(
+            window_ms=entered_ms - self._merged_ms,
+            wait_ms=self.simulation.now_ms - began_ms if is_async else one.met_ms - entered_ms,
+            transfer_ms=2.0 * touch_ms + (0.0 if is_async else one.arrival_ms - one.met_ms),
+            latency_ms=one.arrival_ms - entered_ms,
         )
-
-    def _train(self, slot: int) -> Life:
-        cluster, start_ms = self.cluster, self.sim.now_ms
-        samples = cluster.samples(slot)
-        ms = self._slot_ms(slot) * samples / cluster.slot_size
-        stop_ms = self._stop_ms(slot)
-        yield ms + stop_ms
-        self.busy_ms += ms + stop_ms
-        self.samples += samples
-        self.sim.outcome.useful_ms += ms
-        self.sim.outcome.work.append((slot, self.rank, start_ms, self.sim.now_ms))
+        one.merged_ms[self.rank] = self.simulation.now_ms
+        self.simulation.note(one, self.windows)
+        self.course.merged()
+        yield touch_ms
+        self._merged_ms = self.simulation.now_ms
 
     def _slot_ms(self, slot: int) -> float:
-        cluster, rng = self.cluster, self.rng
-        ms = cluster.slot_ms[self.rank]
+        """What the slot takes, a stop apart; only then it is useful and busy time."""
+        cluster, rng = self.cluster, self._rng
+        ms = cluster.slot_ms[self.rank] * cluster.samples(slot) / cluster.slot_size
+        ms *= 1.0 + rng.uniform(-cluster.jitter, cluster.jitter)
         if cluster.change is not None and cluster.change[0] == self.rank and slot >= cluster.change[1]:
             ms *= cluster.change[2]
-        if rng.random() < cluster.spikes:
+        if cluster.spikes and rng.random() < cluster.spikes:
             ms *= 3.0
         if cluster.wander:
-            left, factor = self.wandering
-            self.wandering = (left - 1, factor)
-            if left == 0:
-                self.wandering = (rng.randint(5, 100), 1.0 + rng.uniform(-cluster.wander, cluster.wander))
-            ms *= self.wandering[1]
-        return ms * (1.0 + rng.uniform(-cluster.jitter, cluster.jitter))
+            left, factor = self._spell
+            self._spell = (
+                (left - 1, factor) if left else (rng.randint(5, 100), 1.0 + rng.uniform(-1, 1) * cluster.wander)
+            )
+            ms *= self._spell[1]
+        self.simulation.outcome.useful_ms += ms
+        stop = cluster.stop
+        if stop is not None and stop[0] == self.rank and slot >= stop[1] and not self._has_stopped:
+            self._has_stopped = True
+            ms += stop[2]
+        self._busy_ms += ms * (cluster.lies[self.rank] if cluster.lies else 1.0)
+        self._start_ms = self.simulation.now_ms
+        return ms
 
-    def _stop_ms(self, slot: int) -> float:
-        stop = self.cluster.stop
-        if stop is None or self.has_stopped or stop[0] != self.rank or slot < stop[1]:
-            return 0.0
-        self.has_stopped = True
-        return stop[2]
+    def _note_slot(self, slot: int) -> None:
+        self.simulation.outcome.work.append((slot, self._start_ms, self.simulation.now_ms))
+        self._samples += self.cluster.samples(slot)
+        self.course.trained()
+        if self.course.in_flight:
+            self.most_lead = max(self.most_lead, self.course.lead)
 
     def _claim(self, many: int) -> int:
-        self.owed_ms += self.cluster.claim_ms
-        return self.sim.claim(many)
+        self._owed_ms += self.cluster.claim_ms
+        return self.simulation.claim(many)
 
-    def _pay(self) -> Life:
-        if self.owed_ms:
-            owed_ms, self.owed_ms = self.owed_ms, 0.0
-            yield owed_ms
+    def _paid_ms(self) -> float:
+        owed_ms, self._owed_ms = self._owed_ms, 0.0
+        return owed_ms
 
 
 def check(outcome: Outcome) -> None:
     """What must hold in every run, whatever the cluster."""
     cluster, rounds = outcome.cluster, outcome.rounds
-    assert sorted(slot for slot, *_ in outcome.work) == list(range(cluster.total)), "not every slot exactly once"
-    dues = [round_.due for round_ in rounds]
+    work = sorted(outcome.work)
+    assert [slot for slot, *_ in work] == list(range(cluster.total)), "not every slot exactly once"
+    trained = sum(cluster.samples(slot) for slot in range(cluster.total))
+    assert sum(row.samples for one in rounds for row in one.rows.values()) == trained, "work outside all averages"
+    dues = [one.due for one in rounds]
     assert dues == sorted(set(dues)), "rounds out of axis order"
     assert dues[-1] == cluster.total, "the last round is not at the end"
-    assert all(row.next_slot == cluster.total for row in rounds[-1].rows.values()), "a rank left slots"
-    ranks = len(cluster.slot_ms)
-    assert all(len(round_.merged) == ranks for round_ in rounds), "a rank missed a round"
-    event = 0
+    for one in rounds:
+        assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
+        assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
+        assert all(at_ms >= one.arrival_ms for at_ms in one.merged_ms.values()), "merged before it was there"
+    event, free_ms = 0, 0.0
     while event < cluster.total:
-        event = cluster.next_event(event)
+        last, event = event, cluster.next_event(event)
         assert event in dues, "an event without a round"
-        met_ms = rounds[dues.index(event)].arrival_ms
-        assert all((end <= met_ms) if slot < event else (start >= met_ms) for slot, _, start, end in outcome.work), (
+        one = rounds[dues.index(event)]
+        assert all(row.next_slot >= event for row in one.rows.values()), "a rank passed an event too early"
+        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last:event]), (
             "a slot on the wrong side of an event"
         )
+        free_ms = one.arrival_ms

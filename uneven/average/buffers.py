@@ -6,6 +6,7 @@ mask, a table of positions) keeps its very bits, and the payload has the same la
 """
 
 from collections.abc import Collection
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ class BufferAverage:
     def __init__(self, model: nn.Module, equal: Collection[str] = ()) -> None:
         """`equal` names buffers that are the same on all ranks anyway; they are left alone."""
         named = [(name, b) for name, b in model.named_buffers() if name not in equal]
-        self._floats = [(name, b) for name, b in named if b.dtype.is_floating_point]
+        floats = {name: b for name, b in named if b.dtype.is_floating_point}
+        self._floats = list(floats.values())
         self._integers = [b for _, b in named if not b.dtype.is_floating_point and not b.dtype.is_complex]
-        self._means = _means_of_variances(dict(self._floats))
-        self._last = [b.detach().clone() for _, b in self._floats]
+        self._sizes = [b.numel() for b in self._floats]
+        self._variances, self._means = _variances_and_means(floats)
+        self._last = self._flat()  # as they were when they were last averaged
         self._last_integers = [b.detach().clone() for b in self._integers]
 
     def run(self, group: Group, samples: float) -> None:
@@ -37,24 +40,30 @@ class BufferAverage:
 
     def pack(self, weight: float) -> Tensor:
         """This rank's part of the sum: its float buffers times its weight, and which of them changed."""
-        changed = [float(not torch.equal(b, old)) for (_, b), old in zip(self._floats, self._last, strict=True)]
-        # A rank that trained nothing sends zeros: its values may be anything, and 0 * nan is nan.
-        moments = [self._moment(name, b) if weight else torch.zeros_like(b).double() for name, b in self._floats]
-        parts = [(moment * weight).flatten() for moment in moments]
-        return torch.cat([*parts, torch.tensor(changed, dtype=torch.float64)]).cpu()
+        flat = self._flat()
+        changed = [bool(part.any()) for part in (flat != self._last).split(self._sizes)]
+        if weight:
+            flat[self._variances] += flat[self._means] ** 2
+            flat *= weight
+        else:
+            flat.zero_()  # its values may be anything, and 0 * nan is nan
+        return torch.cat([flat, torch.tensor(changed, dtype=torch.float64)])
 
     def unpack(self, payload: Tensor, total: float) -> None:
         """Overwrite the float buffers by the average in a sum of everybody's `pack`; `total` sums the weights."""
-        if total:
-            flags = payload[len(payload) - len(self._floats) :]
-            averages = self._split(payload / total)
-            for place, (name, buffer) in enumerate(self._floats):
-                if flags[place] > 0:
-                    average = averages[name]
-                    if name in self._means:
-                        average = (average - averages[self._means[name]] ** 2).clamp(min=0)
-                    buffer.copy_(average)
-        self._last = [b.detach().clone() for _, b in self._floats]
+        if not total:
+            return
+        average, flags = payload.split([len(self._last), len(self._floats)])
+        average = average / total
+        average[self._variances] = (average[self._variances] - average[self._means] ** 2).clamp(min=0)
+        parts = zip(
+            self._floats, average.split(self._sizes), self._last.split(self._sizes), flags.tolist(), strict=True
+        )
+        for buffer, part, last, flag in parts:
+            if flag:
+                buffer.copy_(part.view(buffer.shape))
+                # One that changed only after it was packed is left as it is, and the next average finds it changed.
+                last.copy_(buffer.flatten())
 
     def take_maximum(self, group: Group) -> None:
         """Element by element, and only of those that changed somewhere: a large mask need not travel."""
@@ -72,26 +81,21 @@ class BufferAverage:
             buffer.copy_(part.view(buffer.shape))
         self._last_integers = [b.detach().clone() for b in self._integers]
 
-    def _moment(self, name: str, buffer: Tensor) -> Tensor:
-        """What is averaged in a buffer's place: a variance stands for its second moment."""
-        if name not in self._means:
-            return buffer.double()
-        mean = dict(self._floats)[self._means[name]]
-        return buffer.double() + mean.double() ** 2
-
-    def _split(self, payload: Tensor) -> dict[str, Tensor]:
-        pieces, start = {}, 0
-        for name, buffer in self._floats:
-            pieces[name] = payload[start : start + buffer.numel()].view(buffer.shape)
-            start += buffer.numel()
-        return pieces
+    def _flat(self) -> Tensor:
+        """The float buffers side by side, on the host."""
+        together = torch.cat([b.detach().flatten() for b in self._floats]) if self._floats else torch.zeros(0)
+        return together.to("cpu", torch.float64, copy=True)
 
 
-def _means_of_variances(buffers: dict[str, Tensor]) -> dict[str, str]:
-    """running_var -> the running_mean beside it."""
-    pairs = {}
-    for name in buffers:
-        stem, _, last = name.rpartition("running_var")
-        if last == "" and name.endswith("running_var") and f"{stem}running_mean" in buffers:
-            pairs[name] = f"{stem}running_mean"
-    return pairs
+def _variances_and_means(buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Where in the flat buffers the numbers of each running_var stand, and those of the running_mean beside it."""
+    ends = list(accumulate(b.numel() for b in buffers.values()))
+    places = {name: range(end - b.numel(), end) for (name, b), end in zip(buffers.items(), ends, strict=True)}
+    variances: list[int] = []
+    means: list[int] = []
+    for name, place in places.items():
+        mean = f"{name.removesuffix('running_var')}running_mean"
+        if name.endswith("running_var") and mean in places:
+            variances += place
+            means += places[mean]
+    return torch.tensor(variances, dtype=torch.int64), torch.tensor(means, dtype=torch.int64)

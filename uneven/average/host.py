@@ -5,6 +5,8 @@ has entered the round) -> computing (the sum of the params) -> idle. First a sma
 and buffers: when it is back everyone has come, so waiting and transfer are measured apart; then the params follow,
 each rank's already multiplied by its weight over the total. Work done while an average travels is kept:
 params += average - snapshot. A rank that did none takes the average itself, so that replicas end bit-equal.
+
+From `start` until the round is done the buffers here are the thread's own; before and after that, the caller's.
 """
 
 import queue
@@ -22,7 +24,7 @@ from uneven.average.replica import Flat, Replica
 from uneven.comm.group import Group
 from uneven.errors import RankError
 
-EXTRA = 3  # numbers that travel with a rank's row: its weight, whether it is broken, its last average's checksum
+EXTRA = 2  # numbers that travel with a rank's row: its weight, and whether it is broken
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,18 @@ class Arrived:
 
 @dataclass
 class _Journey:
-    """One round on its way; the thread fills in the second half."""
+    """One round on its way: what leaves, and from `done` on what came back."""
 
     row: list[float]
     weight: float
     is_broken: bool
-    buffers: Tensor
-    checksum: int
+    buffers: Tensor  # this rank's, then the sum of everybody's
+    checksum: int  # of the snapshot, then of what is to be merged
     left_ns: int
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    head: Tensor | None = None  # everybody's rows, and the sum of the buffers
-    total: float = 0.0
+    rows: list[list[float]] = field(default_factory=list)
+    total: float = 0.0  # of everybody's weights
     divergence: float = 0.0
     met_ns: int = 0
     back_ns: int = 0
@@ -59,19 +61,17 @@ class _Journey:
 class HostAverage:
     """Contract: `start`, then `finish`, in turn, the same number of times on every rank; `is_done` between them.
 
-    `verify` compares checksums along the way: what was snapshot is what is sent, what arrived is what is merged, and
-    every rank got the same average. A difference ends the run and names the stage.
+    `verify` compares checksums along the way: what was snapshot is what is sent, every rank got the same average, and
+    what arrived is what is merged. A difference ends the run and names the stage.
     """
 
     def __init__(self, replica: Replica, buffers: BufferAverage, group: Group, verify: bool = False) -> None:
         self._replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
         self._snapshot, self._average = replica.flat(), replica.flat()
         self.traffic = group.traffic
-        self._last_checksum = 0
-        self._row_length = EXTRA
+        self.phase = "idle"
         self._journey: _Journey | None = None
         self._jobs: queue.SimpleQueue[_Journey | None] = queue.SimpleQueue()
-        self.phase = "idle"
         self._thread = threading.Thread(target=self._work, name="uneven-average", daemon=True)
         self._thread.start()
 
@@ -79,16 +79,15 @@ class HostAverage:
         """Take the snapshot and send it on its way; `weight` is what this rank trained since the last one."""
         assert self._journey is None, "one round in flight"
         self._replica.take(self._snapshot)
-        # The largest magnitude is finite exactly when all numbers are.
-        is_broken = self._snapshot.numbers.numel() > 0 and not bool(self._snapshot.numbers.abs().max().isfinite())
+        is_broken = not _is_finite(self._snapshot.numbers)
         if is_broken:
             self._snapshot.numbers.zero_()
             weight = 0.0
         checksum = _checksum(self._snapshot) if self._verify else 0
         buffers = self._buffers.pack(weight)
-        journey = _Journey(list(row), weight, is_broken, buffers, checksum, time.perf_counter_ns())
-        self._journey = journey
-        self._jobs.put(journey)
+        self._journey = _Journey(list(row), weight, is_broken, buffers, checksum, time.perf_counter_ns())
+        self.phase = "collecting"
+        self._jobs.put(self._journey)
 
     def is_done(self) -> bool:
         return self._journey is not None and self._journey.done.is_set()
@@ -98,35 +97,33 @@ class HostAverage:
         self._journey.done.wait()
 
     def finish(self, is_unchanged: bool) -> Arrived:
-        """Wait for the average and merge it; `is_unchanged` says that this rank trained nothing since `start`."""
+        """Wait for the average and merge it; `is_unchanged` says that this rank trained nothing since `start`.
+
+        Raises what went wrong on the way, such as the loss of another rank.
+        """
         self.wait()
         journey, self._journey = self._journey, None
         assert journey is not None, "waited for"
         if journey.error is not None:
             raise journey.error
-        arrived = self._read(journey)
-        if self._verify and journey.total:
-            self._compare("the average changed between its arrival and its merge", _checksum(self._average))
+        arrived = _read(journey)
         if journey.total:
+            if self._verify and self._merge_checksum() != journey.checksum:
+                raise RankError("verify: the average changed between its arrival and its merge")
             if is_unchanged or journey.is_broken:
                 self._replica.put(self._average)
             else:
-                torch.sub(self._average.numbers, self._snapshot.numbers, out=self._snapshot.numbers)
-                self._replica.add(self._snapshot)
+                self._replica.merge(self._average, change=self._snapshot)
         if journey.is_broken:
             self._replica.clear_state()
-        assert journey.head is not None, "a journey without error has its head"
-        self._buffers.unpack(journey.head[self._rows_size :], journey.total)
+        self._buffers.unpack(journey.buffers, journey.total)
         return arrived
 
     def close(self) -> None:
-        """No round is in flight any more."""
+        """End the thread. One whose round is in flight ends when that is back, and is not waited for."""
         self._jobs.put(None)
-        self._thread.join()
-
-    @property
-    def _rows_size(self) -> int:
-        return self._group.size * self._row_length
+        if self._journey is None:
+            self._thread.join()
 
     def _work(self) -> None:
         while (journey := self._jobs.get()) is not None:
@@ -138,57 +135,64 @@ class HostAverage:
             journey.done.set()
 
     def _travel(self, journey: _Journey) -> None:
-        self.phase = "collecting"
-        own = [*journey.row, journey.weight, float(journey.is_broken), float(self._last_checksum)]
-        self._row_length = len(own)
-        rows = torch.zeros(self._group.size, len(own), dtype=torch.float64)
-        rows[self._group.rank] = torch.tensor(own, dtype=torch.float64)
-        journey.head = self._group.sum_(torch.cat([rows.flatten(), journey.buffers])).wait()
+        own = [*journey.row, journey.weight, float(journey.is_broken)]
+        table = self._table(own)
+        head = self._group.sum_(torch.cat([table.flatten(), journey.buffers])).wait()
         journey.met_ns = time.perf_counter_ns()
         self.phase = "computing"
-        weights = journey.head[: self._rows_size].view(self._group.size, -1)[:, -EXTRA]
-        journey.total = float(weights.sum())
+        journey.rows = head[: table.numel()].view(table.shape).tolist()
+        journey.buffers = head[table.numel() :]
+        journey.total = sum(row[-2] for row in journey.rows)
         if journey.total:
-            if self._verify and _checksum(self._snapshot) != journey.checksum:
-                raise RankError("verify: the snapshot changed between its taking and its sending")
-            torch.mul(self._snapshot.numbers, journey.weight / journey.total, out=self._average.numbers)
-            self._group.sum_(self._average.numbers).wait()
-            journey.divergence = _divergence(self._snapshot, self._average, journey.is_broken)
-            self._last_checksum = _checksum(self._average) if self._verify else 0
+            self._exchange(journey)
         journey.back_ns = time.perf_counter_ns()
 
-    def _read(self, journey: _Journey) -> Arrived:
-        assert journey.head is not None, "a journey without error has its head"
-        rows = journey.head[: self._rows_size].view(self._group.size, -1).tolist()
-        broken = [rank for rank, row in enumerate(rows) if row[-2]]
-        for rank, row in enumerate(rows):
-            if row[-1] != rows[0][-1]:
-                raise RankError(f"verify: rank {rank} had another average than rank 0 in the round before")
-        if broken and not journey.total:
-            raise RankError(
-                f"no rank has finite params any more (first rank {broken[0]}): the learning rate may be too high, or a "
-                "batch holds numbers that are not finite"
-            )
-        return Arrived(
-            [row[:-EXTRA] for row in rows],
-            broken,
-            journey.divergence,
-            journey.left_ns,
-            journey.met_ns,
-            journey.back_ns,
+    def _exchange(self, journey: _Journey) -> None:
+        """The weighted sum of everybody's snapshot; this rank's own becomes what that average changes in it."""
+        snapshot, average = self._snapshot.numbers, self._average.numbers
+        if self._verify and _checksum(self._snapshot) != journey.checksum:
+            raise RankError("verify: the snapshot changed between its taking and its sending")
+        torch.mul(snapshot, journey.weight / journey.total, out=average)
+        self._group.sum_(average).wait()
+        torch.sub(average, snapshot, out=snapshot)
+        size = float(torch.linalg.vector_norm(average))
+        if size and not journey.is_broken:
+            journey.divergence = float(torch.linalg.vector_norm(snapshot)) / size
+        if self._verify:
+            self._compare_averages()
+            journey.checksum = self._merge_checksum()
+
+    def _compare_averages(self) -> None:
+        checksums = self._group.sum_(self._table([float(_checksum(self._average))])).wait().flatten().tolist()
+        for rank, checksum in enumerate(checksums):
+            if checksum != checksums[0]:
+                raise RankError(f"verify: rank {rank} has another average than rank 0")
+
+    def _merge_checksum(self) -> int:
+        return _checksum(self._snapshot, _checksum(self._average))
+
+    def _table(self, own: Sequence[float]) -> Tensor:
+        """A row per rank, all zeros but this rank's own: a sum fills in the others'."""
+        table = torch.zeros(self._group.size, len(own), dtype=torch.float64)
+        table[self._group.rank] = torch.tensor(own, dtype=torch.float64)
+        return table
+
+
+def _read(journey: _Journey) -> Arrived:
+    broken = [rank for rank, row in enumerate(journey.rows) if row[-1]]
+    if broken and not journey.total:
+        raise RankError(
+            f"every rank that trained has params that are not finite (first rank {broken[0]}): the learning rate may "
+            "be too high, or a batch holds numbers that are not finite"
         )
-
-    def _compare(self, what: str, checksum: int) -> None:
-        if checksum != self._last_checksum:
-            raise RankError(f"verify: {what}")
+    rows = [row[:-EXTRA] for row in journey.rows]
+    return Arrived(rows, broken, journey.divergence, journey.left_ns, journey.met_ns, journey.back_ns)
 
 
-def _checksum(flat: Flat) -> int:
-    return zlib.crc32(flat.numbers.numpy().tobytes())
+def _is_finite(numbers: Tensor) -> bool:
+    # A finite sum has finite parts, and costs a fraction of asking each; a large sum of finite ones is asked again.
+    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
 
 
-def _divergence(snapshot: Flat, average: Flat, is_broken: bool) -> float:
-    size = float(torch.linalg.vector_norm(average.numbers))
-    if is_broken or size == 0.0:
-        return 0.0
-    return float(torch.linalg.vector_norm(snapshot.numbers - average.numbers)) / size
+def _checksum(flat: Flat, start: int = 0) -> int:
+    return zlib.crc32(flat.numbers.numpy().data, start)

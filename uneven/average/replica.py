@@ -4,8 +4,8 @@ The layout depends only on the model and the optimizer's class, so it is the sam
 trained; an optimizer that has not stepped yet has no state, and zeros stand in for it.
 """
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,51 +32,58 @@ class Flat:
 
 
 class Replica:
-    """What is averaged of a rank. `take` copies it out; `add` and `put` bring numbers of the same layout back."""
+    """What is averaged of a rank. `take` copies it out; `put` and `merge` bring numbers of the same layout back."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, with_state: bool = False) -> None:
         self._optimizer = optimizer
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._names = _state_names(optimizer) if with_state else ()
-        self._like = [param.detach() for param in self._params for _ in range(1 + len(self._names))]
-        dtypes = [param.dtype for param in self._params]
         self._dtype = torch.float32
-        for dtype in dtypes:
-            self._dtype = torch.promote_types(self._dtype, dtype)
+        for param in self._params:
+            self._dtype = torch.promote_types(self._dtype, param.dtype)
+        self._fresh = copy.deepcopy(optimizer.state_dict()["state"])
 
     def flat(self) -> Flat:
-        return Flat(self._like, self._dtype)
+        """Room for all params, then for their state, name by name."""
+        return Flat([param.detach() for _ in range(1 + len(self._names)) for param in self._params], self._dtype)
 
     @torch.no_grad()
     def take(self, into: Flat) -> None:
-        pairs = list(zip(into.views, self._tensors(), strict=True))
-        there = [(view, tensor) for view, tensor in pairs if tensor is not None]
-        torch._foreach_copy_([view for view, _ in there], [tensor for _, tensor in there])
-        for view, tensor in pairs:
+        for view, tensor in zip(into.views, self._tensors(), strict=True):
             if tensor is None:
                 view.zero_()
+            else:
+                view.copy_(tensor)
 
     def put(self, numbers: Flat) -> None:
-        self._apply(torch._foreach_copy_, numbers)
+        _change(Tensor.copy_, self._tensors(), numbers.views)
 
-    def add(self, numbers: Flat) -> None:
-        self._apply(torch._foreach_add_, numbers)
+    def merge(self, average: Flat, change: Flat) -> None:
+        """Params keep what they learned since the snapshot: they are changed by what the average changes in it.
+
+        State is overwritten, as running statistics are: it has decayed since, and a mean of squares that a change is
+        taken from may end below 0.
+        """
+        tensors, count = self._tensors(), len(self._params)
+        _change(Tensor.add_, tensors[:count], change.views[:count])
+        _change(Tensor.copy_, tensors[count:], average.views[count:])
 
     def clear_state(self) -> None:
-        """What the optimizer gathered is worthless: it begins anew."""
-        self._optimizer.state.clear()
-
-    @torch.no_grad()
-    def _apply(self, change: Callable[[list[Tensor], list[Tensor]], Any], numbers: Flat) -> None:
-        there = [(t, view) for t, view in zip(self._tensors(), numbers.views, strict=True) if t is not None]
-        change([t for t, _ in there], [view.to(t.dtype) for t, view in there])
+        """What the optimizer gathered is worthless: it begins anew, as it was when the replica was made."""
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": copy.deepcopy(self._fresh)})
 
     def _tensors(self) -> list[Tensor | None]:
-        tensors: list[Tensor | None] = []
-        for param in self._params:
-            state = self._optimizer.state.get(param, {})
-            tensors += [param.detach(), *(state.get(name) for name in self._names)]
-        return tensors
+        states = [self._optimizer.state.get(param, {}) for param in self._params]
+        return [*(p.detach() for p in self._params), *(state.get(name) for name in self._names for state in states)]
+
+
+@torch.no_grad()
+def _change(
+    change: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor | None], views: Sequence[Tensor]
+) -> None:
+    for tensor, view in zip(tensors, views, strict=True):
+        if tensor is not None:  # else the optimizer has not stepped yet: it begins by itself
+            change(tensor, view.to(tensor.device))
 
 
 def _state_names(optimizer: Optimizer) -> tuple[str, ...]:

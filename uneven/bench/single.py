@@ -6,8 +6,10 @@ mode.
 """
 
 import json
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,21 +58,22 @@ class Order:
     out: Path = Path("runs")
     progress: str = "auto"
 
+    @property
+    def folder(self) -> Path:
+        """Where the run's results go."""
+        return self.out / self.model / self.mode / f"seed-{self.seed}"
+
 
 def run_single(order: Order) -> dict[str, Any]:
     """Train, measure, write the folder; returns the summary."""
     recipe = models.get(order.model)
     mode = resolve_mode(order.mode, order.devices)
-    if mode.cores:
-        pin(mode.cores)
-        torch.set_num_threads(len(mode.cores))
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
     if data.vocabulary is not None:
         make_model = partial(make_model, data.vocabulary)
     train = data.train if order.samples is None else _first(data.train, order.samples)
-    folder = order.out / order.model / order.mode / f"seed-{order.seed}"
     config = RunConfig(
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
         epochs=recipe.epochs if order.epochs is None else order.epochs,
@@ -79,7 +82,7 @@ def run_single(order: Order) -> dict[str, Any]:
         seed=order.seed,
         precision=order.precision,
         compile=order.compile,
-        out=folder,
+        out=order.folder,
         progress=order.progress,
     )
     task = Task(
@@ -91,12 +94,13 @@ def run_single(order: Order) -> dict[str, Any]:
         Evaluation(data.test, recipe.eval_step, order.eval_every, EVAL_BATCH),
     )
     program = train_with_ddp if mode.is_torch_ddp else None
-    run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
-    state = run.join()
+    with _confined_to(mode.cores):
+        run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
+        state = run.join()
     device = torch.device(run.devices[0].split("@")[0])
     quality = measure_quality(state, recipe, make_model, data.test, device)
     summary = _summary(order, recipe, run.config, run.devices, state, quality)
-    _write(folder, run.config, state, summary)
+    _write(order.folder, run.config, state, summary)
     return summary
 
 
@@ -158,6 +162,23 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
     except OSError as error:
         raise folder_error(folder, error) from error
+
+
+@contextmanager
+def _confined_to(cores: Sequence[int]) -> Iterator[None]:
+    """This process as the rank it stands for, on these cores alone; afterwards on all it had, for the next run."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    threads = torch.get_num_threads()
+    pin(cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        pin(before)
+        torch.set_num_threads(threads)
 
 
 def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:

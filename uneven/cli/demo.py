@@ -1,43 +1,153 @@
-"""`uneven demo`: LeNet on the embedded digits, in a minute, with no network."""
+"""`uneven demo`: LeNet on the embedded digits in every mode, on two devices that do not match, with no network."""
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.errors import InputError, MachineError, RankError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from uneven.bench.demo import DemoOrder, Results
+
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs") / "demo",
-    epochs: Annotated[int, typer.Option(help="Passes over the 10,000 digits.")] = 8,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; default: the best there is.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the 10,000 digits, in each mode.")] = 3,
+    devices: Annotated[str, typer.Option(help="Two or more; @0.4 makes one slower by sleeping.")] = "cpu,cpu@0.4",
+    modes: Annotated[
+        str | None,
+        typer.Option(help="Only these, as in solo-0,solo-1,cpu-async.", show_default="all"),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Train on the first N digits only.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and order.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-S below it.")] = Path("runs")
+    / "demo",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress.")] = False,
 ) -> None:
-    """Train LeNet on mnist-mini (10,000 real digits, inside the package) and say where everything is.
+    """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
-    Example: uneven demo
+    The devices are simulated on this machine's cores, the digits are in the package; about two minutes on two cores.
+    Ctrl-C shows what is finished by then. Examples:
+
+      uneven demo
+
+      uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
-    from uneven.bench.single import Order, run_single
+    from uneven.bench.demo import DemoOrder, check, train_modes
 
-    summary = run_single(
-        Order(
-            model="lenet",
-            data="mnist-mini",
-            devices=None if device == "auto" else device,
-            epochs=epochs,
-            out=out,
-            progress="off" if as_json else "auto",
-        )
+    order = DemoOrder(
+        devices=devices,
+        modes=None if modes is None else tuple(mode.strip() for mode in modes.split(",")),
+        epochs=epochs,
+        samples=samples,
+        seed=seed,
+        out=out,
+        progress="off" if as_json else "auto",
     )
-    folder = out / "lenet" / "solo-0" / "seed-0"
-    if as_json:
-        print(json.dumps({**summary, "folder": str(folder)}, indent=1))
-        return
-    quality = summary["quality"]["accuracy"]
-    print(
-        f"\nLeNet on {', '.join(summary['devices'])}: {100 * quality:.2f} % of 2,000 test digits right, "
-        f"{summary['train_seconds']:.1f} s of training, {summary['samples_per_s']:,.0f} samples/s.\n"
-        f"Trained state, metrics and timeline: {folder}\n"
-        "Next: uneven devices --measure   what this machine has, and what it could do together\n"
-        "      uneven bench list          the other models"
-    )
+    results = check(order)
+    if not as_json:
+        _announce(order, results)
+    end: BaseException | None = None
+    try:
+        train_modes(order, results, (lambda _: None) if as_json else _tell)
+    except (KeyboardInterrupt, InputError, MachineError) as error:
+        if not results.summaries and not isinstance(error, KeyboardInterrupt):
+            raise
+        end = error
+    is_interrupted = isinstance(end, KeyboardInterrupt)
+    (_print_json if as_json else _print)(order, results, is_interrupted)
+    if is_interrupted:
+        raise typer.Exit(130)
+    if end is not None:
+        raise end
+    if results.failures:
+        raise RankError("\n".join(f"{mode}: {why}" for mode, why in results.failures.items()))
+
+
+def _announce(order: "DemoOrder", results: "Results") -> None:
+    from uneven.bench.demo import notes
+
+    epochs, modes = _count(order.epochs, "epoch"), _count(len(results.modes), "mode")
+    lines = [f"LeNet on the digits inside the package, {epochs}, {modes} on {order.devices}"]
+    lines += [f"Note: {note}" for note in notes(order)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _tell(line: str) -> None:
+    """On a terminal the bars have said it."""
+    if not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None:
+    from uneven.bench.demo import notes
+
+    asked = {"epochs": order.epochs, "samples": order.samples, "seed": order.seed, "out": str(order.out)}
+    print(json.dumps({**results.to_json(), **asked, "notes": notes(order), "interrupted": is_interrupted}, indent=1))
+
+
+def _print(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None:
+    from rich.console import Console
+
+    # Plain words, unwrapped: a terminal breaks them by itself, and a path in a pipe stays whole.
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if results.summaries:
+        console.print(_table(results))
+        console.print("\n".join(_words(order, results)))
+    if is_interrupted:
+        console.print(_what_is_left(order, results))
+
+
+def _table(results: "Results") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    rows, is_compared = results.rows, results.alone is not None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("mode", no_wrap=True)
+    for heading in ("accuracy", "time", *(["speed-up", "efficiency"] if is_compared else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(f"share {' : '.join(results.devices)}", justify="right")
+    for row in rows:
+        cells = [row.mode, f"{100 * row.accuracy:.2f} %", f"{row.seconds:.1f} s"]
+        if row.speedup is not None and row.efficiency is not None:
+            cells += [f"{row.speedup:.2f}x", f"~{100 * row.efficiency:.0f} %"]
+        shares = " : ".join(f"{100 * share:.0f}" for share in row.shares)
+        table.add_row(*cells, f"{shares} %")
+    return table
+
+
+def _words(order: "DemoOrder", results: "Results") -> list[str]:
+    from uneven.hardware.yardstick import gap
+
+    lines = []
+    if results.sentence is not None:
+        lines += [results.sentence, ""]
+    lines.append("time: training alone, without start-up and evaluation")
+    if results.alone is not None:
+        lines += [
+            f"speed-up: over the fast device alone; measured gap between the devices: {gap(results.alone):.2f}",
+            "efficiency: of the devices' solo speeds, added up; ~ because runs came one after the other",
+            "            (uneven bench efficiency --model lenet --data mnist-mini measures it)",
+        ]
+    return [*lines, f"trained states, metrics and timelines: {order.out}"]
+
+
+def _what_is_left(order: "DemoOrder", results: "Results") -> str:
+    from uneven.bench.demo import folder_of
+
+    missing = [mode for mode in results.modes if mode not in results.summaries and mode not in results.failures]
+    words = f"interrupted; not finished: {', '.join(missing)}"
+    folder = folder_of(order, missing[0])
+    is_kept = (folder / "state.json").exists() and not (folder / "summary.json").exists()
+    return f"{words} (what {missing[0]} had learned is in {folder})" if is_kept else words
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

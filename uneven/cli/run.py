@@ -10,7 +10,7 @@ def run(
     script: Annotated[Path, typer.Argument(help="The Python script to run, once per device.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
     devices: Annotated[str | None, typer.Option(help="As in cpu,cpu@0.4 or auto, the default.")] = None,
-    policy: Annotated[str | None, typer.Option(help="sync or balanced.")] = None,
+    policy: Annotated[str | None, typer.Option(help="sync, balanced, cadence or async.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, cpu or nccl.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per device and step.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Samples per step of all devices.")] = None,
@@ -20,6 +20,14 @@ def run(
     shares: Annotated[str | None, typer.Option(help="Fixed shares, one per device, as in 5,2.")] = None,
     sync_batchnorm: Annotated[bool | None, typer.Option(help="BatchNorm over all devices.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clip the global gradient norm.")] = None,
+    lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto.")] = None,
+    anchor: Annotated[int | None, typer.Option(help="Local policies: the slowest device's batches a window.")] = None,
+    max_anchor: Annotated[int | None, typer.Option(help="Local policies: how far the anchor may grow.")] = None,
+    overhead_target: Annotated[float | None, typer.Option(help="Local policies: what rounds may cost.")] = None,
+    divergence_threshold: Annotated[float | None, typer.Option(help="Local policies: where the guard looks.")] = None,
+    max_lead: Annotated[int | None, typer.Option(help="async: batches ahead of an average on its way.")] = None,
+    optimizer_state: Annotated[str | None, typer.Option(help="Local policies: keep or average.")] = None,
+    verify: Annotated[bool | None, typer.Option(help="Local policies: checksums along every average.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or auto.")] = None,
     compile: Annotated[str | None, typer.Option(help="off, default or graph.")] = None,
     workers: Annotated[int | None, typer.Option(help="Loader processes per device.")] = None,
@@ -41,9 +49,18 @@ def run(
     }
     if shares is not None:
         given["shares"] = _numbers(shares)
+    if lr_scale is not None:
+        given["lr_scale"] = _number_or_word(lr_scale)
     from uneven.start import run_script
 
     run_script(script, args or [], given)
+
+
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -49,7 +49,7 @@ def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]
     (slot, first, samples) of each part a rank trained. Returns the number of slots; RuntimeError names a wrong one.
     """
     due = range(slots) if slots is not None else sorted({index for log in logs for index, _, _ in log})
-    parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in due}
+    parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in due if 0 <= index < axis.total}
     for rank, log in enumerate(logs):
         for index, first, samples in log:
             if index not in parts:

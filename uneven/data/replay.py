@@ -66,9 +66,23 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
     parts = [[(int(a), int(b), int(c)) for a, b, c in log] for log in record["ranks"]]
     try:
         prove_exactly_once(axis, parts, axis.total)
+        if was_local:
+            _prove_rounds(rounds, parts)
     except RuntimeError as error:
         raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
     return Log(parts, rounds)
+
+
+def _prove_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, int]]]) -> None:
+    """RuntimeError where ranks would wait for each other without end: they must pass the same rounds, in order."""
+    if len(rounds) != len(parts):
+        raise RuntimeError(f"{len(rounds)} ranks have rounds and {len(parts)} have slots")
+    for rank, (log, trained) in enumerate(zip(rounds, parts, strict=True)):
+        if [(one.due, one.scale) for one in log] != [(one.due, one.scale) for one in rounds[0]]:
+            raise RuntimeError(f"rank {rank} has other rounds than rank 0")
+        places = [place for one in log for place in (one.entered, one.merged)]
+        if places != sorted(places) or places[-1] != len(trained):
+            raise RuntimeError(f"rank {rank}'s rounds do not lie between its {len(trained)} slots")
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -76,6 +90,8 @@ def _read(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((folder / "log.json").read_text())
         if record["version"] != 1:
             raise ValueError(f"version {record['version']}")
+        if missing := {"ranks", "config", "dataset_samples", "slots"} - record.keys():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
     except OSError as error:
         raise InputError(
             f"replay={str(folder)!r}: there is no log.json in it; pass the folder a finished run was given as out=..."

@@ -24,7 +24,7 @@ def check_company(words: Sequence[float], slot: int) -> None:
 
 
 def check_agreement(prints: Sequence[int], when: str) -> None:
-    """The replicated policies must be equal; RankError names a rank whose copy is not."""
+    """What is replicated must be equal; RankError names a rank whose copy is not."""
     for rank, one in enumerate(prints):
         if one != prints[0]:
-            raise RankError(f"rank {rank} decided otherwise than rank 0 {when}: {list(prints)}")
+            raise RankError(f"rank {rank} differs from rank 0 {when}: {list(prints)}")

@@ -41,6 +41,7 @@ class ExactPace:
         self.buffers = BufferAverage(rig.model, synced_buffers(rig.model))
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._is_advised = False
+        self._scale = 1.0  # of the learning rates
         self._weight = 0  # samples since the buffers were last averaged
         self._free_ns = 0  # when this rank last came out of a collective
 
@@ -48,6 +49,7 @@ class ExactPace:
         """Round 0: everyone knows everyone's cost; the first shares follow from them."""
         rig, shares_known = self.rig, self.rig.config.is_shared_out
         if rig.seat.size == 1:
+            self._scale = rig.wanted_scale(1.0, [1.0])
             return
         if rig.circle.layers:
             rig.circle.group, rig.circle.enter = self.group, rig.recorder.enter
@@ -55,6 +57,7 @@ class ExactPace:
         self.policy = self._make_policy(costs)
         first = rig.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
+        self._scale = rig.wanted_scale(1.0, shares)
         is_measured = rig.is_rehearsed and not shares_known
         alone = [1e3 * rig.config.batch_size / cost.time_ms(rig.config.batch_size) for cost in costs]
         rig.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
@@ -94,7 +97,7 @@ class ExactPace:
         rig = self.rig
         micros = rig.open(micros)
         began_ns = rig.recorder.enter("compute")
-        rig.schedule.move_to(rig.axis.schedule_position(part.slot.index))
+        rig.move_rates(part.slot.index, self._scale)
         if rig.seat.size > 1:
             is_stopped = self._step_together(part, micros + self._phantoms(part))
         else:

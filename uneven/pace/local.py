@@ -7,11 +7,10 @@ Everything ranks do together lies on the axis and is passed in its order: nothin
 
 from collections.abc import Callable, Iterator, Sequence
 
-from torch.optim import SGD
-
 from uneven.average.buffers import BufferAverage
 from uneven.average.host import Arrived, HostAverage
 from uneven.average.replica import Replica
+from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
 from uneven.errors import RankError
@@ -21,7 +20,7 @@ from uneven.policy.axis import Part
 from uneven.policy.course import Course
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedCourse, RecordedWindows, Round
-from uneven.policy.scale import CHANGE, lr_scale, ramp
+from uneven.policy.scale import CHANGE
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import Row, Windows
 from uneven.rig import Rig
@@ -145,6 +144,9 @@ class LocalPace:
         self.rig.run_ahead.drain()
         self.average_buffers()
         self.average.close()
+        if self.rig.config.verify:
+            tensors = [*self.rig.model.parameters(), *self.rig.model.buffers()]
+            check_agreement(gather_checksums(self.group, tensors), "in its params or buffers at the end")
 
     def close(self) -> None: ...
 
@@ -161,12 +163,10 @@ class LocalPace:
         return self._stops or self.windows.is_blocking or self.course.may_merge(self.average.is_done())
 
     def _step(self, part: Part, micros: Micros) -> None:
-        rig, axis = self.rig, self.rig.axis
+        rig = self.rig
         micros = rig.open(micros)
         rig.recorder.enter("compute")
-        before = axis.samples_before(part.slot.index)
-        scale = ramp(self.scale, before, axis.samples, axis.samples * axis.epochs)
-        rig.schedule.move_to(axis.schedule_position(part.slot.index), scale)
+        rig.move_rates(part.slot.index, self.scale)
         rig.step_alone(part, micros, self._free_ns)
         rig.run_ahead.after_step()
         now_ns = rig.recorder.enter("other")
@@ -177,8 +177,10 @@ class LocalPace:
     def _enter(self, word: float) -> None:
         """Enter the next round: the snapshot leaves, with a row of what the others should know."""
         rig, recorder = self.rig, self.rig.recorder
+        asked_ns = recorder.enter("compute")
+        rig.run_ahead.drain()  # what the device has still to do is the rank's own work
         began_ns = recorder.enter("communication")
-        rig.run_ahead.drain()
+        self._busy_ms += (began_ns - asked_ns) / 1e6
         loss_sum, loss_count = rig.meter.drain()
         row = self._costs._replace(
             next_slot=float(self.course.next_slot),
@@ -212,7 +214,7 @@ class LocalPace:
         return rows
 
     def _merge(self) -> None:
-        due, is_event = self.windows.due, self.windows.due == self.windows.event
+        due, event = self.windows.due, self.windows.event
         rows = self._receive()
         where = f"in the round at slot {due}"
         check_company([row.word for row in rows], due)
@@ -241,7 +243,7 @@ class LocalPace:
         self._is_stopped = all(row.word == STOP for row in rows)
         if not self._is_scaled:
             self._set_scale()
-        if is_event:
+        if self.windows.is_over or self.windows.event != event:
             self.rig.trained = due
         self._pass_epochs(rows)
         self.rig.rounds.append(Round(due, self._entered, self.course.parts, self.scale))
@@ -250,9 +252,9 @@ class LocalPace:
         """Tell of the epochs that every rank is past, with the losses that came in until now."""
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis = self.rig.axis
+        axis, (loss_sum, count) = self.rig.axis, self._losses
         while self.epoch < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(self.epoch):
-            loss_sum, count = self._losses
+            # Where one window holds several epochs they share its losses.
             self._losses = [0.0, 0.0]
             self._end_epoch(self.epoch, loss_sum / count if count else float("nan"))
             self.epoch += 1
@@ -266,14 +268,12 @@ class LocalPace:
             return
         if not self.windows.is_measured:
             return
-        given = self.rig.config.lr_scale
-        rule = "auto" if given is None else given
-        wanted = lr_scale(rule, not isinstance(self.rig.optimizer, SGD), self.windows.speeds)
+        wanted = self.rig.wanted_scale("auto", self.windows.speeds)
         if abs(wanted / self.scale - 1.0) <= CHANGE and self._is_scaled:
             return
         self._is_scaled, self.scale = True, wanted
         self.rig.recorder.event("lr_scale", scale=wanted)
-        rate = self.rig.schedule.plain[0]
+        rate, rule = self.rig.schedule.plain[0], self.rig.config.lr_scale or "auto"
         if wanted != 1.0:
             self.notes.append(
                 f"  learning rate {rate:g} -> {wanted * rate:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "

@@ -18,8 +18,8 @@ class Course:
     """`claim(n)` takes the next n of a count that all ranks share and returns the first; None for cadence.
 
     A slot is *given* to the rank, then *handed* to its feed (which may read ahead), then trained. A rank passes an
-    event only when it holds no slot before it. Any other round it enters by `next_slot`, the place on the axis that all
-    ranks together have come to, as far as it knows: so what a rank still holds does not keep the others waiting.
+    event only when it holds no slot before it. It enters any other round when the claims of all ranks have come to it,
+    as far as it knows, so that what one rank still holds does not keep the others waiting.
     """
 
     windows: Windows
@@ -41,12 +41,12 @@ class Course:
 
     @property
     def next_slot(self) -> int:
-        """Without claims, or when all are passed, the first slot that is not trained."""
-        own = self._own_next
-        if self._is_cut or own >= self.windows.event:
-            return own
-        place = self._claimed + int(self._since / self._share)
-        return min(max(own, place), self.windows.event)
+        """The first slot that this rank has still to train; where it has none, the end of what could be."""
+        if not self._given:
+            self._take()
+        if self._given:
+            return self._given[0]
+        return self.windows.due if self._is_cut else self.total
 
     def hand(self) -> int | None:
         """The next slot for the feed; None when something else comes first: a round, an event, the end."""
@@ -72,15 +72,17 @@ class Course:
         """Whether this rank enters the next round now."""
         if self.in_flight or self.is_over:
             return False
+        if self.next_slot >= self.windows.due:
+            return True
         is_event = self.windows.due == self.windows.event
-        return (self._own_next if is_event else self.next_slot) >= self.windows.due
+        return not self._is_cut and not is_event and self._front >= self.windows.due
 
     def enter(self) -> None:
         self.in_flight, self.lead = True, 0
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
-        return has_arrived or self.lead >= self._most_lead or self._own_next >= self.windows.event
+        return has_arrived or self.lead >= self._most_lead or self.next_slot >= self.windows.event
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
@@ -88,13 +90,9 @@ class Course:
         self.is_over = self.windows.is_over
 
     @property
-    def _own_next(self) -> int:
-        """The first slot that this rank has still to train; where it has none, the end of what could be."""
-        if not self._given:
-            self._take()
-        if self._given:
-            return self._given[0]
-        return self.windows.due if self._is_cut else self.total
+    def _front(self) -> int:
+        """How far all ranks have claimed, as far as this one knows: its own last claim, and its pace since then."""
+        return self._claimed + int(self._since / self._share)
 
     @property
     def _is_cut(self) -> bool:
@@ -121,6 +119,7 @@ class Course:
         assert self.claim is not None, "cadence is always cut"
         if self._base is None:
             self._base = self._claimed = self.windows.start
+            self._since = 0
         many = self._claim_size()
         if many == 0:
             return
@@ -129,9 +128,8 @@ class Course:
 
     def _claim_size(self) -> int:
         """Enough slots to make the claim cheap, far fewer than the window's, and before an event only its part."""
-        last = max(self._claimed, self._given[-1] if self._given else 0)
-        left = self._share * (self.windows.event - last)
-        if (self._given and len(self._given) >= left) or self._claimed >= self.total:
+        left = self._share * (self.windows.event - self._front)
+        if self._claimed >= self.total or (self._given and len(self._given) >= left):
             return 0
         ms = 1.0 / self.windows.speeds[self.rank]
         enough = int(self.claim_ms / (CLAIM_SHARE * ms)) + 1

@@ -84,7 +84,9 @@ class RecordedCourse:
         return waiting[0] if waiting else self.total
 
     def hand(self) -> int | None:
-        if not self.slots or self.slots[0] >= self.windows.event:
+        """The next slot for the feed; None where a round, an event or the end comes first."""
+        # A rank may have entered its first round before it trained anything.
+        if self.is_due() or not self.slots or self.slots[0] >= self.windows.event:
             return None
         self._handed.append(self.slots.popleft())
         return self._handed[-1]

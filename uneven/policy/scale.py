@@ -26,4 +26,6 @@ def lr_scale(rule: str | float, is_adaptive: bool, speeds: Sequence[float]) -> f
 def ramp(scale: float, samples: int, epoch: int, total: int) -> float:
     """The scale after so many global samples: it grows from 1 in the warm-up."""
     length = min(float(epoch), WARM_UP_SHARE * total)
-    return 1.0 + (scale - 1.0) * min(1.0, samples / length)
+    if samples >= length:
+        return scale
+    return 1.0 + (scale - 1.0) * samples / length

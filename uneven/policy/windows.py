@@ -204,7 +204,7 @@ class Windows:
         if self.terms.is_async:
             needed_ms = max(cost_ms / self.terms.overhead_target, latency_ms / LATENCY_SHARE)
         else:
-            cost_ms += (1.0 - self._evenness(self._best_counts())) * self.anchor * slowest_ms
+            cost_ms += (1.0 - self._efficiency(self._best_counts())) * self.anchor * slowest_ms
             needed_ms = cost_ms / self.terms.overhead_target
         needed = needed_ms / slowest_ms
         if needed > self.anchor and not self.is_held:
@@ -224,7 +224,7 @@ class Windows:
             return []
         # About as long as before: only a predicted gain is worth a change.
         is_same_length = abs(sum(best) - sum(self.counts)) <= 0.05 * sum(self.counts)
-        if is_same_length and self._evenness(best) < (1.0 + COUNT_GAIN) * self._evenness(self.counts):
+        if is_same_length and self._efficiency(best) < (1.0 + COUNT_GAIN) * self._efficiency(self.counts):
             return []
         self.counts = best
         return [Decision("counts", {"counts": list(best), "anchor": self.anchor})]
@@ -237,12 +237,12 @@ class Windows:
         exact = [self.anchor * slowest_ms / ms for ms in self._ms]
         # Few ranks lose least when counts are rounded, many when nobody does more than its part.
         ways = [tuple(max(1, int(count + up)) for count in exact) for up in (0.5, 0.25, 1e-9)]
-        return max(ways, key=self._evenness)
+        return max(ways, key=self._efficiency)
 
-    def _evenness(self, counts: Sequence[int]) -> float:
-        """The part of a window that ranks are predicted to work, the rest being waiting."""
-        busy_ms = [count * ms for count, ms in zip(counts, self._ms, strict=True)]
-        return sum(busy_ms) / (self.ranks * max(busy_ms))
+    def _efficiency(self, counts: Sequence[int]) -> float:
+        """How fast such windows are predicted to go, where 1 is the sum of all speeds: the rest is waiting."""
+        window_ms = max(count * ms for count, ms in zip(counts, self._ms, strict=True))
+        return sum(counts) / (window_ms * sum(self.speeds))
 
 
 def _remember(seen: list[float], value: float) -> float:

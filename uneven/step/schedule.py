@@ -1,9 +1,12 @@
 """A torch LR scheduler, stepped by global progress instead of by local steps, and a scale on top of it."""
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -43,8 +46,9 @@ class Schedule:
         pairs = zip(now, self._written, self.plain, strict=True)
         self._write([plain if rate == written else rate for rate, written, plain in pairs])
         if self._scheduler is not None:
-            for _ in range(position - self._position):
-                self._scheduler.step()
+            with _no_word_of_order() if self._position == 0 else nullcontext():
+                for _ in range(position - self._position):
+                    self._scheduler.step()
         self._position = max(position, self._position)
         self.plain = self.rates
         self._write([scale * rate for rate in self.plain])
@@ -56,8 +60,18 @@ class Schedule:
 
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if float(group["lr"]) != rate:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # whoever made it one reads that very tensor
+            elif float(group["lr"]) != rate:
                 group["lr"] = rate
+
+
+@contextmanager
+def _no_word_of_order() -> Iterator[None]:
+    """A rank's first slot may lie further on, and torch warns of schedulers that move before the first step."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
+        yield
 
 
 def _required_arguments(function: Callable[..., Any]) -> int:

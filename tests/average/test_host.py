@@ -1,0 +1,559 @@
+"""The round trip of an average, on threads: against a dense computation, and with everything that can go wrong."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from tests.ranks import ThreadGroup, on_threads
+from uneven.average.buffers import BufferAverage
+from uneven.average.host import Arrived, HostAverage
+from uneven.average.replica import Replica
+from uneven.comm.group import Group, SoloGroup
+from uneven.comm.work import Work
+from uneven.errors import RankError
+
+T = TypeVar("T")
+WEIGHTS = {2: (3.0, 1.0), 3: (3.0, 1.0, 7.0), 4: (2.0, 9.0, 5.0, 1.0)}
+
+
+class Side:
+    """One rank: a model whose params depend on the rank, and its average over a group of its own."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        dtype: torch.dtype = torch.float64,
+        make_model: Callable[[], nn.Module] = lambda: nn.Linear(5, 3),
+        with_state: bool = False,
+        verify: bool = False,
+    ) -> None:
+        self.rank, self.group = group.rank, group
+        torch_random = torch.Generator().manual_seed(group.rank)
+        self.model = make_model().to(dtype)
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.copy_(torch.randn(param.shape, generator=torch_random, dtype=torch.float64))
+        self.optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        replica = Replica(self.model, self.optimizer, with_state)
+        self.average = HostAverage(replica, BufferAverage(self.model), group, verify)
+
+    @property
+    def params(self) -> Tensor:
+        """All of them, as they are now."""
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def work(self, change: Tensor | float) -> None:
+        """What training does between two rounds, without the training."""
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(self.params + change, self.model.parameters())
+
+    def round(self, weight: float, row: Sequence[float] = (), is_unchanged: bool = True) -> Arrived:
+        self.average.start(weight, row)
+        return self.average.finish(is_unchanged)
+
+    def close(self) -> None:
+        self.average.close()
+
+
+def on_ranks(size: int, body: Callable[[Side], T], **options: Any) -> list[T]:
+    def rank(group: ThreadGroup) -> T:
+        with closing(Side(group.another(), **options)) as side:
+            return body(side)
+
+    return on_threads(size, rank)
+
+
+def dense(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return torch.stack([w * part.double() for w, part in zip(weights, parts, strict=True)]).sum(0) / sum(weights)
+
+
+# The average itself.
+
+
+@pytest.mark.parametrize("size", WEIGHTS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_average_is_weighted_and_replicas_end_bit_equal(size: int, dtype: torch.dtype, tolerance: float) -> None:
+    weights = WEIGHTS[size]
+
+    def body(side: Side) -> tuple[Tensor, Tensor]:
+        before = side.params
+        side.round(weights[side.rank])
+        return before, side.params
+
+    found = on_ranks(size, body, dtype=dtype)
+    expected = dense([before for before, _ in found], weights)
+    for _, after in found:
+        assert after.dtype == dtype
+        torch.testing.assert_close(after.double(), expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(after, found[0][1])
+
+
+def test_work_done_while_the_average_travels_is_kept() -> None:
+    weights = WEIGHTS[3]
+
+    def body(side: Side) -> tuple[Tensor, Tensor, Tensor]:
+        snapshot = side.params
+        side.average.start(weights[side.rank], [])
+        side.work(10.0 * side.rank + torch.arange(18.0))
+        now = side.params
+        side.average.finish(is_unchanged=False)
+        return snapshot, now, side.params
+
+    found = on_ranks(3, body)
+    average = dense([snapshot for snapshot, _, _ in found], weights)
+    for snapshot, now, after in found:
+        torch.testing.assert_close(after, now + average - snapshot, rtol=1e-12, atol=1e-12)
+
+
+def test_over_many_rounds_not_a_step_of_any_rank_is_lost() -> None:
+    """With equal weights the mean of the replicas moves by the mean of all work, however late averages are merged."""
+
+    def body(side: Side) -> tuple[Tensor, Tensor, Tensor]:
+        start, steps = side.params, torch.Generator().manual_seed(100 + side.rank)
+        done = torch.zeros_like(start)
+        for _ in range(6):
+            for in_flight in (False, True):
+                change = torch.randn(len(start), generator=steps, dtype=torch.float64)
+                side.work(change)
+                done += change
+                if not in_flight:
+                    side.average.start(1.0, [])
+            side.average.finish(is_unchanged=False)
+        side.round(1.0)
+        return start, done, side.params
+
+    found = on_ranks(3, body)
+    expected = dense([start + done for start, done, _ in found], (1, 1, 1))
+    for _, _, after in found:
+        torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(after, found[0][2])
+
+
+def test_a_rank_that_trained_nothing_takes_the_average_itself_for_adding_would_round() -> None:
+    def body(side: Side, is_unchanged: bool) -> Tensor:
+        side.work(1e6 * (side.rank - 1))  # far from an average near 0: average - snapshot loses its last bits
+        side.round(1.0, is_unchanged=is_unchanged)
+        return side.params
+
+    equal = on_ranks(3, lambda side: body(side, True), dtype=torch.float32)
+    assert all(torch.equal(params, equal[0]) for params in equal)
+    added = on_ranks(3, lambda side: body(side, False), dtype=torch.float32)
+    assert not all(torch.equal(params, added[0]) for params in added), "the case shows nothing"
+
+
+def test_a_rank_of_weight_zero_counts_for_nothing_and_takes_the_average() -> None:
+    def body(side: Side) -> tuple[Tensor, Tensor]:
+        before = side.params
+        side.round(float(side.rank))
+        return before, side.params
+
+    found = on_ranks(3, body)
+    expected = dense([before for before, _ in found], (0, 1, 2))
+    for _, after in found:
+        torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_when_nobody_trained_nothing_changes_and_the_rows_arrive_all_the_same() -> None:
+    def body(side: Side) -> None:
+        side.model.running_mean.fill_(3.0 + side.rank)
+        before = side.params
+        arrived = side.round(0.0, [5.0 + side.rank])
+        assert arrived.rows == [[5.0], [6.0]]
+        assert (arrived.broken, arrived.divergence) == ([], 0.0)
+        assert torch.equal(side.params, before)
+        assert side.model.running_mean.tolist() == [3.0 + side.rank] * 2
+        assert side.group.traffic.collectives == 1, "params need not travel"
+
+    on_ranks(2, body, make_model=lambda: nn.BatchNorm1d(2))
+
+
+def test_rows_arrive_in_rank_order_and_may_change_their_length() -> None:
+    def body(side: Side) -> list[list[list[float]]]:
+        rows = [[side.rank + 0.5, 1e15 + side.rank], [-1.0 * side.rank], []]
+        return [side.round(1.0, row).rows for row in rows]
+
+    for found in on_ranks(3, body):
+        assert found == [
+            [[0.5, 1e15], [1.5, 1e15 + 1], [2.5, 1e15 + 2]],
+            [[0.0], [-1.0], [-2.0]],
+            [[], [], []],
+        ]
+
+
+def test_divergence_is_each_ranks_own_distance_from_the_average() -> None:
+    def body(side: Side) -> tuple[Tensor, float, Tensor]:
+        before = side.params
+        side.average.start(1.0, [])
+        side.work(100.0)  # after the snapshot: it has no part in it
+        return before, side.average.finish(is_unchanged=False).divergence, side.params
+
+    found = on_ranks(2, body)
+    average = dense([before for before, _, _ in found], (1, 1))
+    for before, divergence, _ in found:
+        assert divergence == pytest.approx(float((before - average).norm() / average.norm()), rel=1e-12)
+        assert divergence > 0.1
+
+
+def test_a_round_is_two_sums_and_params_travel_once() -> None:
+    def body(side: Side) -> None:
+        side.round(1.0, [1.0, 2.0])
+        assert side.average.traffic.collectives == 2
+        row = 2 + 2  # with its weight, and whether it is broken
+        assert side.average.traffic.payload_bytes == 8 * 2 * row + 4 * 18
+
+    on_ranks(2, body, dtype=torch.float32)
+
+
+# Buffers and state travel along.
+
+
+def test_batchnorm_statistics_are_those_of_the_pooled_samples() -> None:
+    own = torch.Generator().manual_seed(0)
+    parts = [torch.randn(n, 2, generator=own, dtype=torch.float64) * n + 3 * n for n in (7, 2, 12)]
+
+    def body(side: Side) -> tuple[Tensor, Tensor]:
+        side.model.running_mean.copy_(parts[side.rank].mean(0))
+        side.model.running_var.copy_(parts[side.rank].var(0, correction=0))
+        side.average.start(float(len(parts[side.rank])), [])
+        side.model.running_mean.add_(1.0)  # buffers are overwritten, what was added in flight is not kept
+        side.average.finish(is_unchanged=False)
+        return side.model.running_mean, side.model.running_var
+
+    pooled = torch.cat(parts)
+    for mean, variance in on_ranks(3, body, make_model=lambda: nn.BatchNorm1d(2)):
+        torch.testing.assert_close(mean, pooled.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(variance, pooled.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_buffer_that_first_changed_in_flight_is_averaged_by_the_next_round() -> None:
+    def body(side: Side) -> float:
+        side.average.start(1.0, [])
+        side.model.running_mean.fill_(2.0 * side.rank)  # an observer that calibrates itself once, say
+        side.average.finish(is_unchanged=False)
+        assert side.model.running_mean.item() == 2.0 * side.rank, "nobody had changed it"
+        side.round(1.0)
+        return side.model.running_mean.item()
+
+    assert on_ranks(2, body, make_model=lambda: nn.BatchNorm1d(1)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_momentum_is_averaged_only_when_asked_for(with_state: bool) -> None:
+    weights = WEIGHTS[2]
+
+    def body(side: Side) -> tuple[Tensor, Tensor]:
+        side.model(torch.full((1, 5), 1.0 + side.rank, dtype=torch.float64)).sum().backward()
+        side.optimizer.step()
+        buffer = side.optimizer.state[side.model.weight]["momentum_buffer"]
+        before = buffer.clone()
+        side.round(weights[side.rank])
+        return before, buffer
+
+    found = on_ranks(2, body, with_state=with_state)
+    average = dense([before for before, _ in found], weights)
+    assert not torch.allclose(found[0][0], average), "the case shows nothing"
+    for before, after in found:
+        torch.testing.assert_close(after, average if with_state else before, rtol=1e-12, atol=1e-12)
+
+
+# Params that are not finite.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_rank_that_is_not_finite_counts_for_nothing_and_starts_anew_from_the_average(value: float) -> None:
+    weights = WEIGHTS[3]
+
+    def body(side: Side) -> tuple[Tensor, Tensor]:
+        side.model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+        side.optimizer.step()
+        if side.rank == 1:
+            with torch.no_grad():
+                side.model.weight[2, 3] = value
+        before = side.params
+        side.average.start(weights[side.rank], [])
+        side.work(1.0)
+        arrived = side.average.finish(is_unchanged=False)
+        assert arrived.broken == [1]
+        assert (arrived.divergence == 0.0) == (side.rank == 1)
+        assert bool(side.optimizer.state) == (side.rank != 1)
+        assert side.round(1.0).broken == [], "it is one of them again"
+        return before, side.params
+
+    found = on_ranks(3, body)
+    average = dense([found[0][0], found[2][0]], (weights[0], weights[2]))
+    expected = dense([average + 1.0, average, average + 1.0], (1, 1, 1))
+    for _, after in found:
+        torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_buffers_of_a_broken_rank_do_not_spoil_the_others() -> None:
+    def body(side: Side) -> float:
+        side.model.running_mean.fill_(4.0)
+        if side.rank == 0:
+            side.model.running_mean.fill_(float("nan"))
+            side.work(float("nan"))
+        side.round(1.0)
+        return side.model.running_mean.item()
+
+    assert on_ranks(2, body, make_model=lambda: nn.BatchNorm1d(1)) == [4.0, 4.0]
+
+
+def test_large_params_are_finite_though_their_sum_is_not() -> None:
+    def body(side: Side) -> list[int]:
+        with torch.no_grad():
+            for param in side.model.parameters():
+                param.fill_(3e38)
+        assert not side.params.sum().isfinite()
+        return side.round(1.0).broken
+
+    assert on_ranks(2, body, dtype=torch.float32) == [[], []]
+
+
+def test_with_no_finite_rank_the_run_ends_everywhere() -> None:
+    def body(side: Side) -> None:
+        side.work(float("inf"))
+        with pytest.raises(RankError, match=r"not finite \(first rank 0\): the learning rate may be too high"):
+            side.round(1.0)
+
+    on_ranks(2, body)
+
+
+def test_a_finite_rank_that_trained_nothing_cannot_save_a_run() -> None:
+    def body(side: Side) -> None:
+        if side.rank:
+            side.work(float("nan"))
+        with pytest.raises(RankError, match=r"every rank that trained .* not finite \(first rank 1\)"):
+            side.round(float(side.rank))
+
+    on_ranks(3, body)
+
+
+# Phases, and the thread.
+
+
+class Gate:
+    """A collective that says when somebody waits for it, and ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(30)
+
+    def is_completed(self) -> bool:
+        return self.opened.is_set()
+
+
+class GatedGroup(SoloGroup):
+    """One rank alone whose sums each wait at a gate: the first is the head, the second the params."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [Gate(), Gate(), Gate()]
+        self._passed = iter(self.gates)
+
+    def sum_(self, tensor: Tensor) -> Work:
+        return Work(next(self._passed), tensor, self.traffic)
+
+    def open(self) -> None:
+        for gate in self.gates:
+            gate.opened.set()
+
+
+@contextmanager
+def gated(**options: Any) -> Iterator[tuple[Side, GatedGroup]]:
+    group = GatedGroup()
+    with closing(Side(group, **options)) as side:
+        try:
+            yield side, group
+        finally:
+            group.open()
+
+
+def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
+    with gated() as (side, group):
+        average, (head, params, _) = side.average, group.gates
+        assert average.phase == "idle"
+        assert not average.is_done()
+        average.start(1.0, [])
+        assert average.phase == "collecting"
+        assert head.reached.wait(30)
+        assert (average.phase, average.is_done()) == ("collecting", False)
+        all_came_ns = time.perf_counter_ns()
+        head.opened.set()
+        assert params.reached.wait(30)
+        assert (average.phase, average.is_done()) == ("computing", False)
+        sent_ns = time.perf_counter_ns()
+        params.opened.set()
+        average.wait()
+        assert (average.phase, average.is_done()) == ("idle", True)
+        arrived = average.finish(is_unchanged=True)
+        assert not average.is_done(), "there is no round any more"
+        assert arrived.left_ns < all_came_ns < arrived.met_ns < sent_ns < arrived.back_ns
+
+
+def test_a_snapshot_is_taken_at_once_and_not_when_it_is_sent() -> None:
+    with gated() as (side, group):
+        before = side.params
+        side.average.start(1.0, [])
+        assert group.gates[0].reached.wait(30)
+        side.work(5.0)
+        group.open()
+        side.average.finish(is_unchanged=True)
+        assert torch.equal(side.params, before)
+
+
+def test_one_round_at_a_time() -> None:
+    with gated() as (side, group):
+        with pytest.raises(AssertionError, match="started first"):
+            side.average.finish(is_unchanged=True)
+        side.average.start(1.0, [])
+        with pytest.raises(AssertionError, match="one round in flight"):
+            side.average.start(1.0, [])
+        group.open()
+        side.average.finish(is_unchanged=True)
+
+
+@pytest.mark.parametrize("sums", [0, 1])
+def test_an_error_on_the_way_is_raised_by_finish(sums: int) -> None:
+    class Lost(SoloGroup):
+        """The other rank is gone, before or after it has entered the round."""
+
+        left = sums
+
+        def sum_(self, tensor: Tensor) -> Work:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("Connection closed by peer")
+            return super().sum_(tensor)
+
+    with closing(Side(Lost())) as side:
+        before = side.params
+        side.average.start(1.0, [])
+        side.average.wait()
+        assert side.average.is_done(), "a pace that asks must not wait for ever"
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            side.average.finish(is_unchanged=False)
+        assert torch.equal(side.params, before)
+        assert side.average.phase == "idle"
+
+
+def test_close_ends_the_thread_and_may_be_called_again() -> None:
+    side = Side(SoloGroup())
+    thread = side.average._thread
+    side.round(1.0)
+    assert thread.is_alive()
+    side.close()
+    assert not thread.is_alive()
+    side.close()
+
+
+def test_close_does_not_wait_for_a_round_that_may_never_come_back() -> None:
+    with gated() as (side, group):
+        side.average.start(1.0, [])
+        assert group.gates[0].reached.wait(30)
+        side.close()
+        thread = side.average._thread
+        assert thread.is_alive()
+        group.open()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+# verify
+
+
+def flip_a_bit(numbers: Tensor) -> None:
+    numbers[3:4].view(torch.int64).bitwise_xor_(1)
+
+
+def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
+    def body(side: Side) -> tuple[Tensor, list[Arrived]]:
+        arrived = []
+        for _ in range(3):
+            side.average.start(1.0 + side.rank, [2.0])
+            side.work(0.1 * side.rank)
+            arrived.append(side.average.finish(is_unchanged=False))
+        arrived += [side.round(0.0), side.round(1.0)]
+        return side.params, arrived
+
+    plain, verified = (on_ranks(3, body, verify=verify) for verify in (False, True))
+    for (params, arrived), (params_then, arrived_then) in zip(plain, verified, strict=True):
+        assert torch.equal(params, params_then)
+        for one, other in zip(arrived, arrived_then, strict=True):
+            assert (one.rows, one.broken, one.divergence) == (other.rows, other.broken, other.divergence)
+
+
+def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
+    with gated(verify=True) as (side, group):
+        side.average.start(1.0, [])
+        assert group.gates[0].reached.wait(30)
+        flip_a_bit(side.average._snapshot.numbers)
+        group.open()
+        with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):
+            side.average.finish(is_unchanged=True)
+
+
+@pytest.mark.parametrize("which", ["_average", "_snapshot"])
+def test_verify_names_an_average_that_changed_before_it_was_merged(which: str) -> None:
+    """What is added comes from the average too, by the thread, so it is watched as well."""
+    with closing(Side(SoloGroup(), verify=True)) as side:
+        before = side.params
+        side.average.start(1.0, [])
+        side.average.wait()
+        flip_a_bit(getattr(side.average, which).numbers)
+        with pytest.raises(RankError, match="average changed between its arrival and its merge"):
+            side.average.finish(is_unchanged=False)
+        assert torch.equal(side.params, before), "nothing wrong was merged"
+
+
+class FaultyGroup:
+    """Hands rank 1 its sum of the params with a flipped bit, as a broken wire or memory would."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self.rank, self.size, self.traffic = group.rank, group.size, group.traffic
+        self._group, self._sums = group, 0
+
+    def sum_(self, tensor: Tensor) -> Any:
+        self._sums += 1
+        result = self._group.sum_(tensor).wait()
+        if self._sums == 2 and self.rank == 1:
+            flip_a_bit(result)
+        return Work(Done(), result, self.traffic)
+
+
+class Done:
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_verify_names_the_rank_whose_average_differs_before_anybody_merges_it() -> None:
+    def rank(group: ThreadGroup) -> None:
+        with closing(Side(FaultyGroup(group.another()), verify=True)) as side:  # type: ignore[arg-type]
+            before = side.params
+            with pytest.raises(RankError, match="rank 1 has another average than rank 0"):
+                side.round(1.0)
+            assert torch.equal(side.params, before)
+
+    on_threads(3, rank)
+
+
+def test_without_verify_none_of_this_is_looked_at() -> None:
+    def rank(group: ThreadGroup) -> Tensor:
+        with closing(Side(FaultyGroup(group.another()))) as side:  # type: ignore[arg-type]
+            side.round(1.0)
+            return side.params
+
+    found = on_threads(2, rank)
+    assert not torch.equal(found[0], found[1]), "else the tests above would prove nothing"

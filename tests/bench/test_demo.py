@@ -1,0 +1,180 @@
+"""The demo's logic, on summaries made up here: nothing is trained but where it says so."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from uneven import InputError
+from uneven.bench import demo
+from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, train_modes
+from uneven.bench.single import Order, run_single
+from uneven.errors import MachineError, RankError
+from uneven.hardware import yardstick
+
+PAIR = ("cpu", "cpu@0.4")
+SPEEDS = {
+    "solo-0": 2500.0,
+    "solo-1": 1000.0,
+    "torch-ddp": 1925.0,
+    "cpu-sync": 1950.0,
+    "cpu-balanced": 3400.0,
+    "cpu-async": 3430.0,
+}
+
+
+def summary(mode: str, speed: float, shares: tuple[float, ...] = (0.72, 0.28)) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "quality": {"accuracy": 0.97},
+        "train_seconds": 30_000 / speed,
+        "samples_per_s": speed,
+        "sample_shares": [1.0] if mode.startswith("solo") else list(shares),
+    }
+
+
+def results(*modes: str) -> Results:
+    return Results(PAIR, modes, {mode: summary(mode, SPEEDS[mode]) for mode in modes})
+
+
+def test_the_sentence_has_the_measured_figures_and_names_the_fastest_policy() -> None:
+    assert results(*SPEEDS).sentence == (
+        "Together (cpu-async) 1.37x your fast device, ~98 % of what you own; "
+        "ordinary DDP could reach at most 0.80x (here it did 0.77x)."
+    )
+    assert results("solo-0", "solo-1", "cpu-balanced").sentence == (
+        "Together (cpu-balanced) 1.36x your fast device, ~97 % of what you own; ordinary DDP could reach at most 0.80x."
+    )
+
+
+def test_the_bound_over_the_fast_device_follows_from_gap_and_bound() -> None:
+    measured = results("solo-0", "solo-1").to_json()["measured"]
+    assert measured["gap"] == pytest.approx(2.5)
+    assert measured["ddp_over_fast"] == pytest.approx(measured["ddp_bound"] * (1 + 1 / measured["gap"]))
+    assert measured["joint_over_fast"] == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize(
+    "modes", [("solo-0", "cpu-async"), ("solo-1", "cpu-async"), ("solo-0", "solo-1", "torch-ddp"), ("cpu-async",), ()]
+)
+def test_what_does_not_follow_is_left_out(modes: tuple[str, ...]) -> None:
+    found = results(*modes)
+    assert found.sentence is None
+    if "solo-0" not in modes or "solo-1" not in modes:
+        assert found.to_json()["measured"] is None
+        assert all(row.speedup is None and row.efficiency is None for row in found.rows)
+
+
+def test_rows_compare_every_mode_with_the_devices_alone() -> None:
+    rows = {row.mode: row for row in results(*SPEEDS).rows}
+    assert list(rows) == list(SPEEDS)
+    assert rows["solo-0"].speedup == 1.0
+    assert rows["solo-0"].efficiency == pytest.approx(2500 / 3500)
+    assert rows["solo-0"].shares == (1.0, 0.0)
+    assert rows["solo-1"].shares == (0.0, 1.0)
+    assert rows["cpu-async"].speedup == pytest.approx(1.372)
+    assert rows["cpu-async"].efficiency == pytest.approx(0.98)
+    assert rows["cpu-async"].shares == (0.72, 0.28)
+
+
+def test_the_fast_device_is_the_one_that_was_faster_not_the_first() -> None:
+    found = Results(PAIR, (), {"solo-0": summary("solo-0", 500.0), "solo-1": summary("solo-1", 2000.0)})
+    assert [row.speedup for row in found.rows] == [0.25, 1.0]
+
+
+def test_three_devices_have_three_solos() -> None:
+    found = check(DemoOrder(devices="cpu,cpu@0.5,cpu@0.25"))
+    assert found.modes[:4] == ("solo-0", "solo-1", "solo-2", "torch-ddp")
+    speeds = (3000.0, 1500.0, 750.0)
+    for place, speed in enumerate(speeds):
+        assert found.alone is None
+        found.summaries[f"solo-{place}"] = summary(f"solo-{place}", speed)
+    assert found.alone == speeds
+    assert found.rows[1].shares == (0.0, 1.0, 0.0)
+    found.summaries["cpu-cadence"] = summary("cpu-cadence", 5000.0, (0.6, 0.3, 0.1))
+    assert found.sentence is not None
+    assert f"at most {yardstick.ddp_over_fast(speeds):.2f}x" in found.sentence
+
+
+def test_by_default_everything_runs_and_the_comparison_comes_first() -> None:
+    assert check(DemoOrder()).modes == ("solo-0", "solo-1", "torch-ddp", *OURS)
+    assert OURS == ("cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async")
+    assert check(DemoOrder(modes=("cpu-async", "solo-0", "cpu-async"))).modes == ("cpu-async", "solo-0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"devices": "cpu"}, ("'cpu'", "at least two", "uneven bench run --model lenet")),
+        ({"devices": "cpu,gpu"}, ("'gpu'", "uneven devices")),
+        ({"modes": ("solo-0", "fast")}, ("'fast'", "cpu-async", "uneven demo --help")),
+        ({"modes": ("solo-2",)}, ("'solo-2'", "cpu,cpu@0.4")),
+        ({"modes": ("",)}, ("''", "solo-0")),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(changes: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as caught:
+        check(DemoOrder(**changes))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_cuda_device_among_others_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "check_device", lambda device: None)
+    with pytest.raises(InputError, match="cuda:0 cannot train together"):
+        check(DemoOrder(devices="cuda:0,cpu"))
+
+
+def test_one_core_for_both_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "available_cores", lambda: (0,))
+    said = notes(DemoOrder())
+    assert "2 ranks on 1 core" in said[0]
+    assert "the figures below mean little" in said[0]
+    monkeypatch.setattr(demo, "available_cores", lambda: (0, 1))
+    assert notes(DemoOrder(devices="cpu,cpu")) == []
+
+
+def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:
+    def train(order: DemoOrder, mode: str) -> dict[str, Any]:
+        if mode == "torch-ddp":
+            raise RankError("rank 1 died\nIts own traceback: ...")
+        return summary(mode, SPEEDS[mode])
+
+    told: list[str] = []
+    found = check(DemoOrder(modes=("solo-0", "torch-ddp", "cpu-async")))
+    train_modes(DemoOrder(), found, told.append, train)
+    assert list(found.summaries) == ["solo-0", "cpu-async"]
+    assert found.failures == {"torch-ddp": "rank 1 died\nIts own traceback: ..."}
+    assert told == [
+        "1/3 solo-0: 97.00 % right, 12.0 s of training",
+        "2/3 torch-ddp failed: rank 1 died",
+        "3/3 cpu-async: 97.00 % right, 8.7 s of training",
+    ]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, MachineError])
+def test_what_is_finished_survives_whatever_ends_the_demo(end: type[BaseException]) -> None:
+    def train(order: DemoOrder, mode: str) -> dict[str, Any]:
+        if mode == "solo-1":
+            raise end("no more")
+        return summary(mode, SPEEDS[mode])
+
+    found = check(DemoOrder())
+    with pytest.raises(end):
+        train_modes(DemoOrder(), found, lambda _: None, train)
+    assert list(found.summaries) == ["solo-0"]
+    assert found.to_json()["missing"][0] == "solo-1"
+
+
+def test_the_folder_is_that_of_the_run() -> None:
+    order = DemoOrder(out=Path("x"), seed=3)
+    assert folder_of(order, "solo-1") == Order(model="lenet", mode="solo-1", out=Path("x"), seed=3).folder
+
+
+def test_a_solo_run_gives_the_cores_back_so_that_the_next_mode_has_them(tmp_path: Path) -> None:
+    """Really trains, for a moment, alone on its part of the cores."""
+    before = os.sched_getaffinity(0), torch.get_num_threads()
+    order = Order(model="logistic", data="mnist-mini", mode="solo-1", devices="cpu,cpu@0.4", epochs=1, samples=128)
+    run_single(Order(**{**vars(order), "out": tmp_path, "progress": "off"}))
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == before

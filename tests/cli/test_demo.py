@@ -1,0 +1,204 @@
+"""`uneven demo`: what it prints and its exit codes; one tiny real run, the whole one under -m soak."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uneven.bench import demo
+from uneven.cli.main import main
+from uneven.errors import MachineError, RankError
+
+SPEEDS = {
+    "solo-0": 2500.0,
+    "solo-1": 1000.0,
+    "torch-ddp": 1925.0,
+    "cpu-sync": 1950.0,
+    "cpu-balanced": 3400.0,
+    "cpu-cadence": 3380.0,
+    "cpu-async": 3430.0,
+}
+
+
+def fake_train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+    shares = [1.0] if mode.startswith("solo") else [0.72, 0.28]
+    speed = SPEEDS[mode]
+    return {
+        "mode": mode,
+        "quality": {"accuracy": 0.9712},
+        "train_seconds": 30_000 / speed,
+        "samples_per_s": speed,
+        "sample_shares": shares,
+    }
+
+
+@pytest.fixture
+def uneven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Run the command line at 80 columns, training nothing; (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(demo, "_train", fake_train)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["uneven", "demo", *arguments])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+        out, err = capsys.readouterr()
+        return code or 0, out, err
+
+    return run
+
+
+def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = uneven("--out", "some/where")
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[1] == "mode accuracy time speed-up efficiency share cpu : cpu@0.4"
+    assert "solo-1 97.12 % 30.0 s 0.40x ~29 % 0 : 100 %" in lines
+    assert "torch-ddp 97.12 % 15.6 s 0.77x ~55 % 72 : 28 %" in lines
+    assert "cpu-async 97.12 % 8.7 s 1.37x ~98 % 72 : 28 %" in lines
+    assert (
+        "Together (cpu-async) 1.37x your fast device, ~98 % of what you own; "
+        "ordinary DDP could reach at most 0.80x (here it did 0.77x)." in lines
+    )
+    assert lines[-1] == "trained states, metrics and timelines: some/where"
+    table = out[: out.index("Together")]
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert err.splitlines()[0] == "LeNet on the digits inside the package, 3 epochs, 7 modes on cpu,cpu@0.4"
+    assert err.splitlines()[-1] == "7/7 cpu-async: 97.12 % right, 8.7 s of training"
+
+
+def test_without_the_solos_nothing_is_compared(uneven) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = uneven("--modes", "solo-0, cpu-async")
+    assert code == 0
+    assert "cpu-async" in out
+    assert "Together" not in out
+    assert "speed-up" not in out
+    assert "~" not in out
+
+
+def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-untyped-def]
+    uneven, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = demo.folder_of(demo.DemoOrder(out=tmp_path), "torch-ddp")
+
+    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+        if mode == "torch-ddp":
+            kept.mkdir(parents=True)
+            (kept / "state.json").write_text("{}")
+            raise KeyboardInterrupt
+        return fake_train(order, mode)
+
+    monkeypatch.setattr(demo, "_train", train)
+    code, out, err = uneven("--out", str(tmp_path), "--modes", "solo-0,solo-1,torch-ddp,cpu-async")
+    assert code == 130
+    assert "solo-1" in out
+    assert "interrupted; not finished: torch-ddp, cpu-async" in out
+    assert f"what torch-ddp had learned is in {kept}" in out
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_train", train)
+    code, out, err = uneven("--json", "--modes", "solo-0")
+    assert (code, err) == (130, "")
+    found = json.loads(out)
+    assert found["interrupted"]
+    assert found["missing"] == ["solo-0"]
+
+
+def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+        if mode == "torch-ddp":
+            raise RankError("rank 1 (cpu@0.4 on here) was killed")
+        return fake_train(order, mode)
+
+    monkeypatch.setattr(demo, "_train", train)
+    code, out, err = uneven()
+    assert code == 1
+    assert "Together (cpu-async) 1.37x" in out
+    assert "here it did" not in out
+    assert err.splitlines()[-1] == "uneven: torch-ddp: rank 1 (cpu@0.4 on here) was killed"
+
+
+def test_a_full_disk_ends_it_with_the_table_of_what_is_there(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+        if mode == "solo-1":
+            raise MachineError("cannot write to there: no space left")
+        return fake_train(order, mode)
+
+    monkeypatch.setattr(demo, "_train", train)
+    code, out, err = uneven()
+    assert code == 1
+    assert "solo-0" in out
+    assert err.splitlines()[-1] == "uneven: cannot write to there: no space left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "cpu"), ("'cpu'", "at least two", "uneven bench run")),
+        (("--devices", "cpu,gpu"), ("'gpu'", "uneven devices")),
+        (("--modes", "solo-0,fast"), ("'fast'", "cpu-async", "uneven demo --help")),
+        (("--modes", ""), ("''", "solo-0")),
+        (("--epochs", "0"), ("--epochs",)),
+        (("--samples", "0"), ("--samples",)),
+        (("--seed", "-1"), ("--seed",)),
+        (("--device", "cpu"), ("--devices",)),
+    ],
+)
+def test_wrong_input_is_refused_with_exit_code_two(uneven, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = uneven(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    assert all(word in err for word in words), err
+
+
+def test_help_names_the_options_and_an_example(uneven) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = uneven("--help")
+    assert code == 0
+    for word in ("--epochs", "--devices", "--modes", "--samples", "--seed", "--out", "--json", "uneven demo"):
+        assert word in out
+
+
+def _really(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "uneven", "demo", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=230, check=False)
+
+
+def test_a_tiny_real_demo_is_one_json_object_and_nothing_else(tmp_path: Path) -> None:
+    done = _really("--epochs", "1", "--samples", "640", "--modes", "solo-0,cpu-async", "--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    solo, joint = found["modes"]
+    assert (solo["mode"], joint["mode"]) == ("solo-0", "cpu-async")
+    assert solo["shares"] == [1.0, 0.0]
+    assert sum(joint["shares"]) == pytest.approx(1)
+    assert all(row["seconds"] > 0 and row["speedup"] is None for row in found["modes"])
+    assert (found["sentence"], found["measured"], found["interrupted"]) == (None, None, False)
+    assert (tmp_path / "runs" / "demo" / "lenet" / "cpu-async" / "seed-0" / "summary.json").exists()
+
+
+@pytest.mark.soak
+def test_the_whole_demo_is_done_in_three_minutes_and_is_worth_it(tmp_path: Path) -> None:
+    """On two cores with nothing else to do."""
+    began = time.monotonic()
+    done = _really("--json", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - began < 180
+    found = json.loads(done.stdout)
+    rows = {row["mode"]: row for row in found["modes"]}
+    assert len(rows) == 7
+    assert all(row["accuracy"] > 0.9 for row in rows.values())
+    assert found["sentence"].startswith("Together (")
+    for mode in ("cpu-balanced", "cpu-cadence", "cpu-async"):
+        assert rows[mode]["speedup"] > 1.0 > rows["torch-ddp"]["speedup"], mode

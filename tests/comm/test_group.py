@@ -1,0 +1,131 @@
+"""Groups over real wires: this process is rank 0, and rank 1 is a process that does what it is told.
+
+The last test of the file takes rank 1's life.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from uneven.average.buffers import BufferAverage
+from uneven.average.host import HostAverage
+from uneven.average.replica import Replica
+from uneven.comm.group import GlooGroup, SoloGroup
+from uneven.comm.store import open_store
+
+RANK_1 = """
+import os, signal, sys
+import torch
+from uneven.comm.group import GlooGroup
+from uneven.comm.store import reach_store
+
+group = GlooGroup(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2)
+twin = group.another()
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"""
+
+
+class Pair:
+    """Rank 0's groups, and a pipe to rank 1."""
+
+    def __init__(self) -> None:
+        store, port = open_store()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.group = GlooGroup(store, 0, 2)
+        self.twin = self.group.another()
+
+    def ask(self, expression: str) -> None:
+        """Rank 1 begins to work on it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{expression}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.process.kill()
+    pair.process.communicate()
+    pair.group.close()
+
+
+def test_another_group_does_not_queue_behind_the_first(pair: Pair) -> None:
+    first = pair.group.sum_(torch.tensor([1.0, 2.0]))
+    second = pair.twin.sum_(torch.tensor([10.0]))
+    pair.ask("twin.sum_(torch.tensor([5.0])).wait().tolist()")  # the other way round than here
+    assert second.wait().tolist() == [15.0]
+    assert not first.is_completed()
+    pair.ask("group.sum_(torch.tensor([3.0, 4.0])).wait().tolist()")
+    assert first.wait().tolist() == [4.0, 6.0]
+    assert [pair.answer(), pair.answer()] == ["[15.0]", "[4.0, 6.0]"]
+
+
+def test_another_group_has_the_same_ranks_and_its_own_traffic(pair: Pair) -> None:
+    before = (pair.group.traffic.payload_bytes, pair.twin.traffic.payload_bytes)
+    pair.ask("twin.max_(torch.tensor([7, 1])).wait().tolist(), twin.broadcast_(torch.zeros(1)).wait().tolist()")
+    assert pair.twin.max_(torch.tensor([3, 4])).wait().tolist() == [7, 4]
+    pair.twin.broadcast_(torch.tensor([0.5])).wait()
+    assert pair.answer() == "([7, 4], [0.5])"
+    assert (pair.twin.rank, pair.twin.size) == (0, 2)
+    assert pair.group.traffic.payload_bytes == before[0]
+    assert pair.twin.traffic.payload_bytes == before[1] + 2 * 8 + 4
+
+
+def test_claims_of_all_ranks_come_from_one_count_and_nobody_waits(pair: Pair) -> None:
+    assert pair.group.claim(3) == 0
+    assert pair.group.claim(1) == 3
+    pair.ask("group.claim(5)")
+    assert pair.answer() == "4"
+    assert pair.group.claim(2) == 9
+    pair.ask("[group.claim(2) for _ in range(100)]")  # at the same time as ours
+    own = [pair.group.claim(2) for _ in range(100)]
+    theirs = eval(pair.answer())
+    assert sorted(own + theirs) == list(range(11, 411, 2))
+    assert own == sorted(own)
+
+
+def test_a_round_in_flight_ends_when_another_rank_dies(pair: Pair) -> None:
+    model = nn.Linear(3, 2)
+    average = HostAverage(
+        Replica(model, SGD(model.parameters(), lr=0.1)), BufferAverage(model), pair.twin, verify=False
+    )
+    before = model.weight.detach().clone()
+    average.start(1.0, [0.0])
+    assert not average.is_done()
+    pair.ask("os.kill(os.getpid(), signal.SIGKILL)")
+    average.wait()
+    with pytest.raises(RuntimeError, match="(?i)connection|peer|socket"):
+        average.finish(is_unchanged=True)
+    assert torch.equal(model.weight, before)
+    average.close()
+    assert not average._thread.is_alive()
+
+
+# Alone.
+
+
+def test_alone_claims_count_on() -> None:
+    group = SoloGroup()
+    assert [group.claim(many) for many in (3, 1, 2)] == [0, 3, 4]
+
+
+def test_alone_another_group_is_one_of_its_own() -> None:
+    group = SoloGroup()
+    group.claim(3)
+    twin = group.another()
+    assert twin.claim(1) == 0
+    assert twin.traffic is not group.traffic
+    assert twin.sum_(torch.tensor([2.0])).wait().tolist() == [2.0]

@@ -1,0 +1,258 @@
+"""Everything that can happen to a rank, made to happen: for tests/test_processes.py and tests/test_soak.py."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from uneven import InputError, TensorData, TrainedState, fit
+from uneven.errors import RankError
+from uneven.step.costs import REPEATS
+
+REHEARSED = 2 * (1 + REPEATS)  # steps in which a rank measures its cost, alone
+Step = Callable[[int, int], None]  # (rank, which step of this rank)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def nothing_left(pids: list[int], launcher: int, *, within_s: float = 60.0) -> None:
+    """No rank and no folder of this launcher; they may take a moment where nobody waits for them."""
+    assert len(pids) == 2, pids
+    end = time.monotonic() + within_s
+    homes = (Path("/dev/shm"), Path("/tmp"))
+    while True:
+        running = [pid for pid in pids if alive(pid)]
+        folders = [path for home in homes for path in home.glob(f"uneven-*-{launcher}-*")]
+        if not running and not folders:
+            return
+        assert time.monotonic() < end, f"left behind: processes {running}, folders {folders}"
+        time.sleep(0.05)
+
+
+def train(folder: Path, fault: Step, policy: str, width: Callable[[int], int] = lambda _: 1) -> TrainedState:
+    """Two ranks in processes of their own; `fault` runs at the start of every step, in the rank."""
+    steps = [0]
+
+    def make() -> nn.Module:
+        import os
+        import sys
+
+        rank = int(sys.argv[2])
+        (folder / f"rank-{rank}").write_text(str(os.getpid()))
+        return nn.Linear(4, width(rank))
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        import sys
+
+        steps[0] += 1
+        if steps[0] > REHEARSED:
+            fault(int(sys.argv[2]), steps[0] - REHEARSED)
+        return model(batch).square().mean()
+
+    def make_optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01)
+
+    return fit(
+        model=make,
+        optimizer=make_optimizer,
+        step=step,
+        dataset=TensorData(torch.randn(64, 4), transform=lambda rows, _: rows[0]),
+        batch_size=4,
+        epochs=3,
+        devices="cpu,cpu",
+        policy=policy,
+        progress="off",
+    )
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("rank-*"))]
+
+
+def fails(folder: Path, policy: str, fault: Step, error: type[Exception], *words: str, **options: Any) -> float:
+    """The run ends with this error and these words, and leaves nothing; returns how long the end took."""
+    marker = folder / "fault"
+    with pytest.raises(error) as caught:
+        train(folder, fault, policy, **options)
+    took_s = time.time() - (marker.stat().st_mtime if marker.exists() else time.time())
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    nothing_left(pids_in(folder), os.getpid())
+    return took_s
+
+
+def killed(folder: Path, policy: str) -> float:
+    marker = folder / "fault"
+
+    def fault(rank: int, count: int) -> None:
+        if (rank, count) == (1, 3):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fails(folder, policy, fault, RankError, "rank 1", "cpu", "SIGKILL")
+
+
+def stopped(folder: Path, policy: str) -> float:
+    marker = folder / "fault"
+
+    def fault(rank: int, count: int) -> None:
+        if (rank, count) == (1, 3):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    return fails(folder, policy, fault, RankError, "rank 1", "cpu", "silent")
+
+
+def raising(folder: Path, policy: str) -> float:
+    marker = folder / "fault"
+
+    def broken_layer(rank: int, count: int) -> None:
+        if (rank, count) == (1, 3):
+            marker.touch()
+            raise ZeroDivisionError("in the middle of the model")
+
+    words = ("rank 1", "cpu", "ZeroDivisionError: in the middle of the model", "in broken_layer")
+    return fails(folder, policy, broken_layer, RankError, *words)
+
+
+def differing(folder: Path, policy: str) -> float:
+    words = ("rank 1", "weight (2, 4) float32", "weight (1, 4) float32", "on every rank")
+    began = time.time()
+    fails(folder, policy, lambda *_: None, InputError, *words, width=lambda rank: 1 + rank)
+    return time.time() - began
+
+
+def stopped_for_a_while(folder: Path, policy: str) -> float:
+    def fault(rank: int, count: int) -> None:
+        if (rank, count) == (1, 3):
+            waker = f"sleep 2; kill -CONT {os.getpid()}"
+            with subprocess.Popen(["sh", "-c", waker]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    began = time.time()
+    state = train(folder, fault, policy)
+    assert state.finished
+    nothing_left(pids_in(folder), os.getpid())
+    return time.time() - began
+
+
+SCRIPT = """
+import os, signal, sys, threading, time, torch
+from uneven import fit
+how, policy, steps = sys.argv[1], sys.argv[2], [0]  # a rank does not run this again: it gets them with the functions
+def make():
+    print("rank", sys.argv[2], os.getpid(), flush=True)
+    if how == "starting":
+        threading.Event().wait()
+    return torch.nn.Linear(4, 1)
+def step(model, batch):
+    steps[0] += 1
+    if steps[0] > REHEARSED:
+        print("step", flush=True)
+        if how == "endless":
+            threading.Event().wait()
+        if how == "stopping" and sys.argv[2] == "1":
+            print("stopping", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.01)
+    return model(batch).square().mean()
+print("go", flush=True)
+fit(model=make, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), step=step, dataset=torch.randn(64, 4),
+    batch_size=4, epochs=10**6, devices="cpu,cpu", policy=policy)
+""".replace("REHEARSED", str(REHEARSED))
+
+
+class Launcher:
+    """A script that trains on two ranks, as a process of its own; its ranks print to the same pipe."""
+
+    def __init__(self, folder: Path, how: str, policy: str) -> None:
+        self.folder = folder
+        self.errors = (folder / "errors").open("w+")
+        command = [sys.executable, "-c", SCRIPT, how, policy]
+        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.pids: list[int] = []
+        self._seen: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """All the time: a full pipe would hold the ranks up."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._seen.put(line.strip())
+        self._seen.put(None)
+
+    def read_until(self, is_there: Callable[[list[str]], bool]) -> None:
+        seen: list[str] = []
+        while (line := self._seen.get(timeout=60)) is not None:
+            if line.startswith("rank "):
+                self.pids.append(int(line.split()[2]))
+            seen.append(line)
+            if is_there(seen):
+                return
+        raise AssertionError(f"it ended early: {seen}, {self.said()}")
+
+    def interrupt(self, *, times: int = 1, limit_s: float = 60.0) -> tuple[int, float]:
+        """Ctrl-C; returns the exit code and the seconds until the process was gone."""
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        # Signals of one kind merge while pending: a second one is sent until one has been heard.
+        while times > 1 and self.process.poll() is None and time.monotonic() - began < limit_s:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+            self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(limit_s)
+        return (130 if code == -signal.SIGINT else code), time.monotonic() - began
+
+    def said(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()  # ends when the last rank has closed the pipe
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.errors.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    made: list[Launcher] = []
+
+    def make(how: str, policy: str = "sync") -> Launcher:
+        folder = tmp_path / f"launcher-{len(made)}"
+        folder.mkdir()
+        made.append(Launcher(folder, how, policy))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def saved_state(launcher: Launcher) -> TrainedState:
+    (folder,) = (launcher.folder / "runs").glob("interrupted-*")
+    state = TrainedState.load(folder)
+    assert not state.finished
+    assert state.slot >= 1
+    assert state.params["weight"].isfinite().all()
+    return state
