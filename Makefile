@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench bench-core soak clean
+.PHONY: demo test check bench bench-core bench-seeds soak clean
 
 demo: $(STAMP)
 	$(BIN)/uneven demo
@@ -20,18 +20,24 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/uneven bench list
 
-# The figures of the exact core on two cores (about 25 minutes; needs `uneven data get mnist` and shakespeare).
+# The figures of the exact and the local core on two cores (about 40 minutes; needs `uneven data get mnist` and
+# shakespeare). The quality of five seeds is `make bench-seeds`.
 EFFICIENCY := $(BIN)/uneven bench efficiency
+PAIR := balanced cadence async torch-ddp
 bench-core: $(STAMP)
-	$(EFFICIENCY) --model lenet --batch-size 256 --policy balanced
-	$(EFFICIENCY) --model lenet --batch-size 256 --policy torch-ddp
-	$(EFFICIENCY) --model gpt-nano --batch-size 8 --policy balanced
-	$(EFFICIENCY) --model gpt-nano --batch-size 8 --policy torch-ddp
+	for policy in balanced torch-ddp; do $(EFFICIENCY) --model lenet --batch-size 256 --policy $$policy || exit 1; done
+	for policy in $(PAIR); do $(EFFICIENCY) --model lenet --batch-size 64 --policy $$policy || exit 1; done
+	for policy in $(PAIR); do $(EFFICIENCY) --model gpt-nano --batch-size 8 --policy $$policy || exit 1; done
 	$(EFFICIENCY) --model gpt-nano --batch-size 32 --policy balanced
 	UNEVEN_SLOW=spin $(EFFICIENCY) --model lenet --batch-size 256 --policy balanced
+	for policy in cadence async; do UNEVEN_SLOW=spin $(EFFICIENCY) --model lenet --policy $$policy || exit 1; done
 	$(EFFICIENCY) --model lenet --policy sync --devices cpu,cpu --against-ddp --half-width 0.02
 	$(EFFICIENCY) --model mlp --policy sync --devices cpu,cpu --against-ddp --half-width 0.02
 	$(EFFICIENCY) --model gpt-nano --batch-size 8 --policy sync --devices cpu,cpu --against-ddp --half-width 0.02
+
+# LeNet, full MNIST, 5 epochs, 5 seeds in every mode, and the demo's set (about an hour and a half on two slow cores).
+bench-seeds: $(STAMP)
+	$(BIN)/python tools/seeds.py
 
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)

@@ -6,6 +6,7 @@ from torch import nn
 
 from uneven import InputError
 from uneven.config import LOCAL_SETTINGS, Task, check_task, resolve
+from uneven.pace.opening import terms_of
 
 
 @pytest.mark.parametrize(
@@ -89,9 +90,10 @@ def test_every_setting_of_the_local_policies_is_among_those_refused() -> None:
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_the_local_policies_take_their_settings(policy: str) -> None:
-    config = resolve({"batch_size": 1, "epochs": 1, "policy": policy, **LOCAL})
+    given = {name: value for name, value in LOCAL.items() if name != "max_lead" or policy == "async"}
+    config = resolve({"batch_size": 1, "epochs": 1, "policy": policy, **given})
     assert config.is_local
-    assert {name: getattr(config, name) for name in LOCAL} == LOCAL
+    assert {name: getattr(config, name) for name in given} == given
 
 
 @pytest.mark.parametrize("policy", ["sync", "balanced"])
@@ -120,6 +122,29 @@ def test_a_global_batch_is_refused_where_every_device_steps_by_itself(policy: st
 )
 def test_a_slot_is_all_ranks_samples_or_in_the_local_policies_one_ranks(settings: dict[str, Any], samples: int) -> None:
     assert resolve({"batch_size": 8, "epochs": 1, **settings}).slot_size(3) == samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "cadence", "max_lead": 5}, "belongs to policy='async'"),
+        ({"policy": "async", "anchor": 30, "max_anchor": 20}, "anchor=30 is above max_anchor=20"),
+        ({"policy": "async", "overhead_target": 1.5}, "must be below 1"),
+        ({"policy": "async", "lr_scale": float("inf")}, "lr_scale=inf must be a number above 0"),
+    ],
+)
+def test_settings_of_windows_that_contradict_each_other(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        resolve({"batch_size": 8, "epochs": 1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "anchors"),
+    [({}, (10, 200)), ({"anchor": 300}, (300, 300)), ({"max_anchor": 5}, (5, 5)), ({"anchor": 3}, (3, 200))],
+)
+def test_an_anchor_moves_the_default_of_its_bound(settings: dict[str, Any], anchors: tuple[int, int]) -> None:
+    terms = terms_of(resolve({"batch_size": 8, "epochs": 1, "policy": "cadence", **settings}))
+    assert (terms.anchor, terms.max_anchor) == anchors
 
 
 def task(**changes: Any) -> Task:

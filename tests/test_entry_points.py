@@ -170,9 +170,10 @@ for x, y in ddp.batches(0):
 )
 
 
-def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["balanced", pytest.param("async", marks=pytest.mark.soak)])
+def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: str) -> None:
     (tmp_path / "train.py").write_text(BREAKS)
-    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu"], tmp_path)
+    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy], tmp_path)
     assert done.returncode == 1
     assert "rank 0 (cpu" in done.stderr
     assert "rank 1 broke off its epoch" in done.stderr
@@ -326,6 +327,34 @@ def test_every_example_runs_by_every_starter(name: str, starter: tuple[str, ...]
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()  # the first rank's alone
     assert float(line.split()[-1]) > 0.88
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("name", ["fit", "builder", "own_loop"])
+@pytest.mark.parametrize("starter", ["python", "uneven", "torchrun"])
+def test_every_example_runs_with_the_local_policies(name: str, policy: str, starter: str, tmp_path: Path) -> None:
+    """By changing one word of the script, or none of it and one of the command line."""
+    source = (Path(__file__).parent.parent / "examples" / f"{name}.py").read_text()
+    command: list[str | Path] = [BIN / "uneven", "run", "--devices", "cpu,cpu@0.4", "--policy", policy]
+    if starter != "uneven":
+        source = source.replace('"balanced"', f'"{policy}"').replace(
+            "batch_size=32", f'batch_size=32, policy="{policy}"'
+        )
+        assert policy in source
+        command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    if starter == "python":
+        command = [sys.executable]
+        if name != "own_loop":  # a loop of one's own needs a starter for several devices
+            source = source.replace("epochs=3", 'epochs=3, devices="cpu,cpu@0.4"').replace(
+                ".epochs(3)", '.epochs(3).devices("cpu,cpu@0.4")'
+            )
+            assert "cpu@0.4" in source
+    (tmp_path / "example.py").write_text(source)
+    done = start([*command, tmp_path / "example.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert float(line.split()[-1]) > 0.86
 
 
 def test_a_rank_error_is_a_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

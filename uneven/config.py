@@ -157,6 +157,10 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not _is_above_zero(value):
                 raise InputError(f"{name}={value!r} must be a number above 0")
+        if self.overhead_target is not None and self.overhead_target >= 1:
+            raise InputError(f"overhead_target={self.overhead_target!r} is a share of the time and must be below 1")
+        if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
+            raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
         if self.optimizer_state is not None:
             _check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         if self.is_local:
@@ -165,6 +169,8 @@ class RunConfig:
                     f"global_batch_size={self.global_batch_size!r} with policy={self.policy!r}: there every device "
                     "steps by itself on batch_size samples; leave it out, or use policy='balanced'"
                 )
+            if self.max_lead is not None and self.policy != "async":
+                raise InputError(f"max_lead={self.max_lead} belongs to policy='async': cadence waits for every average")
             return
         given = [name for name in LOCAL_SETTINGS if getattr(self, name) not in (None, False)]
         if given:
@@ -262,7 +268,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

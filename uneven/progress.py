@@ -222,7 +222,8 @@ class _Piece:
 def _portion(task: Task) -> str:
     if "part" in task.fields:
         return f"share {100 * task.fields.get('share', 0.0):.0f} %"
-    return f"{task.percentage:.0f} %" if task.total is not None else ""
+    # Rounded down: 100 % is said of nothing that is not over.
+    return f"{int(task.percentage)} %" if task.total is not None else ""
 
 
 def _rest(task: Task) -> str:

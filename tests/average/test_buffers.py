@@ -121,3 +121,15 @@ def test_the_next_average_compares_with_the_last_one() -> None:
     for first, second, collectives in on_threads(3, rank):
         assert first == second
         assert collectives == 1, "floats travel in one payload, and there are no integers"
+
+
+def test_buffers_of_several_widths_are_averaged_each_in_its_own() -> None:
+    dtypes = {"narrow": torch.float16, "plain": torch.float32, "wide": torch.float64}
+    start = {name: torch.zeros(2, dtype=dtype) for name, dtype in dtypes.items()}
+    found = after(
+        start, lambda rank: {name: torch.full((2,), 1 / 3 + rank, dtype=torch.float64) for name in dtypes}, (1, 1)
+    )
+    for buffers in found:
+        for name, dtype in dtypes.items():
+            assert buffers[name].dtype == dtype
+            torch.testing.assert_close(buffers[name], torch.full((2,), 5 / 6, dtype=dtype))

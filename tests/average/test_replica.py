@@ -226,7 +226,22 @@ def test_an_optimizer_whose_state_is_unknown_is_refused_with_the_way_out() -> No
         Replica(model, Own(model.parameters()), with_state=True)
 
 
-@pytest.mark.parametrize("make", [*(make for make, _ in STATEFUL.values()), lambda params: Adagrad(params, lr=0.1)])
+class Prepared(Optimizer):
+    """Makes its state when it is made and relies on it, as torch's own Adagrad did for long."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.ones_like(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            squares = self.state[param]["sum"].addcmul_(param.grad, param.grad)
+            param.addcdiv_(param.grad, squares.sqrt(), value=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("make", [*(make for make, _ in STATEFUL.values()), Prepared])
 def test_a_cleared_optimizer_goes_on_as_a_fresh_one(make: Callable[[Any], Optimizer]) -> None:
     def model_and_optimizer() -> tuple[nn.Linear, Optimizer]:
         torch.manual_seed(0)

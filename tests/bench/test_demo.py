@@ -56,6 +56,15 @@ def test_the_bound_over_the_fast_device_follows_from_gap_and_bound() -> None:
     assert measured["joint_over_fast"] == pytest.approx(1.4)
 
 
+def test_figures_that_cannot_be_are_doubted() -> None:
+    found = results(*SPEEDS)
+    assert found.doubt is None
+    assert results("cpu-async").doubt is None
+    found.summaries["cpu-async"] = summary("cpu-async", 2 * 3500.0)
+    assert found.doubt is not None
+    assert "~200 % of what you own cannot be" in found.doubt
+
+
 @pytest.mark.parametrize(
     "modes", [("solo-0", "cpu-async"), ("solo-1", "cpu-async"), ("solo-0", "solo-1", "torch-ddp"), ("cpu-async",), ()]
 )

@@ -15,6 +15,7 @@ from uneven import InputError
 from uneven.bench.efficiency import EfficiencyOrder, measure_efficiency, sentences, summarise
 from uneven.bench.segments import Pairs, SegmentPlan, alternate
 from uneven.config import RunConfig, Task
+from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.progress import Reporter
@@ -44,13 +45,19 @@ def measure(policy: str, tmp_path: Path, size: int = 2) -> tuple[Pairs, list[Wor
     return Pairs(**json.loads((tmp_path / f"{policy}-0" / "pairs.json").read_text())), workers
 
 
-@pytest.mark.parametrize("policy", ["sync", "balanced"])
+@pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
 def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: str, tmp_path: Path) -> None:
     pairs, workers = measure(policy, tmp_path)
-    assert len(pairs.ratios) == len(pairs.joint) == len(pairs.solo) == len(pairs.bounds) == 4
+    assert len(pairs.ratios) == len(pairs.joint) == len(pairs.solo) == 4
     for ratio, joint, solo in zip(pairs.ratios, pairs.joint, pairs.solo, strict=True):
         assert ratio == pytest.approx(joint / sum(solo))
-    assert all(sum(shares) == 16 for shares in pairs.shares)
+    if policy in ("sync", "balanced"):
+        assert len(pairs.bounds) == 4
+        assert all(sum(shares) == 16 for shares in pairs.shares)
+    else:  # every segment ends with a round, on both ranks
+        assert len(pairs.delays) >= 2 * 4
+        parts = [part for worker in workers for part in worker.rig.log]
+        prove_exactly_once(workers[0].axis, [worker.rig.log for worker in workers], len(parts))
     assert workers[0].rig.trained == workers[1].rig.trained > 0
     for a, b in zip(workers[0].rig.model.parameters(), workers[1].rig.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -85,7 +92,7 @@ def test_a_summary_says_gap_bound_and_where_the_time_goes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policy": "fast"}, "sync, balanced, torch-ddp"),
+        ({"policy": "fast"}, "sync, balanced, cadence, async, torch-ddp"),
         ({"devices": "cpu"}, "at least two"),
         ({"model": "x"}, "unknown model"),
         ({"batch_size": 6000}, "more than the set has"),

@@ -67,7 +67,7 @@ def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type
         "Together (cpu-async) 1.37x your fast device, ~98 % of what you own; "
         "ordinary DDP could reach at most 0.80x (here it did 0.77x)." in lines
     )
-    assert lines[-1] == "trained states, metrics and timelines: some/where"
+    assert lines[-2] == "trained states, metrics and timelines: some/where"
     table = out[: out.index("Together")]
     assert all(len(line) <= 80 for line in table.splitlines())
     assert err.splitlines()[0] == "LeNet on the digits inside the package, 3 epochs, 7 modes on cpu,cpu@0.4"
@@ -102,6 +102,17 @@ def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-un
     assert "interrupted; not finished: torch-ddp, cpu-async" in out
     assert f"what torch-ddp had learned is in {kept}" in out
     assert "Traceback" not in err
+
+
+def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uneven.cli.demo._tell", interrupt)
+    code, out, _ = uneven("--modes", "cpu-async")
+    assert code == 130
+    assert "cpu-async" in out
+    assert "interrupted after the last mode" in out
 
 
 def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

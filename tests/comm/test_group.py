@@ -1,6 +1,6 @@
 """Groups over real wires: this process is rank 0, and rank 1 is a process that does what it is told.
 
-The last test of the file takes rank 1's life.
+The last test of the pair takes the life of rank 1.
 """
 
 import subprocess
@@ -107,7 +107,7 @@ def test_a_round_in_flight_ends_when_another_rank_dies(pair: Pair) -> None:
     assert not average.is_done()
     pair.ask("os.kill(os.getpid(), signal.SIGKILL)")
     average.wait()
-    with pytest.raises(RuntimeError, match="(?i)connection|peer|socket"):
+    with pytest.raises(RuntimeError, match=r"(?i)connection|peer|socket"):
         average.finish(is_unchanged=True)
     assert torch.equal(model.weight, before)
     average.close()

@@ -5,7 +5,8 @@ trained; an optimizer that has not stepped yet has no state, and zeros stand in 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class Replica:
         self._dtype = torch.float32
         for param in self._params:
             self._dtype = torch.promote_types(self._dtype, param.dtype)
-        self._fresh = copy.deepcopy(optimizer.state_dict()["state"])
+        self._fresh = _copied(optimizer.state)
 
     def flat(self) -> Flat:
         """Room for all params, then for their state, name by name."""
@@ -70,7 +71,8 @@ class Replica:
 
     def clear_state(self) -> None:
         """What the optimizer gathered is worthless: it begins anew, as it was when the replica was made."""
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": copy.deepcopy(self._fresh)})
+        self._optimizer.state.clear()
+        self._optimizer.state.update(_copied(self._fresh))
 
     def _tensors(self) -> list[Tensor | None]:
         states = [self._optimizer.state.get(param, {}) for param in self._params]
@@ -84,6 +86,10 @@ def _change(
     for tensor, view in zip(tensors, views, strict=True):
         if tensor is not None:  # else the optimizer has not stepped yet: it begins by itself
             change(tensor, view.to(tensor.device))
+
+
+def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    return {param: copy.deepcopy(values) for param, values in state.items()}
 
 
 def _state_names(optimizer: Optimizer) -> tuple[str, ...]:

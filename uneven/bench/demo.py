@@ -19,6 +19,7 @@ from uneven.hardware.preflight import check_device
 MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
 OURS = tuple(name for name in POLICY if name != REFERENCE)
+IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
 NEXT = "run 'uneven demo --help'"
 
 Summary = Mapping[str, Any]  # of one run, as bench/single.py writes it
@@ -88,6 +89,17 @@ class Results:
             words += f" (here it did {self.summaries[REFERENCE]['samples_per_s'] / fast:.2f}x)"
         return words + "."
 
+    @property
+    def doubt(self) -> str | None:
+        """Said where the figures contradict themselves."""
+        most = max((row.efficiency or 0.0 for row in self.rows), default=0.0)
+        if most <= IMPOSSIBLE:
+            return None
+        return (
+            f"~{100 * most:.0f} % of what you own cannot be: other programs had the cores while a device was measured "
+            "alone. Run it again when the machine is idle."
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "model": MODEL,
@@ -96,6 +108,7 @@ class Results:
             "modes": [asdict(row) for row in self.rows],
             "measured": _measured(self.alone),
             "sentence": self.sentence,
+            "doubt": self.doubt,
             "failures": self.failures,
             "missing": [mode for mode in self.modes if mode not in self.summaries],
         }

@@ -98,7 +98,21 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "busy_ms": [statistics.mean(column) for column in zip(*pairs.busy_ms, strict=True)],
         "shares": pairs.shares[-1],
         "payload_bytes_per_step": pairs.payload_bytes,
+        "merge_delay": _delays(pairs.delays),
         "ratios": pairs.ratios,
+    }
+
+
+def _delays(delays: list[float]) -> dict[str, float] | None:
+    """From a rank's snapshot to its merge, in steps of the slowest rank."""
+    if not delays:
+        return None
+    ordered = sorted(delays)
+    return {
+        "rounds": len(ordered),
+        "mean": statistics.mean(ordered),
+        "p99": ordered[int(0.99 * (len(ordered) - 1))],
+        "max": ordered[-1],
     }
 
 
@@ -118,7 +132,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"{result['joint_samples_per_s']:,.0f}; gap {result['gap']:.2f}, equal-batch DDP at most "
         f"{result['ddp_bound']:.2f}",
     ]
-    if result["split_bound"] is not None:
+    if result["merge_delay"] is not None:
+        late = result["merge_delay"]
+        lines.append(
+            f"  windows of {shares} batches; merged {late['mean']:.2f} steps of the slowest rank after the snapshot on "
+            f"average (99 %: {late['p99']:.2f}, most {late['max']:.2f}; {late['rounds']} merges)"
+        )
+    elif result["split_bound"] is not None:
         busy = " and ".join(f"{ms:.1f}" for ms in result["busy_ms"])
         lines.append(
             f"  split {shares} could reach {result['split_bound']:.3f} without communication; a step takes "

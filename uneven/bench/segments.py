@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from uneven.bench.joint import DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
+from uneven.comm.gather import gather_bytes
 from uneven.pace.exact import ExactPace
 from uneven.pace.local import LocalPace
 from uneven.step.warmup import no_trace
@@ -46,7 +47,7 @@ class Pairs:
     shares: list[list[int]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     busy_ms: list[list[float]] = field(default_factory=list)  # per pair: every rank's mean own work per step
-    delays: list[float] = field(default_factory=list)  # of every merge of rank 0, in steps of the slowest rank
+    delays: list[float] = field(default_factory=list)  # of every merge on every rank, in steps of the slowest rank
     payload_bytes: int = 0  # a rank's collectives, per step
 
     def interval(self) -> tuple[float, float]:
@@ -77,6 +78,8 @@ def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
         if worker.seat.rank == 0:
             worker.report.epoch_done({"pairs": len(pairs.ratios), "interval": pairs.interval()})
     joint.close()
+    everyones = gather_bytes(worker.group, json.dumps(pairs.delays).encode())
+    pairs.delays = [delay for one in everyones for delay in json.loads(one)]
     if worker.seat.rank == 0:
         (home / "pairs.json").write_text(json.dumps(asdict(pairs)))
 

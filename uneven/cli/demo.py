@@ -95,8 +95,8 @@ def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool) ->
 def _print(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None:
     from rich.console import Console
 
-    # Plain words, unwrapped: a terminal breaks them by itself, and a path in a pipe stays whole.
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    # In a pipe lines stay whole, so that a path in one can be used.
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     if results.summaries:
         console.print(_table(results))
         console.print("\n".join(_words(order, results)))
@@ -126,23 +126,28 @@ def _table(results: "Results") -> "Table":
 def _words(order: "DemoOrder", results: "Results") -> list[str]:
     from uneven.hardware.yardstick import gap
 
-    lines = []
-    if results.sentence is not None:
-        lines += [results.sentence, ""]
+    lines = [line for line in (results.sentence, results.doubt) if line is not None]
+    lines += [""] if lines else []
     lines.append("time: training alone, without start-up and evaluation")
     if results.alone is not None:
         lines += [
             f"speed-up: over the fast device alone; measured gap between the devices: {gap(results.alone):.2f}",
-            "efficiency: of the devices' solo speeds, added up; ~ because runs came one after the other",
-            "            (uneven bench efficiency --model lenet --data mnist-mini measures it)",
+            "efficiency: of the devices' solo speeds, added up; ~ because the runs came one after the other and "
+            "whatever else the machine did counts too ('uneven bench efficiency' measures it)",
         ]
-    return [*lines, f"trained states, metrics and timelines: {order.out}"]
+    return [
+        *lines,
+        f"trained states, metrics and timelines: {order.out}",
+        "next: uneven devices --measure (what this machine's own devices could do together), uneven bench list",
+    ]
 
 
 def _what_is_left(order: "DemoOrder", results: "Results") -> str:
     from uneven.bench.demo import folder_of
 
     missing = [mode for mode in results.modes if mode not in results.summaries and mode not in results.failures]
+    if not missing:
+        return "interrupted after the last mode"
     words = f"interrupted; not finished: {', '.join(missing)}"
     folder = folder_of(order, missing[0])
     is_kept = (folder / "state.json").exists() and not (folder / "summary.json").exists()

@@ -35,7 +35,7 @@ class ExactPace:
         end_epoch: Callable[[int, float], None],
     ) -> None:
         self.rig, self.group = rig, group
-        self._is_stopping, self._end_epoch = is_stopping, end_epoch
+        self._is_stopping, self.end_epoch = is_stopping, end_epoch
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(rig.seat.size)
         self.buffers = BufferAverage(rig.model, synced_buffers(rig.model))
@@ -87,7 +87,7 @@ class ExactPace:
             rig.recorder.enter("compute")
             rig.run_ahead.drain()
             rig.recorder.enter("communication" if rig.seat.size > 1 else "other")
-            self._end_epoch(slot.epoch, rig.meter.take(self.group))
+            self.end_epoch(slot.epoch, rig.meter.take(self.group))
             self._free_ns = rig.recorder.enter("other")
         if is_stopped:
             rig.recorder.event("stop", slot=rig.trained)

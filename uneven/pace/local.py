@@ -38,7 +38,7 @@ class LocalPace:
         end_epoch: Callable[[int, float], None],
     ) -> None:
         self.rig, self.group = rig, group
-        self._is_stopping, self._end_epoch = is_stopping, end_epoch
+        self._is_stopping, self.end_epoch = is_stopping, end_epoch
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(rig.model)
@@ -148,7 +148,8 @@ class LocalPace:
             tensors = [*self.rig.model.parameters(), *self.rig.model.buffers()]
             check_agreement(gather_checksums(self.group, tensors), "in its params or buffers at the end")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.average.close()
 
     @property
     def _is_ended(self) -> bool:
@@ -256,7 +257,7 @@ class LocalPace:
         while self.epoch < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(self.epoch):
             # Where one window holds several epochs they share its losses.
             self._losses = [0.0, 0.0]
-            self._end_epoch(self.epoch, loss_sum / count if count else float("nan"))
+            self.end_epoch(self.epoch, loss_sum / count if count else float("nan"))
             self.epoch += 1
             self._set_scale()
         self._merged_ns = self.rig.recorder.enter("other")

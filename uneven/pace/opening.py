@@ -43,15 +43,17 @@ def find_events(rig: Rig) -> Callable[[int], int]:
 
 
 def terms_of(config: RunConfig) -> Terms:
-    given = {
-        "anchor": config.anchor,
-        "max_anchor": config.max_anchor,
-        "overhead_target": config.overhead_target,
-        "divergence_threshold": config.divergence_threshold,
-        "shares": config.shares,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return Terms(is_async=config.policy == "async", **chosen)  # type: ignore[arg-type]  # checked by the config
+    """The settings of windows; of anchor and max_anchor the one that was given moves the other's default."""
+    default = Terms()
+    anchor = config.anchor or min(default.anchor, config.max_anchor or default.anchor)
+    return Terms(
+        is_async=config.policy == "async",
+        anchor=anchor,
+        max_anchor=config.max_anchor or max(default.max_anchor, anchor),
+        overhead_target=config.overhead_target or default.overhead_target,
+        divergence_threshold=config.divergence_threshold or default.divergence_threshold,
+        shares=config.shares,
+    )
 
 
 def open_course(
