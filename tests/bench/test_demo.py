@@ -1,6 +1,8 @@
 """The demo's logic, on summaries made up here: nothing is trained but where it says so."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from uneven import InputError
 from uneven.bench import demo
-from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, train_modes
+from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, set_threads, train_modes
 from uneven.bench.single import Order, run_single
 from uneven.errors import MachineError, RankError
 from uneven.hardware import yardstick
@@ -142,6 +144,25 @@ def test_one_core_for_both_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -
     assert "the figures below mean little" in said[0]
     monkeypatch.setattr(demo, "available_cores", lambda: (0, 1))
     assert notes(DemoOrder(devices="cpu,cpu")) == []
+
+
+def test_a_device_alone_has_the_threads_that_it_has_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    monkeypatch.setenv("MKL_NUM_THREADS", "16")
+    monkeypatch.setattr(demo, "available_cores", lambda: (0,))
+    set_threads(DemoOrder())
+    assert os.environ["OMP_NUM_THREADS"] == "16"
+    monkeypatch.setattr(demo, "available_cores", lambda: tuple(range(7)))
+    set_threads(DemoOrder())
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+
+
+def test_the_threads_are_set_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; from uneven.bench.demo import DemoOrder, check, notes, set_threads\n"
+        "order = DemoOrder(); check(order); notes(order); set_threads(order); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:

@@ -24,7 +24,7 @@ def test_modes_name_devices_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "devices", "words"),
     [
-        ("fast", None, "solo-N, cpu-sync, cpu-balanced, torch-ddp"),
+        ("fast", None, "solo-N, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, torch-ddp"),
         ("solo-2", "cpu,cpu", "needs 3 devices"),
         ("cpu-balanced", "cpu", "at least two devices"),
         ("solo-0", "gpu", "device 'gpu'"),

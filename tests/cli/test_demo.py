@@ -39,7 +39,8 @@ def fake_train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """Run the command line at 80 columns, training nothing; (exit code, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in (("COLUMNS", "80"), ("OMP_NUM_THREADS", "1"), ("MKL_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)  # the last two the demo sets itself; so they are set back afterwards
     monkeypatch.setattr(demo, "_train", fake_train)
 
     def run(*arguments: str) -> tuple[int, str, str]:
