@@ -32,7 +32,7 @@ def train(ranks: int, policy: str, act: Callable[[int, int], None] = lambda *_: 
 
         steps[0] += 1
         if steps[0] > REHEARSED:
-            act(int(sys.argv[2]) if len(sys.argv) > 2 else 0, steps[0] - REHEARSED)
+            act(int(sys.argv[2]) if ranks > 1 else 0, steps[0] - REHEARSED)
         return F.cross_entropy(model(batch[0]), batch[1])
 
     settings: dict[str, Any] = {

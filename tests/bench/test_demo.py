@@ -59,10 +59,13 @@ def test_the_bound_over_the_fast_device_follows_from_gap_and_bound() -> None:
 
 
 def test_figures_that_cannot_be_are_doubted() -> None:
-    found = results(*SPEEDS)
-    assert found.doubt is None
+    assert results(*SPEEDS).doubt is None
     assert results("cpu-async").doubt is None
-    found.summaries["cpu-async"] = summary("cpu-async", 2 * 3500.0)
+    found = results("solo-0", "solo-1")
+    found.summaries["solo-1"] = summary("solo-1", 700.0)
+    assert found.doubt is not None
+    assert "a gap of 3.57 was measured where 2.50 is simulated" in found.doubt
+    found.summaries["cpu-async"] = summary("cpu-async", 2 * 3200.0)
     assert found.doubt is not None
     assert "~200 % of what you own cannot be" in found.doubt
 
