@@ -11,9 +11,13 @@ from uneven.policy.finish import Cost, fitted
 REPEATS = 3
 
 
-def measure_cost(run_step: Callable[[int], None], samples: int) -> Cost:
-    """`run_step(n)` trains n samples; timed at the expected share and at half of it, each after one untimed step."""
-    return fitted([timing for size in {samples, max(1, samples // 2)} for timing in _timed(run_step, size)])
+def measure_cost(run_step: Callable[[int], None], samples: int, least: int = 1) -> Cost:
+    """`run_step(n)` trains n samples; timed at the expected share and at half of it, each after one untimed step.
+
+    `least` is what a step needs: BatchNorm cannot train on one sample.
+    """
+    half = max(min(least, samples), samples // 2)
+    return fitted([timing for size in {samples, half} for timing in _timed(run_step, size)])
 
 
 def _timed(run_step: Callable[[int], None], samples: int) -> list[tuple[int, float]]:
