@@ -65,6 +65,9 @@ def test_figures_that_cannot_be_are_doubted() -> None:
     found.summaries["solo-1"] = summary("solo-1", 700.0)
     assert found.doubt is not None
     assert "a gap of 3.57 was measured where 2.50 is simulated" in found.doubt
+    found.summaries["torch-ddp"] = summary("torch-ddp", 2000.0)
+    assert found.doubt is not None
+    assert "equal batches reached ~62 % of what you own where 44 % is the most" in found.doubt
     found.summaries["cpu-async"] = summary("cpu-async", 2 * 3200.0)
     assert found.doubt is not None
     assert "~200 % of what you own cannot be" in found.doubt

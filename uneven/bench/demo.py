@@ -20,6 +20,7 @@ from uneven.hardware.preflight import check_device
 MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
 OURS = tuple(name for name in POLICY if name != REFERENCE)
+EQUAL_BATCHES = (REFERENCE, "cpu-sync")
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
 FAR_OFF = 1.25  # times the simulated gap: more than sleeping is inexact
 NEXT = "run 'uneven demo --help'"
@@ -96,10 +97,14 @@ class Results:
         """Said where the figures contradict themselves: a demo on a busy machine shows the other programs."""
         if self.alone is None:
             return None
-        most = max(row.efficiency or 0.0 for row in self.rows)
+        best = {row.mode: row.efficiency or 0.0 for row in self.rows}
+        most, equal = max(best.values()), max(best.get(mode, 0.0) for mode in EQUAL_BATCHES)
+        bound = yardstick.ddp_bound(self.alone)
         found, meant = yardstick.gap(self.alone), yardstick.gap([one.speed for one in parse_devices(self.devices)])
         if most > IMPOSSIBLE:
             what = f"~{100 * most:.0f} % of what you own cannot be"
+        elif equal > IMPOSSIBLE * bound:
+            what = f"equal batches reached ~{100 * equal:.0f} % of what you own where {100 * bound:.0f} % is the most"
         elif not 1 / FAR_OFF < found / meant < FAR_OFF:
             what = f"a gap of {found:.2f} was measured where {meant:.2f} is simulated"
         else:

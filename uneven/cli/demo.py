@@ -32,7 +32,7 @@ def demo(
 ) -> None:
     """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
-    The devices are simulated on this machine's cores, the digits are in the package; about two minutes on two cores.
+    The devices are simulated on this machine's cores, the digits are in the package; about three minutes on two cores.
     Ctrl-C shows what is finished by then. Examples:
 
       uneven demo
