@@ -313,6 +313,13 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) 
     assert min(guards) < 4.0
 
 
+def test_a_scale_that_is_asked_for_counts_in_every_policy_and_alone() -> None:
+    for size, policy in ((1, "balanced"), (1, "async"), (2, "sync"), (2, "cadence")):
+        options = {"anchor": None} if policy in ("balanced", "sync") else {}
+        result = train(size, policy=policy, lr_scale=0.5, **options)[0]
+        assert result.state.param_groups[0]["lr"] == pytest.approx(0.5 * 0.05), (size, policy)
+
+
 def test_the_learning_rate_is_scaled_by_the_effective_ranks() -> None:
     rates = {}
     for optimizer in ("sgd", "adam"):

@@ -186,7 +186,7 @@ def _live(
                 entered_ms = round_.entered_ms[rank]
                 costs = Row(transfer_ms=2 * TOUCH_MS, latency_ms=round_.here_ms - entered_ms)
                 if not terms.is_async:
-                    costs = costs._replace(transfer_ms=2 * TOUCH_MS + WIRE_MS, wait_ms=round_.met_ms - entered_ms)
+                    costs = costs._replace(transfer_ms=2 * TOUCH_MS + WIRE_MS)
                 round_.merged_at[rank] = course.next_slot
                 windows.note([round_.rows[one] for one in range(len(COSTS))])
                 course.merged()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
@@ -97,16 +98,12 @@ class Worker:
         self.group = self.join(self.rig.model)
         is_local = self.config.is_local and self.seat.size > 1
         pace: Pace = (LocalPace if is_local else ExactPace)(self.rig, self.group, self.stop.is_set, self._end_epoch)
-        if self.seat.size > 1:
-            self.recorder.enter("communication")
-            for tensor in (*self.rig.model.parameters(), *self.rig.model.buffers()):
-                self.group.broadcast_(tensor.detach()).wait()
-            costs = torch.zeros(self.seat.size, 2, dtype=torch.float64)
-            costs[self.seat.rank] = torch.tensor([cost.fixed_ms, cost.sample_ms])
-            self.group.sum_(costs).wait()
-            pace.meet([Cost(*one) for one in costs.tolist()])
-            if self.seat.rank > 0:
-                torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
+        self.recorder.enter("communication")
+        for tensor in (*self.rig.model.parameters(), *self.rig.model.buffers()):
+            self.group.broadcast_(tensor.detach()).wait()
+        pace.meet([Cost(*row) for row in gather_rows(self.group, (cost.fixed_ms, cost.sample_ms))])
+        if self.seat.rank > 0:
+            torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.pace = pace
         self._say_notes(pace)
         self.recorder.enter("setup")

@@ -11,7 +11,8 @@ import torch
 
 from uneven import InputError
 from uneven.bench import demo
-from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, set_threads, train_modes
+from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, threads, train_modes
+from uneven.bench.modes import tell_threads
 from uneven.bench.single import Order, run_single
 from uneven.errors import MachineError, RankError
 from uneven.hardware import yardstick
@@ -156,17 +157,17 @@ def test_a_device_alone_has_the_threads_that_it_has_among_others(monkeypatch: py
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     monkeypatch.setenv("MKL_NUM_THREADS", "16")
     monkeypatch.setattr(demo, "available_cores", lambda: (0,))
-    set_threads(DemoOrder())
+    tell_threads(threads(DemoOrder()))
     assert os.environ["OMP_NUM_THREADS"] == "16"
     monkeypatch.setattr(demo, "available_cores", lambda: tuple(range(7)))
-    set_threads(DemoOrder())
+    tell_threads(threads(DemoOrder()))
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
 
 
 def test_the_threads_are_set_before_torch_is_loaded() -> None:
     code = (
-        "import sys; from uneven.bench.demo import DemoOrder, check, notes, set_threads\n"
-        "order = DemoOrder(); check(order); notes(order); set_threads(order); assert 'torch' not in sys.modules"
+        "import sys; from uneven.bench.demo import DemoOrder, check, notes, threads\n"
+        "order = DemoOrder(); check(order); notes(order); threads(order); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

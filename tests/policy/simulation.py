@@ -179,7 +179,6 @@ class _Rank:
         self._rng = random.Random(f"{cluster.seed} {rank}")
         self._owed_ms = 0.0  # spent on claims since the clock last moved
         self._busy_ms = self._samples = 0.0
-        self._merged_ms = 0.0
         self._costs = Row()
         self._has_stopped = False
         self._spell = (0, 1.0)  # slots left, factor
@@ -236,14 +235,12 @@ class _Rank:
             yield from self._merge()
 
     def _merge(self) -> Life:
-        one, began_ms = self.round, self.simulation.now_ms
-        if one.arrival_ms > began_ms:
+        one = self.round
+        if one.arrival_ms > self.simulation.now_ms:
             yield one
         entered_ms, touch_ms = one.entered_ms[self.rank], self.cluster.touch_ms
         is_async = self.simulation.terms.is_async
         self._costs = Row(
-            window_ms=entered_ms - self._merged_ms,
-            wait_ms=self.simulation.now_ms - began_ms if is_async else one.met_ms - entered_ms,
             transfer_ms=2.0 * touch_ms + (0.0 if is_async else one.arrival_ms - one.met_ms),
             latency_ms=one.arrival_ms - entered_ms,
         )
@@ -251,7 +248,6 @@ class _Rank:
         self.simulation.note(one, self.windows)
         self.course.merged()
         yield touch_ms
-        self._merged_ms = self.simulation.now_ms
 
     def _slot_ms(self, slot: int) -> float:
         """What the slot takes, a stop apart; only then it is useful and busy time."""

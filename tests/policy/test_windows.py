@@ -27,7 +27,7 @@ class Ranks:
     def __init__(self, windows: Windows, ms: Sequence[float], jitter: float = 0.0, seed: int = 0) -> None:
         self.windows, self.ms, self.jitter = windows, list(ms), jitter
         self.rng = random.Random(seed)
-        self.transfer_ms = self.latency_ms = self.wait_ms = self.divergence = 0.0
+        self.transfer_ms = self.latency_ms = self.divergence = 0.0
         self.made: list[tuple[int, Decision]] = []
 
     def rows(self) -> list[Row]:
@@ -41,10 +41,8 @@ class Ranks:
                     next_slot=self.windows.due,
                     samples=64.0 * count,
                     busy_ms=count * ms * (1.0 + noise),
-                    window_ms=count * ms,
                     transfer_ms=self.transfer_ms,
                     latency_ms=self.latency_ms,
-                    wait_ms=self.wait_ms,
                     divergence=self.divergence,
                 )
             )
@@ -91,7 +89,7 @@ def test_fixed_shares_give_the_documented_counts_and_nothing_moves() -> None:
     windows = Windows(Terms(shares=(5.0, 2.0)), 2, 64, far)
     assert windows.counts == (25, 10)
     ranks = Ranks(windows, [30.0, 10.0], jitter=0.3)
-    ranks.transfer_ms, ranks.wait_ms, ranks.divergence = 500.0, 300.0, 3.0
+    ranks.transfer_ms, ranks.divergence = 500.0, 3.0
     assert ranks.meet(20) == []
     assert windows.counts == windows.cut() == (25, 10)
     assert windows.start == 20 * 35
@@ -285,10 +283,9 @@ def test_the_anchor_comes_back_when_rounds_are_cheap_again() -> None:
     assert windows.anchor == 10.0
 
 
-def test_waiting_alone_and_one_slow_round_do_not_make_windows_longer() -> None:
+def test_one_slow_round_does_not_make_windows_longer() -> None:
     windows = make([10.0, 25.0])
     ranks = Ranks(windows, [10.0, 25.0])
-    ranks.wait_ms = 2000.0
     ranks.meet(10)
     ranks.transfer_ms = 5000.0
     ranks.meet()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Flat, Replica
+from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
 from uneven.errors import RankError
 
@@ -135,8 +136,7 @@ class HostAverage:
             journey.done.set()
 
     def _travel(self, journey: _Journey) -> None:
-        own = [*journey.row, journey.weight, float(journey.is_broken)]
-        table = self._table(own)
+        table = own_row(self._group, [*journey.row, journey.weight, float(journey.is_broken)])
         head = self._group.sum_(torch.cat([table.flatten(), journey.buffers])).wait()
         journey.met_ns = time.perf_counter_ns()
         self.phase = "computing"
@@ -163,19 +163,13 @@ class HostAverage:
             journey.checksum = self._merge_checksum()
 
     def _compare_averages(self) -> None:
-        checksums = self._group.sum_(self._table([float(_checksum(self._average))])).wait().flatten().tolist()
+        checksums = gather_checksums(self._group, [self._average.numbers])
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[0]:
                 raise RankError(f"verify: rank {rank} has another average than rank 0")
 
     def _merge_checksum(self) -> int:
         return _checksum(self._snapshot, _checksum(self._average))
-
-    def _table(self, own: Sequence[float]) -> Tensor:
-        """A row per rank, all zeros but this rank's own: a sum fills in the others'."""
-        table = torch.zeros(self._group.size, len(own), dtype=torch.float64)
-        table[self._group.rank] = torch.tensor(own, dtype=torch.float64)
-        return table
 
 
 def _read(journey: _Journey) -> Arrived:

@@ -4,7 +4,6 @@ Which modes there are, the rows of the table and the sentence are arithmetic on 
 `train_modes` trains. Invariant: a figure that was not measured, or does not follow from what was, is None.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -153,16 +152,10 @@ def notes(order: DemoOrder) -> list[str]:
     return said
 
 
-def set_threads(order: DemoOrder) -> None:
-    """To be called before torch is loaded, so that a device alone trains as it will as one of several.
-
-    The math libraries choose their ways by what OpenMP was told when they were loaded. Ranks are told their own
-    threads; a solo run told of all cores and held to one later was 9 % slower (LeNet, Arm), which flattered the rest.
-    """
+def threads(order: DemoOrder) -> int:
+    """Of each device alone, as in `tell_threads`."""
     plan = assign_cores(parse_devices(order.devices), available_cores())
-    if plan.pinned:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = str(min(plan.threads))
+    return min(plan.threads) if plan.pinned else 0
 
 
 def train_modes(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from uneven.comm.gather import gather_rows
 from uneven.pace.exact import ExactPace
 from uneven.pace.local import LocalPace
 from uneven.parallel.reference import TorchDdp
@@ -158,10 +159,7 @@ def highest(worker: Worker, value: float) -> float:
 
 def share_out(worker: Worker, value: float) -> list[float]:
     """Every rank's value, on all ranks."""
-    values = torch.zeros(worker.seat.size, dtype=torch.float64)
-    values[worker.seat.rank] = value
-    everyone: list[float] = worker.group.sum_(values).wait().tolist()
-    return everyone
+    return [one for (one,) in gather_rows(worker.group, [value])]
 
 
 def _steps(seconds: float, step_s: float) -> int:

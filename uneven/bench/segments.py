@@ -14,14 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from uneven.bench.joint import DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
+from uneven.bench.joint import LEAST_STEPS, DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
 from uneven.comm.gather import gather_bytes
 from uneven.pace.exact import ExactPace
 from uneven.pace.local import LocalPace
 from uneven.step.warmup import no_trace
 from uneven.worker import Worker
-
-LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def _enough(pairs: Pairs, plan: SegmentPlan) -> bool:
     return done >= plan.most_pairs or (done >= plan.least_pairs and pairs.interval()[1] <= plan.half_width)
 
 
-def _one_pair(worker: Worker, pairs: Pairs, joint: "Joint", other: Callable[[float], float], seconds: float) -> None:
+def _one_pair(worker: Worker, pairs: Pairs, joint: Joint, other: Callable[[float], float], seconds: float) -> None:
     size = worker.seat.size
     meet(worker)
     segment = joint.run(seconds)

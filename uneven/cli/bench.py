@@ -56,7 +56,9 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
 @app.command("run")
 def run(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
-    mode: Annotated[str, typer.Option(help="solo-N, cpu-sync, cpu-balanced or torch-ddp.")] = "solo-0",
+    mode: Annotated[
+        str, typer.Option(help="solo-N, cpu-sync, cpu-balanced, cpu-cadence, cpu-async or torch-ddp.")
+    ] = "solo-0",
     devices: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +87,9 @@ def run(
 
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
+    from uneven.bench.modes import resolve_mode, tell_threads
+
+    tell_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
     from uneven.bench.single import Order, run_single
 
     summary = run_single(
@@ -115,7 +120,7 @@ def run(
 @app.command("efficiency")
 def efficiency(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
-    policy: Annotated[str, typer.Option(help="sync, balanced, or torch-ddp (PyTorch's own DDP).")] = "balanced",
+    policy: Annotated[str, typer.Option(help="sync, balanced, cadence, async, or torch-ddp (PyTorch's).")] = "balanced",
     devices: Annotated[str, typer.Option(help="Two or more, as in cpu,cpu@0.4.")] = "cpu,cpu@0.4",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,

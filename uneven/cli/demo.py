@@ -39,7 +39,8 @@ def demo(
 
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
-    from uneven.bench.demo import DemoOrder, check, set_threads, train_modes
+    from uneven.bench.demo import DemoOrder, check, threads, train_modes
+    from uneven.bench.modes import tell_threads
 
     order = DemoOrder(
         devices=devices,
@@ -51,7 +52,7 @@ def demo(
         progress="off" if as_json else "auto",
     )
     results = check(order)
-    set_threads(order)
+    tell_threads(threads(order))  # before torch is loaded
     if not as_json:
         _announce(order, results)
     end: BaseException | None = None

@@ -1,7 +1,7 @@
 """Everyone's bytes to everyone, over the sums that every group has."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +23,23 @@ def gather_bytes(group: Group, data: bytes) -> list[bytes]:
     return [part.numpy().tobytes() for part in whole.split(sizes)]
 
 
+def own_row(group: Group, row: Sequence[float]) -> Tensor:
+    """A table with a row per rank, all zeros but this rank's own: a sum fills in the others'."""
+    table = torch.zeros(group.size, len(row), dtype=torch.float64)
+    table[group.rank] = torch.tensor(row, dtype=torch.float64)
+    return table
+
+
+def gather_rows(group: Group, row: Sequence[float]) -> list[list[float]]:
+    """Each rank's row of numbers, in rank order; all rows are equally long."""
+    rows: list[list[float]] = group.sum_(own_row(group, row)).wait().tolist()
+    return rows
+
+
 def gather_checksums(group: Group, tensors: Iterable[Tensor]) -> list[int]:
     """A checksum of each rank's tensors, in rank order: equal exactly when their bits are."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), checksum
-        )
-    own = torch.zeros(group.size, dtype=torch.int64)
-    own[group.rank] = checksum
-    checksums: list[int] = group.sum_(own).wait().tolist()
-    return checksums
+        flat = tensor.detach().cpu().contiguous().flatten()
+        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
+    return [int(one) for (one,) in gather_rows(group, [float(checksum)])]

@@ -187,10 +187,8 @@ class ExactPace:
     def _advise(self, costs: Sequence[Cost]) -> None:
         """Say so where fewer devices would do; all ranks come here after the same slot."""
         rig = self.rig
-        numbers = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
-        found = forecast(costs, rig.axis.slot(0).samples, measure_sum_ms(self.group, numbers))
-        line = advice(found, [str(device) for device in rig.seat.devices])
-        self.notes += [line] if line else []
+        found = forecast(costs, rig.axis.slot(0).samples, measure_sum_ms(self.group, rig.model))
+        self.notes += advice(found, [str(device) for device in rig.seat.devices])
 
     def _make_policy(self, costs: Sequence[Cost]) -> ExactPolicy:
         rig, config = self.rig, self.rig.config

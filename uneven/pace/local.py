@@ -48,8 +48,7 @@ class LocalPace:
         self._samples = 0  # trained since this rank last entered a round: its weight
         self._busy_ms = 0.0
         self._free_ns = 0  # since when the rank's time is its own work
-        self._merged_ns = 0
-        self._entering_ms = 0.0
+        self._entering_ms = self._wait_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count of all ranks since the last epoch that ended
         self._broken: list[int] = []  # ranks whose params were not finite in the last round
         self._is_scaled = False
@@ -73,16 +72,13 @@ class LocalPace:
         counts = list(self.windows.counts)
         rig.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
         if is_measured:
-            numbers = sum(p.numel() for p in rig.model.parameters() if p.requires_grad)
-            round_ms = measure_sum_ms(self.group, numbers)
-            terms = terms_of(config)
+            round_ms, terms = measure_sum_ms(self.group, rig.model), terms_of(config)
             found = forecast_local(costs, rig.axis.slot_size, round_ms, terms.max_anchor, terms.overhead_target)
-            line = advice(found, [str(device) for device in rig.seat.devices])
-            self.notes += [line] if line else []
+            self.notes += advice(found, [str(device) for device in rig.seat.devices])
 
     def rejoin(self) -> None:
         """From now on the rank's time is its own work again: called after anything that is not a step."""
-        self._free_ns = self._merged_ns = self.rig.recorder.enter("data")
+        self._free_ns = self.rig.recorder.enter("data")
 
     def parts(self) -> Iterator[Part]:
         axis, batch = self.rig.axis, self.rig.config.batch_size
@@ -196,7 +192,6 @@ class LocalPace:
         self.course.enter()
         self._samples, self._busy_ms = 0, 0.0
         self.entered_ns, self._entered = began_ns, self.course.parts
-        self._window_ms = (began_ns - self._merged_ns) / 1e6
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
     def _receive(self) -> list[Row]:
@@ -215,7 +210,7 @@ class LocalPace:
         return rows
 
     def _merge(self) -> None:
-        due, event = self.windows.due, self.windows.event
+        due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
         rows = self._receive()
         where = f"in the round at slot {due}"
         check_company([row.word for row in rows], due)
@@ -230,7 +225,7 @@ class LocalPace:
             due=due,
             steps_late=lead,
             delay=self._delay,
-            wait_ms=self._costs.wait_ms,
+            wait_ms=self._wait_ms,
             transfer_ms=self._costs.transfer_ms,
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
@@ -238,8 +233,8 @@ class LocalPace:
         )
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
-            if decision.kind == "guard" and "anchor" in decision.fields:
-                self._say_guard(decision.fields)
+            if decision.kind == "guard":
+                self._say_guard(decision.fields, anchor)
         self._hears_stop = self._hears_stop or any(row.word == STOP for row in rows)
         self._is_stopped = all(row.word == STOP for row in rows)
         if not self._is_scaled:
@@ -260,7 +255,7 @@ class LocalPace:
             self.end_epoch(self.epoch, loss_sum / count if count else float("nan"))
             self.epoch += 1
             self._set_scale()
-        self._merged_ns = self.rig.recorder.enter("other")
+        self.rig.recorder.enter("other")
 
     def _set_scale(self) -> None:
         """Follow the speeds with what the learning rates are multiplied by; a repeated run takes it from the log."""
@@ -281,10 +276,11 @@ class LocalPace:
                 "over devices damps each one's steps; lr_scale=1.0 turns this off"
             )
 
-    def _say_guard(self, fields: dict[str, float | list[int]]) -> None:
+    def _say_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
+        verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
         self.notes.append(
-            f"  guard: replicas drift apart (relative divergence {fields['divergence']:.3g}); the slowest device now "
-            f"averages after {fields['anchor']:.0f} batches"
+            f"  guard: replicas drift apart (relative divergence {fields['divergence']:.3g}): the window {verb} "
+            f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
         )
 
     def _claim(self, many: int) -> int:
@@ -298,13 +294,11 @@ class LocalPace:
     def _note_costs(self, arrived: Arrived, began_ns: int, here_ns: int, now_ns: int) -> None:
         merging_ms = (now_ns - here_ns) / 1e6
         if self.rig.config.policy == "async":
-            wait_ms, transfer_ms = (here_ns - began_ns) / 1e6, self._entering_ms + merging_ms
+            self._wait_ms, transfer_ms = (here_ns - began_ns) / 1e6, self._entering_ms + merging_ms
         else:
-            wait_ms = (arrived.met_ns - arrived.left_ns) / 1e6
+            self._wait_ms = (arrived.met_ns - arrived.left_ns) / 1e6
             transfer_ms = (arrived.back_ns - arrived.met_ns) / 1e6 + self._entering_ms + merging_ms
         self._costs = Row(
-            window_ms=self._window_ms,
-            wait_ms=wait_ms,
             transfer_ms=transfer_ms,
             latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
             divergence=arrived.divergence,

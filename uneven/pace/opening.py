@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
-from uneven.policy.axis import Axis
 from uneven.policy.course import Course
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedCourse, RecordedWindows
@@ -13,33 +12,25 @@ from uneven.policy.windows import Terms, Windows
 from uneven.rig import Rig
 
 
-def event_finder(axis: Axis, meets_after: Callable[[int], bool], is_rare: bool) -> Callable[[int], int]:
-    """The first slot after a given one at which all ranks meet: the end of an epoch that `meets_after`, or of the run.
-
-    `is_rare`: only after the last epoch; then nothing is searched for.
-    """
-
-    def next_event(slot: int) -> int:
-        if is_rare:
-            return axis.total
-        epoch = slot // axis.slots_per_epoch
-        while epoch < axis.epochs - 1 and not meets_after(epoch):
-            epoch += 1
-        return min(axis.epoch_end(epoch), axis.total)
-
-    return next_event
-
-
 def find_events(rig: Rig) -> Callable[[int], int]:
-    """Evaluations, checkpoints and the end; in a loop of the user's own every epoch's end."""
-    config, evaluation = rig.config, rig.task.evaluation
+    """The first slot after a given one at which all ranks meet: for an evaluation, a checkpoint or the end of the run.
+
+    In a loop of the user's own they meet after every epoch.
+    """
+    axis, config, evaluation = rig.axis, rig.config, rig.task.evaluation
+    has_any = not rig.is_rehearsed or evaluation is not None or config.checkpoint_every is not None
 
     def meets_after(epoch: int) -> bool:
         is_evaluated = evaluation is not None and config.evaluates(epoch, evaluation.every)
         return not rig.is_rehearsed or is_evaluated or config.checkpoints(epoch)
 
-    is_rare = rig.is_rehearsed and evaluation is None and config.checkpoint_every is None
-    return event_finder(rig.axis, meets_after, is_rare)
+    def next_event(slot: int) -> int:
+        epoch = slot // axis.slots_per_epoch if has_any else axis.epochs - 1
+        while epoch < axis.epochs - 1 and not meets_after(epoch):
+            epoch += 1
+        return min(axis.epoch_end(epoch), axis.total)
+
+    return next_event
 
 
 def terms_of(config: RunConfig) -> Terms:

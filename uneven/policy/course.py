@@ -29,7 +29,6 @@ class Course:
     max_lead: int | None = None
     claim_ms: float = 0.0  # what a claim costs, as measured
     in_flight: bool = False  # a round that was entered and not merged
-    is_over: bool = False
     parts: int = 0  # trained by this rank
     lead: int = 0  # trained since it entered the round in flight
     _given: deque[int] = field(default_factory=deque)
@@ -38,6 +37,10 @@ class Course:
     _base: int | None = None  # the slot that the shared count's 0 stands for
     _claimed: int = 0  # the first slot of the last claim
     _since: int = 0  # trained since that claim
+
+    @property
+    def is_over(self) -> bool:
+        return self.windows.is_over
 
     @property
     def next_slot(self) -> int:
@@ -87,7 +90,6 @@ class Course:
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
         self.in_flight = False
-        self.is_over = self.windows.is_over
 
     @property
     def _front(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from uneven.policy.finish import Cost, equal_finish, finish_ms
+from uneven.policy.finish import Cost, by_ratio, equal_finish, finish_ms
 
 MOVE_GAIN = 0.025  # a predicted gain below this is noise
 PROBE_EVERY = 50  # slots after which a rank without samples is tried again
@@ -55,8 +55,7 @@ class Fixed:
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         del slot
-        costs = [Cost(0.0, 1.0 / part) if part > 0 else Cost(0.0, 1.0) for part in self.ratio]
-        return equal_finish(costs, samples, [samples if part > 0 else 0 for part in self.ratio])
+        return by_ratio(self.ratio, samples)
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         del slot, samples, busy_ms
@@ -95,9 +94,7 @@ class Balanced:
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         planned = self._planned(slot)
         if samples != self.slot_size:
-            # An epoch's short last slot, in the proportions of the others.
-            costs = [Cost(0.0, 1.0 / share) if share else Cost(0.0, 1.0) for share in planned]
-            return equal_finish(costs, samples, [samples if share else 0 for share in planned], self.least)
+            return by_ratio(planned, samples, self.least)  # an epoch's short last slot
         idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) > 0]
         if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
             return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])

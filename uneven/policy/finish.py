@@ -69,6 +69,12 @@ def equal_finish(
     return tuple(shares)
 
 
+def by_ratio(ratio: Sequence[float], samples: int, least: int = 1) -> tuple[int, ...]:
+    """Whole samples in the proportions of `ratio`; who has 0 there gets none."""
+    costs = [Cost(0.0, 1.0 / part) if part > 0 else Cost(0.0, 1.0) for part in ratio]
+    return equal_finish(costs, samples, [samples if part > 0 else 0 for part in ratio], least)
+
+
 def _earliest_ms(costs: Sequence[Cost], samples: int) -> float:
     """When all samples could be done if they were divisible and nobody had a cap."""
     helping = sorted(costs, key=lambda cost: cost.fixed_ms)

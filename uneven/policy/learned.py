@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from uneven.policy.exact import Balanced, Move
-from uneven.policy.finish import Cost, equal_finish, fitted
+from uneven.policy.finish import Cost, by_ratio, fitted
 
 REPEATS = 3  # slots of each size
 CUTS = ((1.0, 1.0), (1.0, 3.0), (3.0, 1.0))  # weights of the even and of the odd ranks
@@ -33,8 +33,7 @@ class Learned:
             return self._balanced.shares(slot, samples)
         cut = max(0, slot - self.first) // REPEATS
         weights = CUTS[cut] if cut < len(CUTS) else CUTS[0]
-        costs = [Cost(0.0, 1.0 / weights[rank % 2]) for rank in range(self.ranks)]
-        return equal_finish(costs, samples, least=self.least)
+        return by_ratio([weights[rank % 2] for rank in range(self.ranks)], samples, self.least)
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         if self._balanced is not None:

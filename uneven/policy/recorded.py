@@ -73,10 +73,13 @@ class RecordedCourse:
     total: int
     claim_ms: float = 0.0
     in_flight: bool = False
-    is_over: bool = False
     parts: int = 0
     lead: int = 0
     _handed: deque[int] = field(default_factory=deque)
+
+    @property
+    def is_over(self) -> bool:
+        return self.windows.is_over
 
     @property
     def next_slot(self) -> int:
@@ -108,7 +111,6 @@ class RecordedCourse:
 
     def merged(self) -> None:
         self.in_flight = False
-        self.is_over = self.windows.is_over
 
     @property
     def _next(self) -> Round:

@@ -64,17 +64,17 @@ def _best(size: int, speed: Callable[[tuple[int, ...]], float]) -> Forecast:
     return Forecast(speed(everyone), speed((by_speed[0],)), by_speed[0], speed(best), best)
 
 
-def advice(found: Forecast, devices: Sequence[str]) -> str | None:
-    """One line when distribution does not pay, or when fewer devices would be faster; else None."""
+def advice(found: Forecast, devices: Sequence[str]) -> list[str]:
+    """A line when distribution does not pay, or when fewer devices would be faster; else none."""
     names = ",".join(devices[rank] for rank in found.subset)
     if not found.pays:
-        return (
+        return [
             f"this job does not gain from several devices: together ~{found.together:,.0f} samples/s, "
             f"{devices[found.single]} alone ~{found.best_single:,.0f}; use devices={names!r}"
-        )
+        ]
     if found.best >= WORTH_IT * found.together:
-        return (
+        return [
             f"fewer devices would be faster (~{found.best:,.0f} against ~{found.together:,.0f} samples/s): "
             f"use devices={names!r}"
-        )
-    return None
+        ]
+    return []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from uneven.policy.finish import Cost, equal_finish
+from uneven.policy.finish import by_ratio
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
@@ -27,9 +27,7 @@ class Row(NamedTuple):
     next_slot: float = 0.0  # its first slot that is not in this average
     samples: float = 0.0  # trained since its last round: its weight
     busy_ms: float = 0.0  # its own work for them
-    window_ms: float = 0.0  # from its last merge to its last entry ...
-    wait_ms: float = 0.0  # ... then until everyone had come, or until it was let on
-    transfer_ms: float = 0.0  # ... then what the average took of its own time
+    transfer_ms: float = 0.0  # what the average took of its own time
     latency_ms: float = 0.0  # from snapshot to average
     loss_sum: float = 0.0
     loss_count: float = 0.0
@@ -115,9 +113,7 @@ class Windows:
         length = self.due - self.start
         if length == sum(self.counts):
             return self.counts
-        speeds = self.speeds if self.is_measured else [1.0] * self.ranks
-        costs = [Cost(0.0, 1.0 / speed if speed else 1.0) for speed in speeds]
-        return equal_finish(costs, length, [length if speed else 0 for speed in speeds])
+        return by_ratio(self.speeds if self.is_measured else [1.0] * self.ranks, length)
 
     def note(self, rows: Sequence[Row]) -> list[Decision]:
         """A round is done: everybody's row, in rank order. Sets the next window; returns what it changed."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from uneven.comm.group import Group
 from uneven.policy.finish import Cost, fitted
@@ -30,9 +31,9 @@ def _timed(run_step: Callable[[int], None], samples: int) -> list[tuple[int, flo
     return times
 
 
-def measure_sum_ms(group: Group, numbers: int) -> float:
-    """What one sum of so many gradients takes when nobody has to be waited for; the same value on all ranks."""
-    gradients = torch.zeros(numbers)
+def measure_sum_ms(group: Group, model: nn.Module) -> float:
+    """What one sum of the model's gradients takes when nobody has to be waited for; the same value on all ranks."""
+    gradients = torch.zeros(sum(param.numel() for param in model.parameters() if param.requires_grad))
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()

@@ -1,0 +1,102 @@
+"""`verify`: a difference anywhere on an average's trip is named, with its stage."""
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.average.test_host import Side, gated, on_ranks
+from tests.ranks import ThreadGroup, on_threads
+from uneven.average.host import Arrived
+from uneven.comm.group import SoloGroup
+from uneven.comm.work import Work
+from uneven.errors import RankError
+
+
+def flip_a_bit(numbers: Tensor) -> None:
+    numbers[3:4].view(torch.int64).bitwise_xor_(1)
+
+
+def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
+    def body(side: Side) -> tuple[Tensor, list[Arrived]]:
+        arrived = []
+        for _ in range(3):
+            side.average.start(1.0 + side.rank, [2.0])
+            side.work(0.1 * side.rank)
+            arrived.append(side.average.finish(is_unchanged=False))
+        arrived += [side.round(0.0), side.round(1.0)]
+        return side.params, arrived
+
+    plain, verified = (on_ranks(3, body, verify=verify) for verify in (False, True))
+    for (params, arrived), (params_then, arrived_then) in zip(plain, verified, strict=True):
+        assert torch.equal(params, params_then)
+        for one, other in zip(arrived, arrived_then, strict=True):
+            assert (one.rows, one.broken, one.divergence) == (other.rows, other.broken, other.divergence)
+
+
+def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
+    with gated(verify=True) as (side, group):
+        side.average.start(1.0, [])
+        assert group.gates[0].reached.wait(30)
+        flip_a_bit(side.average._snapshot.numbers)
+        group.open()
+        with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):
+            side.average.finish(is_unchanged=True)
+
+
+@pytest.mark.parametrize("which", ["_average", "_snapshot"])
+def test_verify_names_an_average_that_changed_before_it_was_merged(which: str) -> None:
+    """What is added comes from the average too, by the thread, so it is watched as well."""
+    with closing(Side(SoloGroup(), verify=True)) as side:
+        before = side.params
+        side.average.start(1.0, [])
+        side.average.wait()
+        flip_a_bit(getattr(side.average, which).numbers)
+        with pytest.raises(RankError, match="average changed between its arrival and its merge"):
+            side.average.finish(is_unchanged=False)
+        assert torch.equal(side.params, before), "nothing wrong was merged"
+
+
+class FaultyGroup:
+    """Hands rank 1 its sum of the params with a flipped bit, as a broken wire or memory would."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self.rank, self.size, self.traffic = group.rank, group.size, group.traffic
+        self._group, self._sums = group, 0
+
+    def sum_(self, tensor: Tensor) -> Any:
+        self._sums += 1
+        result = self._group.sum_(tensor).wait()
+        if self._sums == 2 and self.rank == 1:
+            flip_a_bit(result)
+        return Work(Done(), result, self.traffic)
+
+
+class Done:
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_verify_names_the_rank_whose_average_differs_before_anybody_merges_it() -> None:
+    def rank(group: ThreadGroup) -> None:
+        with closing(Side(FaultyGroup(group.another()), verify=True)) as side:  # type: ignore[arg-type]
+            before = side.params
+            with pytest.raises(RankError, match="rank 1 has another average than rank 0"):
+                side.round(1.0)
+            assert torch.equal(side.params, before)
+
+    on_threads(3, rank)
+
+
+def test_without_verify_none_of_this_is_looked_at() -> None:
+    def rank(group: ThreadGroup) -> Tensor:
+        with closing(Side(FaultyGroup(group.another()))) as side:  # type: ignore[arg-type]
+            side.round(1.0)
+            return side.params
+
+    found = on_threads(2, rank)
+    assert not torch.equal(found[0], found[1]), "else the tests above would prove nothing"
