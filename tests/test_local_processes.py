@@ -66,7 +66,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "ranks", "policy"), [("long claims", 2, "async"), ("few slots", 3, "cadence")])
+@pytest.mark.parametrize(
+    ("case", "ranks", "policy"), [("long claims", 2, "async"), ("few slots", 3, "cadence"), ("loader", 2, "async")]
+)
 def test_every_sample_once(case: str, ranks: int, policy: str) -> None:
     train(ranks, policy, **CASES[case])
 

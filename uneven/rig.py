@@ -54,7 +54,9 @@ class Rig:
             self.circle,
         )
         self.graph: GraphStep | None = None
-        self.feed: Feed = make_feed(task.dataset, self.on, config.seed, config.batch_size, config.workers)
+        self.feed: Feed = make_feed(
+            task.dataset, self.on, config.seed, config.batch_size, config.workers, is_rank=seat.size > 1
+        )
         self.run_ahead = RunAhead(self.on)
         self.throttle = Throttle(seat.device.speed)
         self.is_rehearsed = True  # False in a loop of the user's own: there is no step to run beforehand

@@ -1,4 +1,7 @@
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +25,24 @@ class Noisy(Dataset):
 
     def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
         return index, random.random(), float(np.random.rand()), torch.rand(2)
+
+
+UNGUARDED = """
+print("begun", flush=True)
+import torch
+from uneven.data.feed import make_feed
+from uneven.policy.axis import Axis, part_of
+
+class Doubled:
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return 2 * index
+
+feed = make_feed(Doubled(), torch.device("cpu"), 0, 2, workers=2, is_rank=True)
+parts = [part_of(slot, (slot.samples,), 0, 2) for slot in Axis(6, 2, 1).slots()]
+print(str(sorted(int(i) for _, micros in feed.stream(parts) for batch, _ in micros for i in batch)).replace(" ", ""))
+"""
 
 
 def read(dataset: object, axis: Axis, batch_size: int, workers: int = 0) -> list[list[object]]:
@@ -73,6 +94,13 @@ def test_loader_processes_read_the_same_samples() -> None:
     for slot_a, slot_b in zip(here, there, strict=True):
         for part_a, part_b in zip(slot_a[0], slot_b[0], strict=True):
             assert torch.equal(torch.as_tensor(part_a), torch.as_tensor(part_b))
+
+
+def test_loader_processes_of_a_rank_do_not_run_the_script_again(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert answer.stdout.split() == ["begun", "[0,2,4,6,8,10]"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

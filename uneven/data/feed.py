@@ -8,6 +8,7 @@ What a feed yields for a micro-batch is its *inputs*, a pytree of device tensors
 batch. The two are apart so that a captured step can hold the gather and the augmentation too.
 """
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,12 +16,14 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Protocol
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from uneven.data.apart import ApartContext
 from uneven.data.ledger import permutation, sample_keys
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
@@ -50,12 +53,15 @@ class Feed(Protocol):
         ...
 
 
-def make_feed(dataset: Any, device: torch.device, seed: int, batch_size: int, workers: int = 0) -> Feed:
+def make_feed(
+    dataset: Any, device: torch.device, seed: int, batch_size: int, workers: int = 0, *, is_rank: bool = False
+) -> Feed:
+    """With `is_rank` the loader processes are not forked from this one."""
     if isinstance(dataset, TensorDataset):
         dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
     if isinstance(dataset, TensorData):
         return TensorFeed(dataset, device, seed, batch_size)
-    return LoaderFeed(dataset, device, seed, batch_size, workers)
+    return LoaderFeed(dataset, device, seed, batch_size, workers, ApartContext() if workers and is_rank else None)
 
 
 class TensorFeed:
@@ -118,8 +124,17 @@ class LoaderFeed:
     whichever rank or loader process reads it.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, seed: int, batch_size: int, workers: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        seed: int,
+        batch_size: int,
+        workers: int,
+        start: ApartContext | None = None,
+    ) -> None:
         self._dataset = dataset
+        self._start = start or ("fork" if workers else None)  # by fork a set needs no pickling and takes no memory
         self._device = device
         self._seed = seed
         self._batch_size = batch_size
@@ -173,7 +188,7 @@ class LoaderFeed:
             num_workers=self._workers,
             generator=torch.Generator().manual_seed(self._seed),  # else it draws from the training's numbers
             pin_memory=self._device.type == "cuda",
-            multiprocessing_context="fork" if self._workers else None,
+            multiprocessing_context=self._start,
         )
 
 
@@ -190,6 +205,14 @@ class _Keyed(Dataset[Any]):
             np.random.seed(key & 0xFFFFFFFF)
             torch.default_generator.manual_seed(key)
         return self._dataset[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The set's class may live in the user's script, which a loader process does not read.
+        return _unpack_keyed, (cloudpickle.dumps(self._dataset),)
+
+
+def _unpack_keyed(packed: bytes) -> _Keyed:
+    return _Keyed(pickle.loads(packed))
 
 
 def _collate(samples: list[Any]) -> Any:
