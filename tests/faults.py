@@ -22,6 +22,8 @@ from uneven.errors import RankError
 from uneven.step.costs import REPEATS
 
 REHEARSED = 2 * (1 + REPEATS)  # steps in which a rank measures its cost, alone
+FAULTY = 6  # the step of rank 1 at which something happens; on CUDA a few more than REHEARSED are run beforehand
+CPUS = "cpu,cpu"
 Step = Callable[[int, int], None]  # (rank, which step of this rank)
 
 
@@ -46,7 +48,9 @@ def nothing_left(pids: list[int], launcher: int, *, within_s: float = 60.0) -> N
         time.sleep(0.05)
 
 
-def train(folder: Path, fault: Step, policy: str, width: Callable[[int], int] = lambda _: 1) -> TrainedState:
+def train(
+    folder: Path, fault: Step, policy: str, width: Callable[[int], int] = lambda _: 1, devices: str = CPUS
+) -> TrainedState:
     """Two ranks in processes of their own; `fault` runs at the start of every step, in the rank."""
     steps = [0]
 
@@ -76,7 +80,7 @@ def train(folder: Path, fault: Step, policy: str, width: Callable[[int], int] = 
         dataset=TensorData(torch.randn(64, 4), transform=lambda rows, _: rows[0]),
         batch_size=4,
         epochs=3,
-        devices="cpu,cpu",
+        devices=devices,
         policy=policy,
         progress="off",
     )
@@ -98,56 +102,56 @@ def fails(folder: Path, policy: str, fault: Step, error: type[Exception], *words
     return took_s
 
 
-def killed(folder: Path, policy: str) -> float:
+def killed(folder: Path, policy: str, devices: str = CPUS) -> float:
     marker = folder / "fault"
 
     def fault(rank: int, count: int) -> None:
-        if (rank, count) == (1, 3):
+        if (rank, count) == (1, FAULTY):
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return fails(folder, policy, fault, RankError, "rank 1", "cpu", "SIGKILL")
+    return fails(folder, policy, fault, RankError, "rank 1", devices.split(",")[1], "SIGKILL", devices=devices)
 
 
-def stopped(folder: Path, policy: str) -> float:
+def stopped(folder: Path, policy: str, devices: str = CPUS) -> float:
     marker = folder / "fault"
 
     def fault(rank: int, count: int) -> None:
-        if (rank, count) == (1, 3):
+        if (rank, count) == (1, FAULTY):
             marker.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    return fails(folder, policy, fault, RankError, "rank 1", "cpu", "silent")
+    return fails(folder, policy, fault, RankError, "rank 1", devices.split(",")[1], "silent", devices=devices)
 
 
-def raising(folder: Path, policy: str) -> float:
+def raising(folder: Path, policy: str, devices: str = CPUS) -> float:
     marker = folder / "fault"
 
     def broken_layer(rank: int, count: int) -> None:
-        if (rank, count) == (1, 3):
+        if (rank, count) == (1, FAULTY):
             marker.touch()
             raise ZeroDivisionError("in the middle of the model")
 
-    words = ("rank 1", "cpu", "ZeroDivisionError: in the middle of the model", "in broken_layer")
-    return fails(folder, policy, broken_layer, RankError, *words)
+    words = ("rank 1", devices.split(",")[1], "ZeroDivisionError: in the middle of the model", "in broken_layer")
+    return fails(folder, policy, broken_layer, RankError, *words, devices=devices)
 
 
-def differing(folder: Path, policy: str) -> float:
+def differing(folder: Path, policy: str, devices: str = CPUS) -> float:
     words = ("rank 1", "weight (2, 4) float32", "weight (1, 4) float32", "on every rank")
     began = time.time()
-    fails(folder, policy, lambda *_: None, InputError, *words, width=lambda rank: 1 + rank)
+    fails(folder, policy, lambda *_: None, InputError, *words, width=lambda rank: 1 + rank, devices=devices)
     return time.time() - began
 
 
-def stopped_for_a_while(folder: Path, policy: str) -> float:
+def stopped_for_a_while(folder: Path, policy: str, devices: str = CPUS) -> float:
     def fault(rank: int, count: int) -> None:
-        if (rank, count) == (1, 3):
+        if (rank, count) == (1, FAULTY):
             waker = f"sleep 2; kill -CONT {os.getpid()}"
             with subprocess.Popen(["sh", "-c", waker]):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
     began = time.time()
-    state = train(folder, fault, policy)
+    state = train(folder, fault, policy, devices=devices)
     assert state.finished
     nothing_left(pids_in(folder), os.getpid())
     return time.time() - began
@@ -156,7 +160,7 @@ def stopped_for_a_while(folder: Path, policy: str) -> float:
 SCRIPT = """
 import os, signal, sys, threading, time, torch
 from uneven import fit
-how, policy, steps = sys.argv[1], sys.argv[2], [0]  # a rank does not run this again: it gets them with the functions
+how, policy, devices, steps = *sys.argv[1:4], [0]  # a rank does not run this again: it gets them with the functions
 def make():
     print("rank", sys.argv[2], os.getpid(), flush=True)
     if how == "starting":
@@ -175,17 +179,18 @@ def step(model, batch):
     return model(batch).square().mean()
 print("go", flush=True)
 fit(model=make, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), step=step, dataset=torch.randn(64, 4),
-    batch_size=4, epochs=10**6, devices="cpu,cpu", policy=policy)
+    batch_size=4, epochs=10**6, devices=devices, policy=policy)
 """.replace("REHEARSED", str(REHEARSED))
 
 
 class Launcher:
     """A script that trains on two ranks, as a process of its own; its ranks print to the same pipe."""
 
-    def __init__(self, folder: Path, how: str, policy: str) -> None:
+    def __init__(self, folder: Path, how: str, policy: str, devices: str) -> None:
         self.folder = folder
         self.errors = (folder / "errors").open("w+")
-        command = [sys.executable, "-c", SCRIPT, how, policy]
+        (folder / "script.py").write_text(SCRIPT)  # some Pythons end `-c` by Ctrl-C with an exit code of their own
+        command = [sys.executable, "script.py", how, policy, devices]
         self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=self.errors, text=True)
         self.pids: list[int] = []
         self._seen: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -238,10 +243,10 @@ class Launcher:
 def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     made: list[Launcher] = []
 
-    def make(how: str, policy: str = "sync") -> Launcher:
+    def make(how: str, policy: str = "sync", devices: str = CPUS) -> Launcher:
         folder = tmp_path / f"launcher-{len(made)}"
         folder.mkdir()
-        made.append(Launcher(folder, how, policy))
+        made.append(Launcher(folder, how, policy, devices))
         return made[-1]
 
     yield make

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ from uneven.pace.opening import terms_of
         ({"policy": "async", "overhead_target": 0}, ("overhead_target=0", "above 0")),
         ({"policy": "async", "divergence_threshold": -0.1}, ("divergence_threshold=-0.1", "above 0")),
         ({"policy": "async", "optimizer_state": "sum"}, ("optimizer_state='sum'", "keep, average")),
+        ({"memory_cap": 0}, ("memory_cap=0", "at least 1")),
+        ({"memory_cap": 2.5}, ("memory_cap=2.5", "whole number")),
+        ({"memory_cap": True}, ("memory_cap=True",)),
+        ({"memory_cap": "many"}, ("memory_cap='many'", "whole number")),
+        ({"memory_cap": ()}, ("memory_cap=()", "one such number per device")),
+        ({"memory_cap": (8, 0)}, ("memory_cap=(8, 0)", "at least 1")),
         ({"batchsize": 3}, ("'batchsize'", "did you mean 'batch_size'")),
         ({"zzz": 3}, ("'zzz'", "the settings are")),
     ],
@@ -108,6 +115,29 @@ def test_a_global_batch_is_refused_where_every_device_steps_by_itself(policy: st
         resolve({"batch_size": 4, "epochs": 1, "policy": policy, "global_batch_size": 64})
     for word in ("global_batch_size=64", f"policy={policy!r}", "batch_size samples", "policy='balanced'"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_memory_cap_is_refused_where_every_device_holds_batch_size_samples(policy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve({"batch_size": 4, "epochs": 1, "policy": policy, "memory_cap": 8})
+    for word in ("memory_cap=8", f"policy={policy!r}", "ignored", "batch_size smaller"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "caps"), [(None, (float("inf"),) * 2), (8, (8, 8)), ([8, 3], (8, 3)), ((8, 3), (8, 3))]
+)
+def test_a_memory_cap_is_one_for_all_or_one_per_device(given: Any, caps: tuple[float, ...]) -> None:
+    config = resolve({"batch_size": 4, "epochs": 1, "memory_cap": given})
+    assert config.caps(2) == caps
+    # What is compared with a log's must be as it is read back from a file.
+    assert json.loads(json.dumps(config.to_json()))["memory_cap"] == config.to_json()["memory_cap"]
+
+
+def test_a_memory_cap_names_how_many_it_should_be() -> None:
+    with pytest.raises(InputError, match=r"memory_cap=\(8, 3\) has 2 entries for 3 devices"):
+        resolve({"batch_size": 4, "epochs": 1, "memory_cap": (8, 3)}).caps(3)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_one_device_replays_too(run: Path) -> None:
         ({"batch_size": 8}, ("batch_size 16", "pass batch_size=16")),
         ({"accumulate": 2}, ("accumulate 1",)),
         ({"global_batch_size": 20}, ("global_batch_size None", "this one 20")),
+        ({"memory_cap": 8}, ("memory_cap None", "this one 8")),
         ({"max_grad_norm": 1.0}, ("max_grad_norm None",)),
         ({"dataset": TensorData(X[:149], Y[:149])}, ("samples in the data set 150", "149")),
         ({"shares": (1,)}, ("leave shares out",)),

@@ -40,7 +40,7 @@ ARROWS = {
         *("comm", "config", "data", "errors", "hardware", "payload", "policy", "progress", "state", "timeline"),
     },
     "start": {"config", "errors", "hardware", "progress", "script", "supervise"},
-    "prepare": {"config", "data", "errors", "files", "hardware", "member", "policy", "progress"},
+    "prepare": {"comm", "config", "data", "errors", "files", "hardware", "member", "policy", "progress"},
     "run": {
         *("comm", "config", "errors", "hardware", "member", "policy", "prepare", "progress"),
         *("seat", "state", "supervise", "timeline", "worker"),
@@ -48,11 +48,12 @@ ARROWS = {
     "loop": {"comm", "config", "data", "errors", "pace", "policy", "seat", "state", "worker"},
     "manual": {"average", "comm", "errors"},
     "ddp": {
-        *("comm", "config", "errors", "loop", "manual", "member", "policy", "prepare", "run", "seat", "state"),
+        *("comm", "config", "errors", "hardware", "loop", "manual", "member", "policy", "prepare", "run", "seat"),
+        "state",
     },
     "bench": {
         *("comm", "config", "data", "errors", "files", "hardware", "pace", "parallel", "policy", "progress", "rank"),
-        *("run", "state", "step", "supervise", "timeline", "worker"),
+        *("rig", "run", "seat", "state", "step", "supervise", "timeline", "worker"),
     },
     "cli": {"bench", "data", "errors", "hardware", "start"},
     "__main__": {"cli"},

@@ -185,8 +185,6 @@ def _live(
                     trace.spans.append(Span(rank, "wire", met_ms, clock[0]))
                 entered_ms = round_.entered_ms[rank]
                 costs = Row(transfer_ms=2 * TOUCH_MS, latency_ms=round_.here_ms - entered_ms)
-                if not terms.is_async:
-                    costs = costs._replace(transfer_ms=2 * TOUCH_MS + WIRE_MS)
                 round_.merged_at[rank] = course.next_slot
                 windows.note([round_.rows[one] for one in range(len(COSTS))])
                 course.merged()

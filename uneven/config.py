@@ -68,6 +68,7 @@ class Settings(TypedDict, total=False):
     accumulate: int
     global_batch_size: int | None
     shares: Sequence[float] | None
+    memory_cap: int | Sequence[int] | None
     sync_batchnorm: bool
     max_grad_norm: float | None
     lr_scale: float | str | None
@@ -100,6 +101,7 @@ class RunConfig:
     accumulate: int = 1
     global_batch_size: int | None = None
     shares: tuple[float, ...] | None = None
+    memory_cap: int | tuple[int, ...] | None = None
     sync_batchnorm: bool = False
     max_grad_norm: float | None = None
     lr_scale: float | str | None = None
@@ -127,6 +129,7 @@ class RunConfig:
             _check_count("global_batch_size", self.global_batch_size, least=1)
         if self.shares is not None and (min(self.shares, default=-1) < 0 or sum(self.shares) <= 0):
             raise InputError(f"shares={self.shares!r} must be numbers of at least 0, one per device, not all 0")
+        self._check_caps()
         if self.replay is not None and self.shares is not None:
             raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.checkpoint_every is not None:
@@ -147,6 +150,20 @@ class RunConfig:
         if self.lr_scale is not None and not _is_above_zero(self.lr_scale) and self.lr_scale not in SCALES:
             raise InputError(f"lr_scale={self.lr_scale!r} must be a number above 0 or one of {', '.join(SCALES)}")
         self._check_windows()
+
+    def _check_caps(self) -> None:
+        given = self.memory_cap
+        if given is None:
+            return
+        if given == () or not all(_is_count(cap, 1) for cap in (given if isinstance(given, tuple) else (given,))):
+            raise InputError(
+                f"memory_cap={given!r} must be a whole number of samples of at least 1, or one such number per device"
+            )
+        if self.is_local:
+            raise InputError(
+                f"memory_cap={given!r} with policy={self.policy!r}: there every device holds batch_size samples at "
+                "once, whatever its speed, and the cap would be ignored; leave it out and make batch_size smaller"
+            )
 
     def _check_windows(self) -> None:
         """The settings of the local policies, which the exact ones must not be given: they would be ignored."""
@@ -184,6 +201,15 @@ class RunConfig:
         each = self.batch_size * self.accumulate
         return each if self.is_local else self.global_batch_size or each * ranks
 
+    def caps(self, ranks: int) -> tuple[float, ...]:
+        """How many samples each rank may hold at once, as far as the user has said."""
+        given = self.memory_cap
+        if given is None or isinstance(given, int):
+            return (float("inf") if given is None else given,) * ranks
+        if len(given) != ranks:
+            raise InputError(f"memory_cap={given!r} has {len(given)} entries for {ranks} devices; pass one per device")
+        return given
+
     @property
     def is_local(self) -> bool:
         """Whether ranks train by themselves and average params now and then, instead of summing gradients."""
@@ -205,7 +231,10 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         paths = {"out": self.out, "replay": self.replay}
-        return {**asdict(self), **{name: None if path is None else str(path) for name, path in paths.items()}}
+        texts = {name: None if path is None else str(path) for name, path in paths.items()}
+        cap = self.memory_cap
+        # A list, as it is read back from a file, so that the two compare.
+        return {**asdict(self), **texts, "memory_cap": list(cap) if isinstance(cap, tuple) else cap}
 
 
 def override(settings: Mapping[str, Any]) -> None:
@@ -224,6 +253,8 @@ def resolve(settings: Mapping[str, Any]) -> RunConfig:
             raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
     if given.get("shares") is not None:
         given["shares"] = tuple(float(share) for share in given["shares"])
+    if isinstance(given.get("memory_cap"), Sequence) and not isinstance(given["memory_cap"], str):
+        given["memory_cap"] = tuple(given["memory_cap"])
     for name in ("out", "replay"):
         if given.get(name) is not None:
             given[name] = Path(given[name])
@@ -263,8 +294,12 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not _is_count(value, least):
         raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_above_zero(value: Any) -> bool:

@@ -7,6 +7,7 @@ unchanged when a second device is named, or when `uneven run` or torchrun starts
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from uneven.comm.group import Group, SoloGroup
 from uneven.config import EvalStep, Evaluation, RunConfig, Settings, Task, TrainStep, resolve
 from uneven.errors import InputError
+from uneven.hardware.device import Device, needs_ranks
+from uneven.hardware.inventory import usable_devices
 from uneven.loop import Loop, check_loop
 from uneven.manual import Wrapped
 from uneven.member import collect, this_member
@@ -118,14 +121,21 @@ def _start_loop(
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
     member = this_member()
     task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
+    script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+    unused: list[Device] = []
+    if member is None and config.devices == "auto":
+        first, *unused = usable_devices()
+        config = replace(config, devices=str(first))
     prepared = prepare(task, config, member)
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
     check_loop(config, len(devices))
-    if member is None and len(devices) > 1:
-        script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+    if unused:
+        reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
+    if member is None and needs_ranks(devices):
         raise InputError(
-            f"devices={config.devices!r}: a loop of your own on several devices needs one process each; "
-            f"start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
+            f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "
+            f"name one whole device, as in {devices[0].torch_name!r}, "
+            f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
     rank = 0 if member is None else member.rank
     stop = threading.Event()
@@ -143,7 +153,7 @@ def _start_loop(
             member.attend(None)
             member.leave()
 
-    join = (lambda _: SoloGroup()) if member is None else member.joiner(config, len(dataset))
+    join = (lambda _: SoloGroup()) if member is None else member.joiner(config, devices, len(dataset))
     seat = Seat(rank, devices)
     loop = Loop(model, make_optimizer, dataset, scheduler, config, seat, join, stop, reporter, keep_state, leave)
     if member is not None:
@@ -219,6 +229,10 @@ class Builder:
 
     def shares(self, shares: Sequence[float] | None) -> "Self":
         return self.settings(shares=shares)
+
+    def memory_cap(self, samples: int | Sequence[int] | None) -> "Self":
+        """How many samples a device may hold at once: one number for all, or one per device."""
+        return self.settings(memory_cap=samples)
 
     def sync_batchnorm(self, is_on: bool = True) -> "Self":
         return self.settings(sync_batchnorm=is_on)

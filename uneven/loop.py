@@ -273,10 +273,28 @@ def check_loop(config: RunConfig, size: int) -> None:
         )
     if config.compile == "graph":
         raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
+    _check_caps(config, size)
     if config.sync_batchnorm and size > 1:
         raise InputError(
             "sync_batchnorm=True with Ddp.setup: BatchNorm meets in every layer, and a rank without samples in a step "
             "has no batch to pass through them; use fit or Ddp.builder"
+        )
+
+
+def _check_caps(config: RunConfig, size: int) -> None:
+    """A rank's part of a step is one batch here, so caps can bound only shares that move."""
+    if config.memory_cap is None:
+        return
+    if size == 1 or config.policy != "balanced" or config.is_shared_out:
+        raise InputError(
+            f"memory_cap={config.memory_cap!r} with Ddp.setup bounds the shares of policy='balanced' on several "
+            "devices; here it would be ignored: leave it out and make batch_size smaller"
+        )
+    held, samples = sum(config.caps(size)), config.slot_size(size)
+    if held < samples:
+        raise InputError(
+            f"memory_cap={config.memory_cap!r} holds {held:g} of the {samples} samples of a step, and with Ddp.setup "
+            "there are no micro-batches; make batch_size smaller, or use fit"
         )
 
 

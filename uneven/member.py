@@ -18,11 +18,12 @@ from torch import nn
 from uneven.comm.environment import Started, read_torchrun
 from uneven.comm.fingerprint import agree, describe_tensors
 from uneven.comm.gather import gather_bytes
-from uneven.comm.group import GlooGroup, Group, SoloGroup
+from uneven.comm.group import Group, form_group
 from uneven.comm.posts import Poster
 from uneven.comm.store import get_text
 from uneven.config import RunConfig
 from uneven.errors import InputError
+from uneven.hardware.backend import is_crowded
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
@@ -79,6 +80,13 @@ class Member:
             devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(self.size))
         else:
             devices = parse_devices(setting)
+        if any(device.percent is not None for device in devices):
+            names = ",".join(device.torch_name for device in devices)
+            raise InputError(
+                f"devices={setting!r}: {self.by} has started this process already, which is too late for a slice; set "
+                "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
+                f"{names!r}, or start the script by: uneven run --devices {setting}"
+            )
         if len(devices) != self.size:
             raise InputError(
                 f"devices={setting!r} names {len(devices)} for the {self.size} processes that {self.by} started; "
@@ -87,17 +95,26 @@ class Member:
         self._place(devices)
         return devices
 
-    def joiner(self, config: RunConfig, samples: int) -> Callable[[nn.Module], Group]:
+    def joiner(self, config: RunConfig, devices: tuple[Device, ...], samples: int) -> Callable[[nn.Module], Group]:
         """What forms this run's group, once all ranks are found to train the same model by the same settings."""
         settings = {name: value for name, value in config.to_json().items() if name not in ("out", "progress")}
         lines = [f"samples = {samples}", *(f"{name} = {value}" for name, value in settings.items())]
-        return lambda model: self._join(model, lines)
+        local = self.of_this_machine(devices)
+        device = torch.device(devices[self.rank].torch_name)
+        return lambda model: self._join(model, lines, device, config.backend, is_crowded(local))
 
     def join(self, model: nn.Module) -> Group:
         """A group for a model trained by hand."""
         return self._join(model, [])
 
-    def _join(self, model: nn.Module, settings: list[str]) -> Group:
+    def _join(
+        self,
+        model: nn.Module,
+        settings: list[str],
+        device: torch.device = torch.device("cpu"),  # noqa: B008, it is a constant
+        backend: str = "cpu",
+        is_crowded: bool = False,
+    ) -> Group:
         if self._group is not None:
             raise InputError(
                 "another group of this process is still open: call finish() on the loop, or close() on what Ddp.wrap "
@@ -107,7 +124,7 @@ class Member:
         store = self._started.reach(f"run/{self._runs}")
         agree(store, self.rank, self.size, settings, what="was given other settings", where="settings")
         agree(store, self.rank, self.size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
-        self._group = GlooGroup(store, self.rank, self.size) if self.size > 1 else SoloGroup()
+        self._group = form_group(store, self.rank, self.size, device, backend, is_crowded)
         return self._group
 
     def leave(self) -> None:
@@ -164,13 +181,16 @@ class Member:
             return {"slot": 0, "phase": "setup", "total": 0}
         return {**worker.show(), "total": worker.axis.samples}
 
+    def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        first = self.rank - self._started.local_rank
+        return devices[first : first + self._started.local_size]
+
     def _place(self, devices: tuple[Device, ...]) -> None:
         """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""
         if self._is_placed:
             return
         self._is_placed = True
-        first = self.rank - self._started.local_rank
-        plan = assign_cores(devices[first : first + self._started.local_size], available_cores())
+        plan = assign_cores(self.of_this_machine(devices), available_cores())
         self.note = plan.note
         pin(plan.cores[self._started.local_rank])
         torch.set_num_threads(plan.threads[self._started.local_rank])

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from uneven import __version__
+from uneven.comm.group import has_nccl
 from uneven.config import RunConfig, Task, check_task
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
+from uneven.hardware.backend import choose_backend, is_crowded
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.gpus import read_gpus
 from uneven.hardware.inventory import read_visible, usable_devices
+from uneven.hardware.mps import check_slices
 from uneven.hardware.precision import choose_precision
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
@@ -39,21 +42,21 @@ def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "
     if member is not None:
         devices = member.devices(config.devices)
     elif config.devices == "auto":
-        # The first of several GPUs: training them together is not in this version, and a default must work.
-        devices = tuple(usable_devices()[:1])
+        devices = tuple(usable_devices())
     else:
         devices = parse_devices(config.devices)
     for device in devices:
         check_device(device)
-    config = _resolve_precision(config, devices[0])
+    config = _resolve_precision(config, devices)
     _check_together(config, devices)
+    config, road = _resolve_backend(config, devices, member)
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
     is_lead = member is None or member.rank == 0
     if config.out is not None and is_lead:
         make_out_folder(config.out)
     reporter = Reporter(config.progress if is_lead else "off", title)
-    reporter.say(describe(task, config, devices))
+    reporter.say([*describe(task, config, devices), *road])
     if member is not None and member.note:
         reporter.say([f"  {member.note}"])
     return Prepared(config, devices, reporter)
@@ -91,33 +94,41 @@ def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
     return replace(config, replay=config.replay.resolve())
 
 
-def _resolve_precision(config: RunConfig, device: Device) -> RunConfig:
+def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> RunConfig:
     if config.precision != "auto":
         return config
-    gpus = read_visible(read_torch(), read_gpus()).gpus if device.kind == "cuda" else ()
-    gpu = next((gpu for gpu in gpus if gpu.index == device.index), None)
-    return replace(config, precision=choose_precision(device, read_system(), gpu)[0])
+    has_cuda = any(device.kind == "cuda" for device in devices)
+    gpus = {gpu.index: gpu for gpu in read_visible(read_torch(), read_gpus()).gpus} if has_cuda else {}
+    system = read_system()
+    found = {choose_precision(device, system, gpus.get(device.index or 0))[0] for device in devices}
+    # One model has one format on all devices; where they would choose differently, the one that all have.
+    return replace(config, precision=found.pop() if len(found) == 1 else "fp32")
+
+
+def _resolve_backend(
+    config: RunConfig, devices: tuple[Device, ...], member: Member | None
+) -> tuple[RunConfig, list[str]]:
+    """The backend that is meant, and a line that says why where there was a choice."""
+    if len(devices) == 1:
+        return config, []
+    crowded = is_crowded(devices if member is None else member.of_this_machine(devices))
+    backend, why = choose_backend(config.backend, devices, has_nccl(), crowded)
+    has_choice = any(device.kind == "cuda" for device in devices)
+    return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 
 
 def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
     """Refuse settings that are right by themselves but not with each other or these devices."""
     names = ",".join(str(device) for device in devices)
-    for device in devices:
-        if device.percent is not None:
-            raise InputError(
-                f"devices={names!r}: slices of a GPU are not trained on in this version; pass {device.torch_name!r}"
-            )
-    if config.compile == "graph" and devices[0].kind != "cuda":
+    check_slices(devices)
+    config.caps(len(devices))  # raises where there are not as many
+    others = ",".join(str(device) for device in devices if device.kind != "cuda")
+    if config.compile == "graph" and others:
         raise InputError(
-            f"compile='graph' captures a CUDA graph, which {names} has not; use compile='off' or 'default'"
+            f"compile='graph' captures a CUDA graph, which {others} has not; use compile='off' or 'default'"
         )
     if len(devices) == 1:
         return
-    if any(device.kind != "cpu" for device in devices):
-        raise InputError(
-            f"devices={names!r}: several devices with a CUDA one among them are not trained in this version; "
-            "pass CPU devices, as in 'cpu,cpu@0.4', or one CUDA device"
-        )
     if config.shares is not None and len(config.shares) != len(devices):
         raise InputError(
             f"shares={config.shares!r} has {len(config.shares)} entries for {len(devices)} devices: {names}"
@@ -131,5 +142,3 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
             f"sync_batchnorm=True with policy={config.policy!r}: devices step at their own times and cannot meet in "
             "every layer; their statistics are averaged in each round. Leave it out, or use policy='balanced'"
         )
-    if config.backend == "nccl":
-        raise InputError(f"backend='nccl' needs CUDA devices, got {names!r}; use backend='auto'")

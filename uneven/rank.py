@@ -82,12 +82,14 @@ def main(folder: Path, rank: int) -> None:
 
 
 def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
+    import torch
     from torch import nn
 
     from uneven.comm.fingerprint import agree, describe_tensors
-    from uneven.comm.group import GlooGroup, Group
+    from uneven.comm.group import Group, form_group
     from uneven.comm.posts import Poster
     from uneven.comm.store import reach_store
+    from uneven.hardware.backend import is_crowded
     from uneven.hardware.device import parse_devices
     from uneven.payload import read_payload
     from uneven.worker import Seat, Worker
@@ -107,7 +109,8 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     def join(model: nn.Module) -> Group:
         lines = describe_tensors([*model.named_parameters(), *model.named_buffers()])
         agree(store, rank, len(devices), lines)
-        return GlooGroup(store, rank, len(devices))
+        device = torch.device(devices[rank].torch_name)
+        return form_group(store, rank, len(devices), device, config.backend, is_crowded(devices))
 
     task, config, program = read_payload(folder)
     store.set(f"loaded/{rank}", "1")

@@ -3,9 +3,12 @@
 A worker makes one rig. Whatever is measured or compiled before the group forms happens here and leaves no trace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.optim import SGD
 
 from uneven.config import RunConfig, Task
@@ -17,6 +20,9 @@ from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
 from uneven.seat import Seat
+from uneven.step.caps import probe_cap, room_bytes
+from uneven.step.capture import can_capture
+from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep
 from uneven.step.graph import GraphStep
@@ -53,7 +59,9 @@ class Rig:
             config.max_grad_norm,
             self.circle,
         )
+        # With compile="graph" the one or the other: the whole step, or what comes before the sum over ranks.
         self.graph: GraphStep | None = None
+        self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
             task.dataset, self.on, config.seed, config.batch_size, config.workers, is_rank=seat.size > 1
         )
@@ -62,16 +70,23 @@ class Rig:
         self.is_rehearsed = True  # False in a loop of the user's own: there is no step to run beforehand
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
         self.rounds: list[Round] = []  # of a local policy, the first is round 0
+        self.caps = config.caps(seat.size)  # samples that each rank may hold at once
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
 
-    def batch(self, samples: int) -> int:
-        """The micro-batches' size when this rank trains so many samples in one step."""
-        return max(self.config.batch_size, -(-samples // self.config.accumulate))
+    def batch(self, samples: int, rank: int | None = None) -> int:
+        """The micro-batches' size when a rank, this one unless named, trains so many samples in one step."""
+        wanted = max(self.config.batch_size, -(-samples // self.config.accumulate))
+        cap = self.caps[self.seat.rank if rank is None else rank]
+        if min(wanted, samples) <= cap or not self.is_rehearsed:  # a loop of the user's own takes its part as one batch
+            return wanted
+        return -(-samples // -(-samples // int(cap)))  # as few as possible, and as equal
 
     def open(self, micros: Micros) -> Micros:
-        """The micro-batches as batches; a captured step opens them by itself."""
-        return micros if self.graph is not None else [(self.feed.open(inputs), samples) for inputs, samples in micros]
+        """The micro-batches as batches; what is captured opens them by itself."""
+        if self.graph is not None or self.captured is not None:
+            return micros
+        return [(self.feed.open(inputs), samples) for inputs, samples in micros]
 
     def wanted_scale(self, default: float | str, speeds: Sequence[float]) -> float:
         """What the learning rates should be multiplied by when ranks of these speeds train together."""
@@ -86,13 +101,22 @@ class Rig:
 
     def step_alone(self, part: Part, micros: Micros, began_ns: int) -> None:
         """One optimizer step of this rank, whatever the others do."""
-        (self.graph or self.eager)(micros, part.samples)
+        step = self.graph or (self.eager if self.captured is None else self.captured.rehearse)
+        step(micros, part.samples)
         self.slow_down(began_ns)
+
+    def sum_gradients(
+        self, micros: Micros, slot_samples: int, row: Callable[[], Sequence[float]]
+    ) -> tuple[list[list[float]], Tensor | None]:
+        """The first half of a step of all ranks, from micro-batches as `open` gives them; see EagerStep."""
+        if self.captured is None:
+            return self.eager.sum_gradients(micros, slot_samples, row)
+        return self.eager.sum_gradients(micros, slot_samples, row, self.captured)
 
     def slow_down(self, began_ns: int) -> None:
         """A simulated device takes longer for what began then."""
         if self.seat.device.speed < 1:
-            self.run_ahead.drain()
+            self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
     def note(self, part: Part) -> None:
@@ -117,27 +141,59 @@ class Rig:
         with no_trace(self.eager, self.on):
             for part, micros in self.feed.stream(parts.values()):
                 self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
-        if self.config.compile == "graph":
-            part, micros = next(self.feed.stream([parts[self.axis.slot(0).samples]]))
-            self.graph = GraphStep(self.eager, self.feed.open, self.on)
-            self.graph.capture(micros, part.samples)
+        if self.config.compile == "graph" and can_capture(self.on):
+            self._capture(parts[self.axis.slot(0).samples])
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
     def measure(self) -> Cost:
-        """This rank's own speed, before the group forms, so that round 0 can share out."""
+        """This rank's own speed and what it can hold, before the group forms, so that round 0 can share out."""
         self.recorder.enter("compile")
+        slot = self.axis.slot(0)
+        expected, least = self._expected(slot.samples), 2 if has_batchnorm(self.model) else 1
 
         def run_step(samples: int) -> None:
             began_ns = self.recorder.clock()
-            part, micros = next(self.feed.stream([Part(self.axis.slot(0), 0, samples, self.batch(samples))]))
+            part, micros = next(self.feed.stream([Part(slot, 0, samples, self.batch(samples))]))
             self.step_alone(part, self.open(micros), began_ns)
+            self.run_ahead.drain()
+
+        def run_at_once(samples: int) -> None:
+            _, micros = next(self.feed.stream([Part(slot, 0, samples, samples)]))
+            self.eager([(self.feed.open(inputs), many) for inputs, many in micros], samples)
 
         with no_trace(self.eager, self.on):
-            least = 2 if has_batchnorm(self.model) else 1
-            cost = measure_cost(run_step, self._expected(self.axis.slot(0).samples), least)
+            # Of captured steps the first of a size runs eagerly and the second is the capture.
+            with nullcontext() if self.captured is None else self.captured.rehearsal():
+                cost = measure_cost(run_step, expected, least, untimed=1 if self.captured is None else 2)
+            if self.on.type == "cuda" and self.config.policy == "balanced" and self.config.memory_cap is None:
+                first = max(least, expected // 2)
+                cap = probe_cap(run_at_once, self.on, self._room_bytes(), first, slot.samples)
+                cost = replace(cost, cap=float(cap))
         self.recorder.enter("setup")
         return cost
+
+    def _room_bytes(self) -> float:
+        """What a step of this rank may take of its device's memory."""
+        names = [device.torch_name for device in self.seat.devices]
+        room = room_bytes(self.on, names.count(self.seat.device.torch_name))
+        # Graphs keep their memory while a size that is new runs eagerly beside them.
+        return room if self.captured is None else room / 2
+
+    def _capture(self, part: Part) -> None:
+        """The whole step as a graph; or, where gradients are summed over ranks, forward and backward.
+
+        Those graphs are for the road of the group, which is not there yet: here they only show that they can be made.
+        """
+        if self.seat.size == 1 or self.config.is_local:
+            ((part, micros),) = self.feed.stream([part])
+            self.graph = GraphStep(self.eager, self.feed.open, self.on)
+            self.graph.capture(micros, part.samples)
+            return
+        self.captured = CapturedBackward(self.eager, self.feed.open)
+        with no_trace(self.eager, self.on), self.captured.rehearsal():
+            for _, micros in self.feed.stream([part, part]):  # the first runs eagerly
+                self.captured.rehearse(micros, part.samples)
 
     def _expected(self, slot_samples: int) -> int:
         """What this rank may expect of a slot before anything is known."""

@@ -19,7 +19,7 @@ from uneven.comm.group import SoloGroup
 from uneven.comm.remains import leave_nothing
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
-from uneven.hardware.device import Device
+from uneven.hardware.device import Device, needs_ranks
 from uneven.member import Member, collect, this_member
 from uneven.prepare import prepare
 from uneven.progress import Reporter
@@ -154,7 +154,7 @@ def launch(
     prepared = prepare(task, config, member, title)
     prepared.reporter.listeners += on_epoch
     devices = prepared.devices
-    alone = _solo if len(devices) == 1 else partial(train_on_ranks, program=program)
+    alone = partial(train_on_ranks, program=program) if needs_ranks(devices) else _solo
     train = alone if member is None else partial(_as_rank, member)
     return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, member)
 
@@ -176,7 +176,7 @@ def _as_rank(
     reporter: Reporter,
 ) -> TrainedState:
     """This process is one of several ranks already: it trains its part, on the run's thread."""
-    join = member.joiner(config, len(task.dataset))
+    join = member.joiner(config, devices, len(task.dataset))
     worker = Worker(task, config, Seat(member.rank, devices), join, stop, reporter)
     member.attend(worker, stop)
     try:

@@ -1,6 +1,6 @@
 """`uneven run script.py`: the script on one process per device, under the launcher's watch.
 
-With one device there is nothing to start: the script runs in this process.
+With one device there is nothing to start: the script runs in this process (unless it is a slice of a GPU).
 """
 
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 from uneven.config import override
 from uneven.errors import InputError, StoppedError
-from uneven.hardware.device import parse_devices
+from uneven.hardware.device import needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
 from uneven.progress import Reporter
 from uneven.script import execute
@@ -28,7 +28,7 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
         check_device(device)
-    if len(devices) == 1:
+    if not needs_ranks(devices):
         execute(script, list(args))
         return
     from uneven.supervise import run_ranks

@@ -2,7 +2,7 @@
 
 The ranks agree among themselves; the launcher holds the store, shows their posts, passes a stop request on, and ends
 everything when one fails, falls silent or hangs. When `train_on_ranks` returns or raises, no process and no file of
-the run is left.
+the run is left, the daemon that serves slices of a GPU included.
 """
 
 import json
@@ -22,6 +22,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device
+from uneven.hardware.mps import check_slices, oversubscribed, sliced
 from uneven.payload import drop_tensors, write_payload
 from uneven.policy.axis import Axis
 from uneven.progress import Reporter
@@ -89,13 +90,12 @@ def run_ranks(
 
     In place of any content it may be a user's script: its path, args and the settings that stand above its own.
     """
+    check_slices(devices)
     folder = make_private_folder()
-    ranks: RankProcesses | None = None
     store, port = open_store()
     try:
         plan = assign_cores(devices, available_cores())
-        if plan.note:
-            reporter.say([f"  {plan.note}"])
+        reporter.say([f"  {note}" for note in (plan.note, oversubscribed(devices)) if note])
         record = {
             "port": port,
             "launcher": os.getpid(),
@@ -107,12 +107,14 @@ def run_ranks(
         (folder / "plan.json").write_text(json.dumps(record))
         if content is not None:
             _write(content, folder)
-        ranks = RankProcesses(folder, list(plan.threads))
-        _watch(ranks, store, folder, devices, stop, reporter)
-        return collect(folder)
+        with sliced(devices) as variables:
+            ranks = RankProcesses(folder, list(plan.threads), variables)
+            try:
+                _watch(ranks, store, folder, devices, stop, reporter)
+                return collect(folder)
+            finally:
+                ranks.end()
     finally:
-        if ranks is not None:
-            ranks.end()
         remove(folder)
         del store
 

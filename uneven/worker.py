@@ -101,7 +101,7 @@ class Worker:
         self.recorder.enter("communication")
         for tensor in (*self.rig.model.parameters(), *self.rig.model.buffers()):
             self.group.broadcast_(tensor.detach()).wait()
-        pace.meet([Cost(*row) for row in gather_rows(self.group, (cost.fixed_ms, cost.sample_ms))])
+        pace.meet([Cost(*row) for row in gather_rows(self.group, (cost.fixed_ms, cost.sample_ms, cost.cap))])
         if self.seat.rank > 0:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.pace = pace
@@ -124,6 +124,8 @@ class Worker:
         return is_stopped
 
     def result(self) -> RankResult:
+        if self.rig.on.type == "cuda":
+            self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(self.rig.on))
         timeline = Timeline.of(self.recorder, str(self.seat.device), self._sampler.samples)
         return RankResult(self._state(), timeline, self.rig.log, list(self.rig.rounds), self.group.traffic)
 

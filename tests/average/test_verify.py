@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.average.test_host import Side, gated, on_ranks
+from tests.average.test_background import Side, gated, on_ranks
 from tests.ranks import ThreadGroup, on_threads
-from uneven.average.host import Arrived
+from uneven.average.background import Arrived
 from uneven.comm.group import SoloGroup
 from uneven.comm.work import Work
 from uneven.errors import RankError
@@ -23,7 +23,7 @@ def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
     def body(side: Side) -> tuple[Tensor, list[Arrived]]:
         arrived = []
         for _ in range(3):
-            side.average.start(1.0 + side.rank, [2.0])
+            side.average.start(1.0 + side.rank, lambda: [2.0])
             side.work(0.1 * side.rank)
             arrived.append(side.average.finish(is_unchanged=False))
         arrived += [side.round(0.0), side.round(1.0)]
@@ -38,22 +38,22 @@ def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
 
 def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
     with gated(verify=True) as (side, group):
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         assert group.gates[0].reached.wait(30)
-        flip_a_bit(side.average._snapshot.numbers)
+        flip_a_bit(side.average.road.snapshot.numbers)
         group.open()
         with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):
             side.average.finish(is_unchanged=True)
 
 
-@pytest.mark.parametrize("which", ["_average", "_snapshot"])
+@pytest.mark.parametrize("which", ["merged", "change"])
 def test_verify_names_an_average_that_changed_before_it_was_merged(which: str) -> None:
     """What is added comes from the average too, by the thread, so it is watched as well."""
     with closing(Side(SoloGroup(), verify=True)) as side:
         before = side.params
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         side.average.wait()
-        flip_a_bit(getattr(side.average, which).numbers)
+        flip_a_bit(getattr(side.average.road, which).numbers)
         with pytest.raises(RankError, match="average changed between its arrival and its merge"):
             side.average.finish(is_unchanged=False)
         assert torch.equal(side.params, before), "nothing wrong was merged"

@@ -16,15 +16,17 @@ def test_modes_name_devices_and_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_mode("solo-0", "cuda:1") == Mode("solo-0", "cuda:1")
     assert resolve_mode("solo-1", None) == Mode("solo-1", "cpu@0.4", cores=(2, 3))
     assert resolve_mode("solo-0", "cpu,cpu@0.4") == Mode("solo-0", "cpu", cores=(0, 1))
-    assert resolve_mode("cpu-sync", None) == Mode("cpu-sync", "cpu,cpu@0.4", "sync")
-    assert resolve_mode("cpu-balanced", "cpu,cpu,cpu") == Mode("cpu-balanced", "cpu,cpu,cpu", "balanced")
+    assert resolve_mode("cpu-sync", None) == Mode("cpu-sync", "cpu,cpu@0.4", "sync", "cpu")
+    assert resolve_mode("cpu-balanced", "cpu,cpu,cpu") == Mode("cpu-balanced", "cpu,cpu,cpu", "balanced", "cpu")
+    pair = "cuda:0,cuda:1"
+    assert resolve_mode("nccl-async", pair) == Mode("nccl-async", pair, "async", "nccl")
     assert resolve_mode("torch-ddp", None) == Mode("torch-ddp", "cpu,cpu@0.4", "sync", is_torch_ddp=True)
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "words"),
     [
-        ("fast", None, "solo-N, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, torch-ddp"),
+        ("fast", None, "solo-N, cpu-sync, cpu-balanced, cpu-cadence, cpu-async, nccl-sync, .*, torch-ddp"),
         ("solo-2", "cpu,cpu", "needs 3 devices"),
         ("cpu-balanced", "cpu", "at least two devices"),
         ("solo-0", "gpu", "device 'gpu'"),

@@ -12,19 +12,20 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
-from uneven.average.host import HostAverage
 from uneven.average.replica import Replica
-from uneven.comm.group import GlooGroup, SoloGroup
+from uneven.average.road import lay_road
+from uneven.comm.group import SoloGroup, TorchGroup
 from uneven.comm.store import open_store
 
 RANK_1 = """
 import os, signal, sys
 import torch
-from uneven.comm.group import GlooGroup
+from uneven.comm.group import TorchGroup
 from uneven.comm.store import reach_store
 
-group = GlooGroup(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2)
+group = TorchGroup(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2)
 twin = group.another()
 for line in sys.stdin:
     print(eval(line), flush=True)
@@ -39,7 +40,7 @@ class Pair:
         self.process = subprocess.Popen(
             [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.group = GlooGroup(store, 0, 2)
+        self.group = TorchGroup(store, 0, 2)
         self.twin = self.group.another()
 
     def ask(self, expression: str) -> None:
@@ -99,11 +100,10 @@ def test_claims_of_all_ranks_come_from_one_count_and_nobody_waits(pair: Pair) ->
 
 def test_a_round_in_flight_ends_when_another_rank_dies(pair: Pair) -> None:
     model = nn.Linear(3, 2)
-    average = HostAverage(
-        Replica(model, SGD(model.parameters(), lr=0.1)), BufferAverage(model), pair.twin, verify=False
-    )
+    replica = Replica(model, SGD(model.parameters(), lr=0.1))
+    average = BackgroundAverage(replica, lay_road(replica, is_nccl=False), BufferAverage(model), pair.twin)
     before = model.weight.detach().clone()
-    average.start(1.0, [0.0])
+    average.start(1.0, lambda: [0.0])
     assert not average.is_done()
     pair.ask("os.kill(os.getpid(), signal.SIGKILL)")
     average.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import ThreadGroup, on_threads
-from uneven.comm.group import GlooGroup, Group, SoloGroup
+from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.store import open_store
 from uneven.comm.work import Traffic, Work
 
@@ -19,7 +19,7 @@ Check = Callable[[Group], None]
 
 def on_gloo(check: Check) -> None:
     store, _ = open_store()
-    group = GlooGroup(store, 0, 1)
+    group = TorchGroup(store, 0, 1)
     try:
         check(group)
     finally:

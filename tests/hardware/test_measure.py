@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,9 @@ from uneven.hardware import measure as module
 from uneven.hardware.cores import assign_cores
 from uneven.hardware.device import parse_devices
 from uneven.hardware.measure import measure
+
+from .fake_mps import FakeMps
+from .fake_mps import fake_mps as fake_mps
 
 
 @pytest.fixture
@@ -24,14 +29,33 @@ def started(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return found
 
 
-def test_slices_are_refused_with_what_to_type() -> None:
+def test_slices_are_measured_under_a_daemon_of_their_own(fake_mps: FakeMps, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = parse_devices("cuda:0%60,cuda:0%24")
-    with pytest.raises(InputError) as caught:
+    order: list[str] = []
+
+    class Child:
+        def __init__(self, *given: Any) -> None:
+            order.append(given[-1]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
+
+        def expect(self, _start: str) -> str:
+            return json.dumps({"speed": 1.0, "slowest": 1.0, "fastest": 1.0})
+
+        def go(self) -> None: ...
+
+        def stop(self) -> None:
+            order.append(f"stopped after {fake_mps.quits()} quits")
+
+    monkeypatch.setattr(module, "_Child", Child)
+    assert [one.device for one in measure(devices, assign_cores(devices, range(4)))] == list(devices)
+    assert order == ["60", "24", *["stopped after 0 quits"] * 2]
+    assert fake_mps.quits() == 1
+    assert fake_mps.left() == []
+
+
+def test_a_slice_beside_a_whole_gpu_is_refused() -> None:
+    devices = parse_devices("cuda:0,cuda:0%24")
+    with pytest.raises(InputError, match="all ranks of a GPU are slices or none is"):
         measure(devices, assign_cores(devices, range(4)))
-    message = str(caught.value)
-    assert "'cuda:0%60'" in message
-    assert "MPS daemon" in message
-    assert "uneven devices cuda:0@0.4 --measure" in message
 
 
 def test_a_device_that_fails_is_named_and_every_process_ends(started) -> None:  # type: ignore[no-untyped-def]

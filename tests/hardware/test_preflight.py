@@ -102,6 +102,15 @@ def test_a_gpu_that_torch_has_no_code_for(put_machine) -> None:  # type: ignore[
     assert usable_devices() == [Device("cuda", 0)]
 
 
+def test_a_slice_needs_a_gpu_that_can_be_sliced_and_mps(put_machine) -> None:  # type: ignore[no-untyped-def]
+    put_machine((RTX_5060_TI, GTX_1060), gpus=(RTX_5060_TI, GTX_1060), archs=("sm_61", "sm_120"))
+    check_device(Device("cuda", 1))
+    with pytest.raises(MachineError, match=r"slices need sm_70 or newer, this is sm_61; 'cuda:1@0\.4'"):
+        check_device(Device("cuda", 1, percent=60))
+    with pytest.raises(MachineError, match="CUDA MPS is not installed"):  # nothing is on PATH there
+        check_device(Device("cuda", 0, percent=60))
+
+
 def test_cuda_that_does_not_start_leaves_the_cpu(put_machine) -> None:  # type: ignore[no-untyped-def]
     put_machine((RTX_5060_TI,), start_error="The NVIDIA driver on your system is too old\nmore lines")
     assert usable_devices() == [Device("cpu")]

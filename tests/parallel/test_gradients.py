@@ -203,3 +203,34 @@ def test_a_second_step_starts_from_zero_and_a_closed_road_lets_go() -> None:
         assert len(watched.sizes) == sent, "no hook is left"
 
     on_threads(2, rank)
+
+
+def test_a_number_of_the_device_takes_the_last_place_of_the_row() -> None:
+    def rank(group: ThreadGroup) -> list[list[float]]:
+        net = Net()
+        road = GradientRoad(list(net.parameters()), group, 2, TINY)
+        road.start()
+        number = torch.tensor(0.1 + group.rank, dtype=torch.float64) if group.rank else None
+        return road.finish(lambda: [7.0 + group.rank, 0.5], number)
+
+    for rows in on_threads(3, rank):
+        assert rows == [[7.0, 0.5], [8.0, 1.1], [9.0, 2.1]]
+
+
+def test_params_whose_hooks_were_not_called_can_be_marked() -> None:
+    """As after the replay of a graph: the gradients are there, and the road has not seen them come."""
+
+    def rank(group: ThreadGroup) -> list[bool]:
+        net = Net()
+        road = GradientRoad(list(net.parameters()), group, 1, TINY)
+        road.start()
+        net([0, 2], 1.0).backward()
+        used = road.used
+        road.start()
+        assert not road.used
+        if group.rank == 1:
+            road.mark(used)
+        road.finish(lambda: [0.0])
+        return [param.grad is None for param in net.parameters()]
+
+    assert on_threads(2, rank) == [[False, False, True, True, False, False]] * 2

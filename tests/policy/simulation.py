@@ -239,11 +239,7 @@ class _Rank:
         if one.arrival_ms > self.simulation.now_ms:
             yield one
         entered_ms, touch_ms = one.entered_ms[self.rank], self.cluster.touch_ms
-        is_async = self.simulation.terms.is_async
-        self._costs = Row(
-            transfer_ms=2.0 * touch_ms + (0.0 if is_async else one.arrival_ms - one.met_ms),
-            latency_ms=one.arrival_ms - entered_ms,
-        )
+        self._costs = Row(transfer_ms=2.0 * touch_ms, latency_ms=one.arrival_ms - entered_ms)
         one.merged_ms[self.rank] = self.simulation.now_ms
         self.simulation.note(one, self.windows)
         self.course.merged()

@@ -165,3 +165,48 @@ def test_a_short_last_slot_keeps_the_proportions(samples: int) -> None:
     assert sum(shares) == samples
     assert shares[2] == 0
     assert abs(shares[0] - samples * 46 / 64) <= 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_on_a_grid_shares_settle_stay_and_are_multiples(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for _ in range(100):
+        truth = random_cluster(rng, ranks)
+        hints = tuple(cost.scaled(rng.choice([1.0, 0.5, 2.0, 0.8])) for cost in truth)
+        policy = Balanced(hints, ranks * 64 + rng.choice([0, 5]), grid=8)
+        cluster, moves, spent_ms, best_ms = Cluster(truth, 0.05, rng), 0, 0.0, 0.0
+        best = finish_ms(truth, equal_finish(truth, policy.slot_size, grid=8))
+        for slot in range(120):
+            shares = policy.shares(slot, policy.slot_size)
+            assert sum(shares) == policy.slot_size
+            assert sum(share % 8 != 0 for share in shares) == (policy.slot_size % 8 > 0)
+            move = policy.note(slot, policy.slot_size, cluster.busy_ms(shares))
+            if slot >= 40:
+                moves += move is not None
+                spent_ms += finish_ms(truth, shares)
+                best_ms += best
+        assert moves < 12
+        assert best_ms / spent_ms > 0.8
+
+
+def test_on_a_grid_an_idle_rank_is_probed_by_one_step_of_it() -> None:
+    policy = Balanced((Cost(0.1, 0.1), Cost(500.0, 1.0)), 64, grid=8)
+    assert policy.shares(PROBE_EVERY - 1, 64) == (56, 8)
+
+
+@given(
+    st.lists(st.integers(2, 40), min_size=2, max_size=4),
+    st.sampled_from([1, 4]),
+    st.randoms(use_true_random=False),
+)
+def test_caps_hold_whatever_the_speeds_do(caps: list[int], grid: int, rng: random.Random) -> None:
+    caps = [grid * cap for cap in caps]
+    slot_size = rng.randint(grid, sum(caps) - grid)
+    policy = Balanced(tuple(random_cluster(rng, len(caps))), slot_size, tuple(caps), grid=grid)
+    for slot in range(60):
+        for samples in (slot_size, rng.randint(1, slot_size)):
+            shares = policy.shares(slot, samples)
+            assert sum(shares) == samples
+            assert all(share <= cap for share, cap in zip(shares, caps, strict=True))
+        shares = policy.shares(slot, slot_size)
+        policy.note(slot, slot_size, [share * rng.uniform(0.1, 10.0) for share in shares])

@@ -37,3 +37,14 @@ def test_the_first_slots_have_three_sizes_and_short_slots_fit_in() -> None:
     sizes = {policy.shares(slot, 64) for slot in range(1 + REPEATS * len(CUTS))}
     assert sizes == {(32, 32), (16, 48), (48, 16)}
     assert sum(policy.shares(5, 7)) == 7
+
+
+def test_caps_hold_while_learning_and_afterwards() -> None:
+    policy = Learned(2, 64, caps=(60, 24))
+    for slot in range(40):
+        shares = policy.shares(slot, 64)
+        assert sum(shares) == 64
+        assert shares[0] <= 60
+        assert shares[1] <= 24
+        policy.note(slot, 64, [float(share) for share in shares])
+    assert policy.shares(40, 64) == (40, 24)

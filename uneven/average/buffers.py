@@ -5,17 +5,22 @@ through E[x^2], because the variance of a mixture is not the mean of the varianc
 mask, a table of positions) keeps its very bits, and the payload has the same layout on every rank whatever changed.
 """
 
-from collections.abc import Collection
-from itertools import accumulate
+from collections.abc import Callable, Collection
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
+from uneven.comm.landing import set_out
 
 
 class BufferAverage:
-    """Call `run` at the events where all ranks meet; it remembers the buffers of the last one."""
+    """Call `run` at the events where all ranks meet; it remembers the buffers of the last one.
+
+    Where an average travels in the background its steps are called one by one: `leave` by the thread that trains;
+    `pack` and `bring` by the one that averages; `put` by the first again.
+    """
 
     def __init__(self, model: nn.Module, equal: Collection[str] = ()) -> None:
         """`equal` names buffers that are the same on all ranks anyway; they are left alone."""
@@ -24,8 +29,10 @@ class BufferAverage:
         self._floats = list(floats.values())
         self._integers = [b for _, b in named if not b.dtype.is_floating_point and not b.dtype.is_complex]
         self._sizes = [b.numel() for b in self._floats]
+        self._counts = torch.tensor(self._sizes, dtype=torch.int64)
+        self._dtype = torch.cat([torch.zeros(0, dtype=b.dtype) for b in self._floats]).dtype if self._floats else None
         self._variances, self._means = _variances_and_means(floats)
-        self._last = self._flat()  # as they were when they were last averaged
+        self._last = self.leave()()  # as they were when they were last averaged
         self._last_integers = [b.detach().clone() for b in self._integers]
 
     def run(self, group: Group, samples: float) -> None:
@@ -33,37 +40,71 @@ class BufferAverage:
         if group.size == 1 or not (self._floats or self._integers):
             return
         weight = float(samples)
-        payload = torch.cat([self.pack(weight), torch.tensor([weight], dtype=torch.float64)])
+        payload = torch.cat([self.pack(self.leave()(), weight), torch.tensor([weight], dtype=torch.float64)])
         group.sum_(payload).wait()
-        self.unpack(payload[:-1], payload[-1].item())
+        self.put(self.bring(payload[:-1], payload[-1].item()))
         self.take_maximum(group)
 
-    def pack(self, weight: float) -> Tensor:
+    def leave(self) -> Callable[[], Tensor]:
+        """The float buffers of this moment side by side; whoever calls the result waits until the host has them."""
+        if not self._floats:
+            return lambda: torch.zeros(0, dtype=torch.float64)
+        landing = set_out(torch.cat([b.detach().flatten() for b in self._floats]))
+        return lambda: landing().to(torch.float64, copy=True)
+
+    def is_finite(self, flat: Tensor) -> bool:
+        """Whether none that changed is now infinite or no number; a mask may be, from the beginning."""
+        return bool((flat.isfinite() | (flat == self._last)).all())
+
+    def pack(self, flat: Tensor, weight: float) -> Tensor:
         """This rank's part of the sum: its float buffers times its weight, and which of them changed."""
-        flat = self._flat()
-        changed = [bool(part.any()) for part in (flat != self._last).split(self._sizes)]
+        changed = self._of_each((flat != self._last).to(torch.float64)) > 0
         if weight:
             flat[self._variances] += flat[self._means] ** 2
             flat *= weight
         else:
             flat.zero_()  # its values may be anything, and 0 * nan is nan
-        return torch.cat([flat, torch.tensor(changed, dtype=torch.float64)])
+        return torch.cat([flat, changed.to(torch.float64)])
 
-    def unpack(self, payload: Tensor, total: float) -> None:
-        """Overwrite the float buffers by the average in a sum of everybody's `pack`; `total` sums the weights."""
-        if not total:
-            return
+    def bring(self, payload: Tensor, total: float) -> list[Tensor | None]:
+        """The averages in a sum of everybody's `pack`, each beside its buffer; None where it changed nowhere.
+
+        `total` sums the weights.
+        """
+        if not total or not self._floats:
+            return [None] * len(self._floats)
         average, flags = payload.split([len(self._last), len(self._floats)])
         average = average / total
         average[self._variances] = (average[self._variances] - average[self._means] ** 2).clamp(min=0)
-        parts = zip(
-            self._floats, average.split(self._sizes), self._last.split(self._sizes), flags.tolist(), strict=True
-        )
-        for buffer, part, last, flag in parts:
-            if flag:
-                buffer.copy_(part.view(buffer.shape))
-                # One that changed only after it was packed is left as it is, and the next average finds it changed.
-                last.copy_(buffer.flatten())
+        # In one piece to the device, and in the widest type that any of them needs.
+        average = average.to(self._dtype)
+        here = average.to(self._floats[0].device).split(self._sizes)
+        # One that changes from now on is left as it is, and the next average finds it changed.
+        is_changed = flags.repeat_interleave(self._counts) > 0
+        self._last[is_changed] = self._rounded(average)[is_changed]
+        brought = zip(self._floats, here, flags.tolist(), strict=True)
+        return [part.to(b.dtype).view(b.shape) if flag else None for b, part, flag in brought]
+
+    @torch.no_grad()
+    def put(self, averages: list[Tensor | None]) -> None:
+        """Overwrite the buffers that changed somewhere."""
+        chosen = [one is not None for one in averages]
+        if any(chosen):
+            torch._foreach_copy_(list(compress(self._floats, chosen)), [one for one in averages if one is not None])
+
+    def _of_each(self, numbers: Tensor) -> Tensor:
+        """The sum of each buffer's part of these."""
+        ends = torch.cat([torch.zeros(1, dtype=numbers.dtype), numbers.cumsum(0)])[
+            torch.cat([torch.zeros(1, dtype=torch.int64), self._counts.cumsum(0)])
+        ]
+        return ends.diff()
+
+    def _rounded(self, average: Tensor) -> Tensor:
+        """As the buffers hold it, each in its own type."""
+        if all(b.dtype == self._dtype for b in self._floats):
+            return average.to(torch.float64)
+        parts = zip(self._floats, average.split(self._sizes), strict=True)
+        return torch.cat([part.to(b.dtype).to(torch.float64) for b, part in parts])
 
     def take_maximum(self, group: Group) -> None:
         """Element by element, and only of those that changed somewhere: a large mask need not travel."""
@@ -80,11 +121,6 @@ class BufferAverage:
         for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
             buffer.copy_(part.view(buffer.shape))
         self._last_integers = [b.detach().clone() for b in self._integers]
-
-    def _flat(self) -> Tensor:
-        """The float buffers side by side, on the host."""
-        together = torch.cat([b.detach().flatten() for b in self._floats]) if self._floats else torch.zeros(0)
-        return together.to("cpu", torch.float64, copy=True)
 
 
 def _variances_and_means(buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,192 +1,43 @@
-"""Host averaging: a snapshot of the params leaves, the weighted average comes back, and training goes on between.
+"""The road of a CUDA rank's average that is summed in host memory: down, over Gloo, and up again.
 
-A thread of its own, on a group of its own, does the travelling. Phases: idle -> collecting (waiting until every rank
-has entered the round) -> computing (the sum of the params) -> idle. First a small sum carries every rank's row, weight
-and buffers: when it is back everyone has come, so waiting and transfer are measured apart; then the params follow,
-each rank's already multiplied by its weight over the total. Work done while an average travels is kept:
-params += average - snapshot. A rank that did none takes the average itself, so that replicas end bit-equal.
-
-From `start` until the round is done the buffers here are the thread's own; before and after that, the caller's.
+A snapshot is copied aside on the device first, in the stream that trains, so that training goes on at once; a stream
+of its own carries it to pinned memory. What the host reads must have landed and what it wrote must have been loaded
+before either is touched again: both are waited for in the thread that averages, never in the one that trains.
 """
 
-import queue
-import threading
-import time
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
-from uneven.average.buffers import BufferAverage
-from uneven.average.replica import Flat, Replica
-from uneven.comm.gather import gather_checksums, own_row
-from uneven.comm.group import Group
-from uneven.errors import RankError
-
-EXTRA = 2  # numbers that travel with a rank's row: its weight, and whether it is broken
+from uneven.average.replica import Replica
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A round's outcome: `rows` and `broken` are the same on every rank, the rest is this rank's own."""
+class HostRoad:
+    """See road.Road."""
 
-    rows: list[list[float]]
-    broken: list[int]  # ranks whose snapshot was not finite
-    divergence: float  # ||snapshot - average|| / ||average||
-    left_ns: int  # when the snapshot was taken ...
-    met_ns: int  # ... when every rank had come
-    back_ns: int  # ... when the average was there
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._device = replica.device
+        self.taken = self.change = replica.flat()  # on the device: the snapshot, and later what the average changes
+        self.merged = replica.flat()
+        self.snapshot, self.average = replica.host_flat(), replica.host_flat()
+        self.copying = torch.cuda.Stream(self._device)
+        self._landed = torch.cuda.Event(blocking=True)
 
+    def take(self) -> None:
+        self._replica.take(self.taken)
+        self.copying.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.copying):
+            self.snapshot.numbers.copy_(self.taken.numbers, non_blocking=True)
+            self._landed.record(self.copying)
 
-@dataclass
-class _Journey:
-    """One round on its way: what leaves, and from `done` on what came back."""
+    def land(self) -> None:
+        self._landed.synchronize()
 
-    row: list[float]
-    weight: float
-    is_broken: bool
-    buffers: Tensor  # this rank's, then the sum of everybody's
-    checksum: int  # of the snapshot, then of what is to be merged
-    left_ns: int
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    rows: list[list[float]] = field(default_factory=list)
-    total: float = 0.0  # of everybody's weights
-    divergence: float = 0.0
-    met_ns: int = 0
-    back_ns: int = 0
+    def at_work(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.copying)  # in the other one a copy would queue behind the training
 
-
-class HostAverage:
-    """Contract: `start`, then `finish`, in turn, the same number of times on every rank; `is_done` between them.
-
-    `verify` compares checksums along the way: what was snapshot is what is sent, every rank got the same average, and
-    what arrived is what is merged. A difference ends the run and names the stage.
-    """
-
-    def __init__(self, replica: Replica, buffers: BufferAverage, group: Group, verify: bool = False) -> None:
-        self._replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
-        self._snapshot, self._average = replica.flat(), replica.flat()
-        self.traffic = group.traffic
-        self.phase = "idle"
-        self._journey: _Journey | None = None
-        self._jobs: queue.SimpleQueue[_Journey | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="uneven-average", daemon=True)
-        self._thread.start()
-
-    def start(self, weight: float, row: Sequence[float]) -> None:
-        """Take the snapshot and send it on its way; `weight` is what this rank trained since the last one."""
-        assert self._journey is None, "one round in flight"
-        self._replica.take(self._snapshot)
-        is_broken = not _is_finite(self._snapshot.numbers)
-        if is_broken:
-            self._snapshot.numbers.zero_()
-            weight = 0.0
-        checksum = _checksum(self._snapshot) if self._verify else 0
-        buffers = self._buffers.pack(weight)
-        self._journey = _Journey(list(row), weight, is_broken, buffers, checksum, time.perf_counter_ns())
-        self.phase = "collecting"
-        self._jobs.put(self._journey)
-
-    def is_done(self) -> bool:
-        return self._journey is not None and self._journey.done.is_set()
-
-    def wait(self) -> None:
-        assert self._journey is not None, "a round must be started first"
-        self._journey.done.wait()
-
-    def finish(self, is_unchanged: bool) -> Arrived:
-        """Wait for the average and merge it; `is_unchanged` says that this rank trained nothing since `start`.
-
-        Raises what went wrong on the way, such as the loss of another rank.
-        """
-        self.wait()
-        journey, self._journey = self._journey, None
-        assert journey is not None, "waited for"
-        if journey.error is not None:
-            raise journey.error
-        arrived = _read(journey)
-        if journey.total:
-            if self._verify and self._merge_checksum() != journey.checksum:
-                raise RankError("verify: the average changed between its arrival and its merge")
-            if is_unchanged or journey.is_broken:
-                self._replica.put(self._average)
-            else:
-                self._replica.merge(self._average, change=self._snapshot)
-        if journey.is_broken:
-            self._replica.clear_state()
-        self._buffers.unpack(journey.buffers, journey.total)
-        return arrived
-
-    def close(self) -> None:
-        """End the thread. One whose round is in flight ends when that is back, and is not waited for."""
-        self._jobs.put(None)
-        if self._journey is None:
-            self._thread.join()
-
-    def _work(self) -> None:
-        while (journey := self._jobs.get()) is not None:
-            try:
-                self._travel(journey)
-            except BaseException as error:  # raised by `finish`, in the thread that trains
-                journey.error = error
-            self.phase = "idle"
-            journey.done.set()
-
-    def _travel(self, journey: _Journey) -> None:
-        table = own_row(self._group, [*journey.row, journey.weight, float(journey.is_broken)])
-        head = self._group.sum_(torch.cat([table.flatten(), journey.buffers])).wait()
-        journey.met_ns = time.perf_counter_ns()
-        self.phase = "computing"
-        journey.rows = head[: table.numel()].view(table.shape).tolist()
-        journey.buffers = head[table.numel() :]
-        journey.total = sum(row[-2] for row in journey.rows)
-        if journey.total:
-            self._exchange(journey)
-        journey.back_ns = time.perf_counter_ns()
-
-    def _exchange(self, journey: _Journey) -> None:
-        """The weighted sum of everybody's snapshot; this rank's own becomes what that average changes in it."""
-        snapshot, average = self._snapshot.numbers, self._average.numbers
-        if self._verify and _checksum(self._snapshot) != journey.checksum:
-            raise RankError("verify: the snapshot changed between its taking and its sending")
-        torch.mul(snapshot, journey.weight / journey.total, out=average)
-        self._group.sum_(average).wait()
-        torch.sub(average, snapshot, out=snapshot)
-        size = float(torch.linalg.vector_norm(average))
-        if size and not journey.is_broken:
-            journey.divergence = float(torch.linalg.vector_norm(snapshot)) / size
-        if self._verify:
-            self._compare_averages()
-            journey.checksum = self._merge_checksum()
-
-    def _compare_averages(self) -> None:
-        checksums = gather_checksums(self._group, [self._average.numbers])
-        for rank, checksum in enumerate(checksums):
-            if checksum != checksums[0]:
-                raise RankError(f"verify: rank {rank} has another average than rank 0")
-
-    def _merge_checksum(self) -> int:
-        return _checksum(self._snapshot, _checksum(self._average))
-
-
-def _read(journey: _Journey) -> Arrived:
-    broken = [rank for rank, row in enumerate(journey.rows) if row[-1]]
-    if broken and not journey.total:
-        raise RankError(
-            f"every rank that trained has params that are not finite (first rank {broken[0]}): the learning rate may "
-            "be too high, or a batch holds numbers that are not finite"
-        )
-    rows = [row[:-EXTRA] for row in journey.rows]
-    return Arrived(rows, broken, journey.divergence, journey.left_ns, journey.met_ns, journey.back_ns)
-
-
-def _is_finite(numbers: Tensor) -> bool:
-    # A finite sum has finite parts, and costs a fraction of asking each; a large sum of finite ones is asked again.
-    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
-
-
-def _checksum(flat: Flat, start: int = 0) -> int:
-    return zlib.crc32(flat.numbers.numpy().data, start)
+    def load(self) -> None:
+        self.change.numbers.copy_(self.snapshot.numbers, non_blocking=True)
+        self.merged.numbers.copy_(self.average.numbers, non_blocking=True)
+        self.copying.synchronize()

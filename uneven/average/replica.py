@@ -26,8 +26,9 @@ AVERAGED_STATE: dict[type[Optimizer], tuple[str, ...]] = {
 class Flat:
     """Numbers side by side in one buffer, with a view per tensor."""
 
-    def __init__(self, like: list[Tensor], dtype: torch.dtype) -> None:
-        self.numbers = torch.zeros(sum(tensor.numel() for tensor in like), dtype=dtype)
+    def __init__(self, like: list[Tensor], dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> None:
+        count = sum(tensor.numel() for tensor in like)
+        self.numbers = torch.zeros(count, dtype=dtype, device=device, pin_memory=pinned)
         pieces = self.numbers.split([tensor.numel() for tensor in like]) if like else ()
         self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
@@ -44,20 +45,28 @@ class Replica:
             self._dtype = torch.promote_types(self._dtype, param.dtype)
         self._fresh = _copied(optimizer.state)
 
+    @property
+    def device(self) -> torch.device:
+        return self._params[0].device if self._params else torch.device("cpu")
+
     def flat(self) -> Flat:
-        """Room for all params, then for their state, name by name."""
-        return Flat([param.detach() for _ in range(1 + len(self._names)) for param in self._params], self._dtype)
+        """Room for all params, then for their state, name by name, beside the params."""
+        return Flat(self._layout, self._dtype, self.device)
+
+    def host_flat(self) -> Flat:
+        """The same in host memory that a CUDA device reads and writes by itself."""
+        return Flat(self._layout, self._dtype, torch.device("cpu"), pinned=True)
 
     @torch.no_grad()
     def take(self, into: Flat) -> None:
-        for view, tensor in zip(into.views, self._tensors(), strict=True):
+        pairs = list(zip(into.views, self._tensors(), strict=True))
+        _change(torch._foreach_copy_, [view for view, _ in pairs], [tensor for _, tensor in pairs])
+        for view, tensor in pairs:
             if tensor is None:
                 view.zero_()
-            else:
-                view.copy_(tensor)
 
     def put(self, numbers: Flat) -> None:
-        _change(Tensor.copy_, self._tensors(), numbers.views)
+        _change(torch._foreach_copy_, self._tensors(), numbers.views)
 
     def merge(self, average: Flat, change: Flat) -> None:
         """Params keep what they learned since the snapshot: they are changed by what the average changes in it.
@@ -66,13 +75,27 @@ class Replica:
         taken from may end below 0.
         """
         tensors, count = self._tensors(), len(self._params)
-        _change(Tensor.add_, tensors[:count], change.views[:count])
-        _change(Tensor.copy_, tensors[count:], average.views[count:])
+        _change(torch._foreach_add_, tensors[:count], change.views[:count])
+        _change(torch._foreach_copy_, tensors[count:], average.views[count:])
 
     def clear_state(self) -> None:
-        """What the optimizer gathered is worthless: it begins anew, as it was when the replica was made."""
-        self._optimizer.state.clear()
-        self._optimizer.state.update(_copied(self._fresh))
+        """What the optimizer gathered is worthless: it begins anew, as it was when the replica was made.
+
+        A tensor that was there then keeps its place: a captured step has its address.
+        """
+        now = self._optimizer.state
+        restored = _copied(self._fresh)
+        for param, values in restored.items():
+            for name, value in values.items():
+                there = now.get(param, {}).get(name)
+                if isinstance(value, Tensor) and isinstance(there, Tensor):
+                    values[name] = there.copy_(value)
+        now.clear()
+        now.update(restored)
+
+    @property
+    def _layout(self) -> list[Tensor]:
+        return [param.detach() for _ in range(1 + len(self._names)) for param in self._params]
 
     def _tensors(self) -> list[Tensor | None]:
         states = [self._optimizer.state.get(param, {}) for param in self._params]
@@ -81,11 +104,14 @@ class Replica:
 
 @torch.no_grad()
 def _change(
-    change: Callable[[Tensor, Tensor], Tensor], tensors: Sequence[Tensor | None], views: Sequence[Tensor]
+    change: Callable[[list[Tensor], list[Tensor]], object],
+    tensors: Sequence[Tensor | None],
+    by: Sequence[Tensor | None],
 ) -> None:
-    for tensor, view in zip(tensors, views, strict=True):
-        if tensor is not None:  # else the optimizer has not stepped yet: it begins by itself
-            change(tensor, view.to(tensor.device))
+    """Pairs with a gap are left alone: an optimizer that has not stepped yet begins by itself."""
+    pairs = [(to, one) for to, one in zip(tensors, by, strict=True) if to is not None and one is not None]
+    if pairs:
+        change([to for to, _ in pairs], [one for _, one in pairs])
 
 
 def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:

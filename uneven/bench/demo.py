@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.modes import PAIR, POLICY, resolve_mode
+from uneven.bench.modes import PAIR, TOGETHER, resolve_mode
 from uneven.errors import InputError, RankError
 from uneven.hardware import yardstick
 from uneven.hardware.cores import assign_cores, available_cores
@@ -18,7 +18,7 @@ from uneven.hardware.preflight import check_device
 
 MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
-OURS = tuple(name for name in POLICY if name != REFERENCE)
+OURS = tuple(name for name in TOGETHER if name.startswith("cpu-"))  # every machine has these
 EQUAL_BATCHES = (REFERENCE, "cpu-sync")
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
 FAR_OFF = 1.25  # times the simulated gap: more than sleeping is inexact

@@ -15,8 +15,10 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.sets import load_set
+from uneven.comm.group import has_nccl
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
+from uneven.hardware.backend import choose_backend
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.progress import Reporter
@@ -35,6 +37,9 @@ class EfficiencyOrder:
     devices: str = "cpu,cpu@0.4"
     data: str | None = None
     batch_size: int | None = None
+    precision: str = "fp32"
+    compile: str = "off"
+    backend: str = "auto"
     seconds: float = 1.5
     least_pairs: int = 30
     most_pairs: int = 200
@@ -57,6 +62,9 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
         epochs=FOREVER,
         policy="sync" if order.policy == "torch-ddp" else order.policy,
+        precision=order.precision,
+        compile="off" if order.policy == "torch-ddp" else order.compile,
+        backend=choose_backend(order.backend, devices, has_nccl())[0],
     )
     if config.slot_size(len(devices)) > len(data.train):
         raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the set has")
@@ -86,6 +94,9 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "against_ddp": order.against_ddp,
         "devices": order.devices,
         "batch_size": config.batch_size,
+        "precision": config.precision,
+        "compile": config.compile,
+        "backend": config.backend,
         "efficiency": mean,
         "half_width": half,
         "pairs": len(pairs.ratios),
@@ -99,6 +110,7 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "shares": pairs.shares[-1],
         "payload_bytes_per_step": pairs.payload_bytes,
         "merge_delay": _delays(pairs.delays),
+        "round_ms": _round_ms(pairs.rounds),
         "ratios": pairs.ratios,
     }
 
@@ -114,6 +126,14 @@ def _delays(delays: list[float]) -> dict[str, float] | None:
         "p99": ordered[int(0.99 * (len(ordered) - 1))],
         "max": ordered[-1],
     }
+
+
+def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | None:
+    """What a round takes on rank 0, on average: waiting, the rank's own time for it, and from snapshot to average."""
+    if not rounds:
+        return None
+    names = ("wait", "transfer", "latency")
+    return {name: statistics.mean(column) for name, column in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
@@ -137,6 +157,11 @@ def sentences(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"  windows of {shares} batches; merged {late['mean']:.2f} steps of the slowest rank after the snapshot on "
             f"average (99 %: {late['p99']:.2f}, most {late['max']:.2f}; {late['rounds']} merges)"
+        )
+        cost = result["round_ms"]
+        lines.append(
+            f"  a round on the first device: {cost['wait']:.1f} ms of waiting, {cost['transfer']:.1f} ms of its own "
+            f"time, {cost['latency']:.1f} ms from snapshot to average"
         )
     elif result["split_bound"] is not None:
         busy = " and ".join(f"{ms:.1f}" for ms in result["busy_ms"])

@@ -32,6 +32,7 @@ class Segment:
     payload_bytes: int = 0  # what this rank sent, in all
     busy: list[list[float]] = field(default_factory=list)  # per step: every rank's own work, in ms
     delays: list[float] = field(default_factory=list)
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)  # ms of wait, transfer and latency
 
 
 class Joint(Protocol):
@@ -62,6 +63,7 @@ class ExactJoint:
             samples += part.samples
             busy.append(list(pace.busy_ms))
             worker.recorder.enter("data")
+        worker.rig.run_ahead.drain()
         sent = worker.group.traffic.payload_bytes - sent
         elapsed = highest(worker, time.perf_counter() - began)
         self._step_s = elapsed / steps
@@ -93,6 +95,8 @@ class DdpJoint:
             _, micros = next(self._stream)
             self._ddp.step(rig.feed.open(micros[0][0]))
             rig.slow_down(began_ns)
+            rig.run_ahead.after_step()
+        rig.run_ahead.drain()
         elapsed = highest(self._worker, time.perf_counter() - began)
         self._step_s = elapsed / steps
         return Segment(steps * self._each / elapsed, steps, [self._each] * self._worker.seat.size)
@@ -132,9 +136,11 @@ class LocalJoint:
         samples = sum(samples for _, _, samples in worker.rig.log[first:])
         seconds = (ended_ns - began_ns) / 1e9
         self._slots_per_s = (end - start) / highest(worker, seconds)
-        delays = [event.fields["delay"] for event in worker.recorder.events[known:] if event.kind == "round"]
+        rounds = [event.fields for event in worker.recorder.events[known:] if event.kind == "round"]
+        delays = [one["delay"] for one in rounds]
+        costs = [(one["wait_ms"], one["transfer_ms"], one["latency_ms"]) for one in rounds]
         steps, sent = len(worker.rig.log) - first, pace.average.traffic.payload_bytes - sent
-        return Segment(samples / seconds, steps, list(pace.windows.counts), sent, delays=delays)
+        return Segment(samples / seconds, steps, list(pace.windows.counts), sent, delays=delays, rounds=costs)
 
     def close(self) -> None:
         self._pace.average.close()

@@ -5,6 +5,7 @@ cpu-sync    equal batches on all devices, gradients summed over Gloo
 cpu-balanced  batches by speed, else the same
 cpu-cadence   each device steps by itself; params are averaged in rounds that wait
 cpu-async     the same with rounds in the background
+nccl-...    the same four on CUDA devices, summed over NCCL
 torch-ddp   PyTorch's own DistributedDataParallel in the same harness: the thing to beat
 """
 
@@ -12,18 +13,14 @@ import os
 import re
 from dataclasses import dataclass
 
+from uneven.config import POLICIES
 from uneven.errors import InputError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 
-POLICY = {
-    "cpu-sync": "sync",
-    "cpu-balanced": "balanced",
-    "cpu-cadence": "cadence",
-    "cpu-async": "async",
-    "torch-ddp": "sync",
-}
-NAMES = ("solo-0", "solo-1", *POLICY)
+_ROADS = {f"{backend}-{policy}": (policy, backend) for backend in ("cpu", "nccl") for policy in POLICIES}
+TOGETHER = {**_ROADS, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
+NAMES = ("solo-0", "solo-1", *TOGETHER)
 PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 
 
@@ -34,6 +31,7 @@ class Mode:
     name: str
     devices: str
     policy: str = "balanced"
+    backend: str = "auto"
     is_torch_ddp: bool = False
     cores: tuple[int, ...] = ()
 
@@ -50,14 +48,14 @@ def tell_threads(count: int) -> None:
 
 def resolve_mode(name: str, devices: str | None) -> Mode:
     """`devices` as the user gave them, or None for the mode's own."""
-    if name in POLICY:
+    if name in TOGETHER:
         chosen = devices or PAIR
         if len(parse_devices(chosen)) < 2:
             raise InputError(f"mode {name!r} needs at least two devices, got {chosen!r}: pass --devices {PAIR}")
-        return Mode(name, chosen, POLICY[name], name == "torch-ddp")
+        return Mode(name, chosen, *TOGETHER[name], name == "torch-ddp")
     match = re.fullmatch(r"solo-(\d+)", name)
     if match is None:
-        raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(POLICY)}; run 'uneven bench list'")
+        raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(TOGETHER)}; run 'uneven bench list'")
     place = int(match[1])
     if devices is None and place == 0:
         return Mode(name, "auto")

@@ -18,7 +18,8 @@ from uneven.bench.joint import LEAST_STEPS, DdpJoint, ExactJoint, Joint, LocalJo
 from uneven.comm.gather import gather_bytes
 from uneven.pace.exact import ExactPace
 from uneven.pace.local import LocalPace
-from uneven.step.warmup import no_trace
+from uneven.rig import Rig
+from uneven.seat import Seat
 from uneven.worker import Worker
 
 
@@ -46,6 +47,7 @@ class Pairs:
     step_ms: list[float] = field(default_factory=list)
     busy_ms: list[list[float]] = field(default_factory=list)  # per pair: every rank's mean own work per step
     delays: list[float] = field(default_factory=list)  # of every merge on every rank, in steps of the slowest rank
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)  # on rank 0: ms of wait, transfer, latency
     payload_bytes: int = 0  # a rank's collectives, per step
 
     def interval(self) -> tuple[float, float]:
@@ -58,6 +60,14 @@ class Pairs:
 
 def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
     """The program each rank runs in place of training; rank 0 leaves pairs.json."""
+    with worker.recording():
+        pairs = _measure(plan, worker)
+    if worker.seat.rank == 0:
+        (home / "pairs.json").write_text(json.dumps(asdict(pairs)))
+
+
+def _measure(plan: SegmentPlan, worker: Worker) -> Pairs:
+    solo = None if plan.against_ddp else _solo_rig(worker)
     pace = worker.prepare()
     if plan.is_torch_ddp:
         joint: Joint = DdpJoint(worker)
@@ -66,7 +76,7 @@ def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
     else:
         assert isinstance(pace, ExactPace), "a pace is exact or local"
         joint = ExactJoint(worker, pace)
-    other = _ddp_speed(worker) if plan.against_ddp else _solo_segment(worker)
+    other = _ddp_speed(worker) if solo is None else _solo_segment(worker, solo)
     joint.run(0.0)
     other(0.0)
     joint.run(0.0)  # the second one says how long a segment takes
@@ -78,8 +88,7 @@ def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
     joint.close()
     everyones = gather_bytes(worker.group, json.dumps(pairs.delays).encode())
     pairs.delays = [delay for one in everyones for delay in json.loads(one)]
-    if worker.seat.rank == 0:
-        (home / "pairs.json").write_text(json.dumps(asdict(pairs)))
+    return pairs
 
 
 def _enough(pairs: Pairs, plan: SegmentPlan) -> bool:
@@ -101,6 +110,7 @@ def _one_pair(worker: Worker, pairs: Pairs, joint: Joint, other: Callable[[float
     pairs.step_ms.append(1e3 * worker.axis.slot_size / together)
     pairs.shares.append(segment.shares)
     pairs.delays += segment.delays
+    pairs.rounds += segment.rounds
     if segment.busy:
         best_s = sum(max(one) for one in segment.busy) / 1e3
         pairs.bounds.append(len(segment.busy) * worker.axis.slot_size / best_s / sum(apart))
@@ -117,23 +127,27 @@ def _ddp_speed(worker: Worker) -> Callable[[float], float]:
     return run
 
 
-def _solo_segment(worker: Worker) -> Callable[[float], float]:
-    stream = worker.rig.feed.stream(full_parts(worker, worker.config.batch_size, 0))
+def _solo_rig(worker: Worker) -> Rig:
+    """This rank's device with a model of its own, as one that trains alone would have it, captured step included."""
+    rig = Rig(worker.task, worker.config, Seat(0, (worker.seat.device,)), worker.recorder)
+    rig.warm_up()
+    return rig
+
+
+def _solo_segment(worker: Worker, rig: Rig) -> Callable[[float], float]:
+    stream = rig.feed.stream(full_parts(worker, worker.config.batch_size, 0))
 
     def run(seconds: float) -> float:
-        road, worker.rig.eager.road = worker.rig.eager.road, None
         samples = steps = 0
-        with no_trace(worker.rig.eager, worker.rig.on):
-            began = time.perf_counter()
-            while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
-                began_ns = worker.recorder.clock()
-                part, micros = next(stream)
-                worker.rig.eager([(worker.rig.feed.open(inputs), n) for inputs, n in micros], part.samples)
-                worker.rig.slow_down(began_ns)
-                samples += part.samples
-                steps += 1
-            elapsed = time.perf_counter() - began
-        worker.rig.eager.road = road
-        return samples / elapsed
+        began = time.perf_counter()
+        while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
+            began_ns = worker.recorder.clock()
+            part, micros = next(stream)
+            rig.step_alone(part, rig.open(micros), began_ns)
+            rig.run_ahead.after_step()
+            samples += part.samples
+            steps += 1
+        rig.run_ahead.drain()
+        return samples / (time.perf_counter() - began)
 
     return run

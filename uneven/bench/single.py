@@ -30,6 +30,8 @@ from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
+from uneven.hardware.device import parse_device
+from uneven.hardware.inventory import usable_devices
 from uneven.run import launch
 from uneven.state import TrainedState
 from uneven.step.evaluation import evaluate
@@ -68,6 +70,10 @@ def run_single(order: Order) -> dict[str, Any]:
     """Train, measure, write the folder; returns the summary."""
     recipe = models.get(order.model)
     mode = resolve_mode(order.mode, order.devices)
+    if mode.is_torch_ddp and order.compile == "graph":
+        raise InputError(
+            "compile='graph' with mode 'torch-ddp': PyTorch's DDP is measured as users run it; leave it out"
+        )
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
@@ -77,8 +83,9 @@ def run_single(order: Order) -> dict[str, Any]:
     config = RunConfig(
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
         epochs=recipe.epochs if order.epochs is None else order.epochs,
-        devices=mode.devices,
+        devices=str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
         policy=mode.policy,
+        backend=mode.backend,
         seed=order.seed,
         precision=order.precision,
         compile=order.compile,
@@ -97,7 +104,7 @@ def run_single(order: Order) -> dict[str, Any]:
     with _confined_to(mode.cores):
         run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
         state = run.join()
-    device = torch.device(run.devices[0].split("@")[0])
+    device = torch.device(parse_device(run.devices[0]).torch_name)
     quality = measure_quality(state, recipe, make_model, data.test, device)
     summary = _summary(order, recipe, run.config, run.devices, state, quality)
     _write(order.folder, run.config, state, summary)
@@ -144,7 +151,8 @@ def _summary(
         "wall_seconds": account.wall_s,
         "shares": account.shares,
         "sample_shares": [sum(n for _, _, n in log) / max(1, state.samples) for log in state.log],
-        "peak_memory_bytes": _peak_memory(devices[0], state),
+        "backend": config.backend if len(devices) > 1 else None,
+        "peak_memory_bytes": _peak_memory(state),
         "machine": {
             "processor": _processor(devices[0]),
             "torch": torch.__version__,
@@ -203,16 +211,16 @@ def _first(data: TensorData, samples: int) -> TensorData:
     return data.first(samples)
 
 
-def _peak_memory(device: str, state: TrainedState) -> int:
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device.split("@")[0])
+def _peak_memory(state: TrainedState) -> int:
+    """The most that any rank held: of its device's memory on CUDA, of the machine's on a CPU."""
     assert state.timeline is not None, "a joined run has a timeline"
-    return max((sample.process_bytes for sample in state.timeline.samples), default=0)
+    on_devices = [event.fields["peak_bytes"] for event in state.timeline.events if event.kind == "memory"]
+    return max([*on_devices, *(sample.process_bytes for sample in state.timeline.samples if not on_devices)], default=0)
 
 
 def _processor(device: str) -> str:
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device.split("@")[0])
+        return torch.cuda.get_device_name(parse_device(device).torch_name)
     from uneven.hardware.system import read_system
 
     return read_system().cpu.model or platform.machine()

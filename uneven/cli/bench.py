@@ -57,7 +57,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
 def run(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
     mode: Annotated[
-        str, typer.Option(help="solo-N, cpu-sync, cpu-balanced, cpu-cadence, cpu-async or torch-ddp.")
+        str, typer.Option(help="solo-N, cpu-POLICY, nccl-POLICY (sync, balanced, cadence, async) or torch-ddp.")
     ] = "solo-0",
     devices: Annotated[
         str | None,
@@ -124,6 +124,9 @@ def efficiency(
     devices: Annotated[str, typer.Option(help="Two or more, as in cpu,cpu@0.4.")] = "cpu,cpu@0.4",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    backend: Annotated[str, typer.Option(help="auto, nccl or cpu.")] = "auto",
     seconds: Annotated[float, typer.Option(help="Length of a segment, at least.")] = 1.5,
     pairs: Annotated[int, typer.Option(help="Pairs of segments, at least.")] = 30,
     most_pairs: Annotated[int, typer.Option(help="Pairs of segments, at most.")] = 200,
@@ -140,6 +143,8 @@ def efficiency(
       uneven bench efficiency --model lenet --batch-size 256 --data mnist-mini
 
       uneven bench efficiency --model lenet --policy torch-ddp --devices cpu,cpu@0.4
+
+      uneven bench efficiency --model resnet-20 --policy async --devices cuda:0%60,cuda:0%24 --compile graph
     """
     from uneven.bench.efficiency import EfficiencyOrder, measure_efficiency, sentences
     from uneven.bench.pairs_bar import PairsBar
@@ -150,6 +155,9 @@ def efficiency(
         devices=devices,
         data=data,
         batch_size=batch_size,
+        precision=precision,
+        compile=compile,
+        backend=backend,
         seconds=seconds,
         least_pairs=pairs,
         most_pairs=max(pairs, most_pairs),

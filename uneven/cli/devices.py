@@ -24,7 +24,7 @@ def devices(
         str | None,
         typer.Argument(
             metavar="DEVICES",
-            help="Devices to look at, as in cuda:0,cpu or cpu,cpu@0.4 (@: slower by sleeping).",
+            help="Devices to look at, as in cuda:0,cpu or cpu,cpu@0.4 (@: slower by sleeping; %: a slice of a GPU).",
             show_default=False,
         ),
     ] = None,
@@ -196,7 +196,7 @@ def _sentences(measured: "list[Measured]") -> list[str]:
         ]
     speeds = [one.speed for one in measured]
     lines = [f"Measured gap (fastest / slowest): {gap(speeds):.2f}", verdict(speeds)]
-    if any(one.device.is_simulated for one in measured):
+    if any(one.device.speed < 1 for one in measured):
         lines.insert(1, "A simulated speed (@) is not exact: the measured gap is the one that counts.")
     return lines
 

@@ -18,6 +18,9 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
     shares: Annotated[str | None, typer.Option(help="Fixed shares, one per device, as in 5,2.")] = None,
+    memory_cap: Annotated[
+        str | None, typer.Option(help="Samples a device may hold at once; one for all, or 64,16.")
+    ] = None,
     sync_batchnorm: Annotated[bool | None, typer.Option(help="BatchNorm over all devices.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clip the global gradient norm.")] = None,
     lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto.")] = None,
@@ -48,7 +51,10 @@ def run(
         name: value for name, value in locals().items() if name not in ("script", "args") and value is not None
     }
     if shares is not None:
-        given["shares"] = _numbers(shares)
+        given["shares"] = _numbers("shares", shares)
+    if memory_cap is not None:
+        caps = tuple(int(cap) if cap.is_integer() else cap for cap in _numbers("memory_cap", memory_cap))
+        given["memory_cap"] = caps if len(caps) > 1 else caps[0]
     if lr_scale is not None:
         given["lr_scale"] = _number_or_word(lr_scale)
     from uneven.start import run_script
@@ -63,10 +69,10 @@ def _number_or_word(text: str) -> float | str:
         return text
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _numbers(name: str, text: str) -> tuple[float, ...]:
     from uneven.errors import InputError
 
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"shares {text!r} must be numbers with commas between them, as in 5,2") from None
+        raise InputError(f"{name} {text!r} must be numbers with commas between them, as in 5,2") from None

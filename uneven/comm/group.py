@@ -5,6 +5,7 @@ All ranks must start the same collectives in the same order; nothing here checks
 """
 
 import copy
+import os
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,16 +44,25 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-class GlooGroup:
-    """A group over Gloo, formed through the rendezvous store."""
+class TorchGroup:
+    """A group of processes, formed through the rendezvous store.
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    Tensors of the host are summed over Gloo. Those of a CUDA device too, or over NCCL where `nccl` names this rank's
+    device; then every rank must have one.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self._store = store
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LAST_RESORT)
+        self._nccl = nccl
+        self._backend = "gloo" if nccl is None else "cpu:gloo,cuda:nccl"
+        if nccl is not None:
+            torch.cuda.set_device(nccl)
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=LAST_RESORT)
         self._road: Any = dist.group.WORLD
+        self._connect()
 
     def sum_(self, tensor: Tensor) -> Work:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
@@ -63,10 +73,11 @@ class GlooGroup:
     def broadcast_(self, tensor: Tensor) -> Work:
         return self._start(dist.broadcast, tensor, src=0)
 
-    def another(self) -> "GlooGroup":
+    def another(self) -> "TorchGroup":
         twin = copy.copy(self)
         twin.traffic = Traffic()
-        twin._road = dist.new_group(backend="gloo", timeout=LAST_RESORT)  # it does not inherit the first one's
+        twin._road = dist.new_group(backend=self._backend, timeout=LAST_RESORT)  # it does not inherit the first one's
+        twin._connect()
         return twin
 
     def claim(self, many: int) -> int:
@@ -76,8 +87,35 @@ class GlooGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _connect(self) -> None:
+        """NCCL connects at the first collective, which must not be a background thread's."""
+        if self._nccl is not None:
+            dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._road)
+            torch.cuda.synchronize(self._nccl)
+
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
         return Work(collective(tensor, group=self._road, async_op=True, **options), tensor, self.traffic)
+
+
+def has_nccl() -> bool:
+    """Whether this torch was built with NCCL."""
+    return dist.is_available() and dist.is_nccl_available()
+
+
+def form_group(store: Store, rank: int, size: int, device: torch.device, backend: str, is_crowded: bool) -> "Group":
+    """This rank's group; `backend` is 'nccl' or 'cpu'. Where it is crowded two ranks of this machine share a GPU."""
+    if size == 1:
+        return SoloGroup()
+    if backend != "nccl":
+        return TorchGroup(store, rank, size)
+    if is_crowded:
+        _pretend_to_be_far_apart(rank)
+    return TorchGroup(store, rank, size, device)
+
+
+def _pretend_to_be_far_apart(rank: int) -> None:
+    """NCCL refuses two ranks on one GPU unless it takes them for two hosts: slow, but the arithmetic is the same."""
+    os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
 
 
 class SoloGroup:

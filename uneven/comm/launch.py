@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,8 @@ INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked
 class RankProcesses:
     """The processes of one run, in rank order. `end()` leaves none behind, whatever state they are in."""
 
-    def __init__(self, folder: Path, threads: list[int]) -> None:
+    def __init__(self, folder: Path, threads: list[int], variables: Sequence[Mapping[str, str]] = ()) -> None:
+        """`variables` go into the environment of each rank's process, beside those that every rank needs."""
         self._processes: list[subprocess.Popen[bytes]] = []
         # The user's modules must be found there as here; "" stands for the current folder.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -25,6 +27,7 @@ class RankProcesses:
             for rank, count in enumerate(threads):
                 # OpenMP reads its variables once, when torch is loaded.
                 env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+                env |= variables[rank] if variables else {}
                 command = [sys.executable, "-m", "uneven.rank", str(folder), str(rank)]
                 # A session of its own: the terminal's Ctrl-C is the launcher's to interpret.
                 self._processes.append(subprocess.Popen(command, env=env, start_new_session=True))

@@ -17,7 +17,7 @@ from uneven.policy.replayed import Replayed
 
 # Settings that decide what a slot is and what is computed from it; any other value makes another run.
 SAME = (
-    *("batch_size", "accumulate", "global_batch_size", "epochs", "seed"),
+    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "seed"),
     *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state"),
 )
 

@@ -59,11 +59,6 @@ class Device:
         """The name torch knows it by: 'cpu' or 'cuda:1'."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
-    @property
-    def is_simulated(self) -> bool:
-        """Slower than the hardware on purpose."""
-        return self.speed != 1.0 or self.percent is not None
-
     def __str__(self) -> str:
         # repr of a float is the shortest text that reads back to the same float.
         speed = f"@{self.speed!r}" if self.speed != 1.0 else ""
@@ -94,6 +89,12 @@ def parse_device(text: str) -> Device:
     if fault is not None:
         raise InputError(f"device {text!r}: {fault}; {NEXT}")
     return Device(kind, index, speed, percent)
+
+
+def needs_ranks(devices: Sequence[Device]) -> bool:
+    """Whether processes are started for them. One device trains in the caller's own process, unless it is a slice: its
+    variables must be set before CUDA is initialised, which it may be there."""
+    return len(devices) > 1 or devices[0].percent is not None
 
 
 def parse_devices(devices: str | Sequence[str | Device]) -> tuple[Device, ...]:

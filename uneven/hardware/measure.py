@@ -15,13 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from uneven.errors import InputError, MachineError
+from uneven.errors import MachineError
 from uneven.hardware.cores import CorePlan, pin
 from uneven.hardware.device import Device, parse_device
+from uneven.hardware.mps import check_slices, sliced
 from uneven.hardware.throttle import Throttle
 
 BATCH_SIZE = 64
@@ -41,21 +42,12 @@ class Measured:
     fastest: float
 
 
-def refuse_slices(devices: Sequence[Device]) -> None:
-    """InputError for a `%` slice, which needs a running MPS daemon."""
-    for device in devices:
-        if device.percent is not None:
-            slower = f"{device.torch_name}@0.4"
-            raise InputError(
-                f"device {str(device)!r}: slices (%) need the CUDA MPS daemon and come later; allowed is a "
-                f"slower device such as {slower}: run 'uneven devices {slower} --measure'"
-            )
-
-
 class _Child:
     """One measuring process; stop() ends it whatever it is doing."""
 
-    def __init__(self, device: Device, cores: tuple[int, ...], threads: int, seconds: float) -> None:
+    def __init__(
+        self, device: Device, cores: tuple[int, ...], threads: int, seconds: float, variables: Mapping[str, str]
+    ) -> None:
         self.device = device
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
         command = [sys.executable, "-m", "uneven.hardware.measure", str(device)]
@@ -68,7 +60,7 @@ class _Child:
             str(seconds),
         ]
         # Threads are set before torch loads: OpenMP reads the variable once.
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **variables}
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -118,8 +110,20 @@ def measure(
 
     `tell` is called with each phase, for a spinner. MachineError when a device fails or the limit passes.
     """
-    refuse_slices(devices)
+    check_slices(devices)
     limit_s = seconds + START_LIMIT_S if limit_s is None else limit_s
+    with sliced(devices) as variables:
+        return _measure_all(devices, plan, seconds, limit_s, tell, variables)
+
+
+def _measure_all(
+    devices: Sequence[Device],
+    plan: CorePlan,
+    seconds: float,
+    limit_s: float,
+    tell: Callable[[str], None],
+    variables: Sequence[Mapping[str, str]],
+) -> list[Measured]:
     children: list[_Child] = []
     is_late = threading.Event()
 
@@ -133,8 +137,8 @@ def measure(
     watchdog.daemon = True
     try:
         tell("starting one process per device")
-        for device, cores, threads in zip(devices, plan.cores, plan.threads, strict=True):
-            children.append(_Child(device, cores, threads, seconds))
+        for device, cores, threads, more in zip(devices, plan.cores, plan.threads, variables, strict=True):
+            children.append(_Child(device, cores, threads, seconds, more))
         watchdog.start()
         for child in children:
             child.expect("ready")

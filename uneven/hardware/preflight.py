@@ -10,15 +10,17 @@ from collections.abc import Mapping
 
 from uneven.errors import InputError, MachineError
 from uneven.hardware.device import Device
-from uneven.hardware.gpus import read_gpus
+from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible, usable_devices, why_unusable
-from uneven.hardware.torchbuild import installed_version, read_torch, release
+from uneven.hardware.mps import require_mps
+from uneven.hardware.torchbuild import installed_version, parse_sm, read_torch, release
 
 __all__ = ["check_device", "refuse_unsupported", "usable_devices"]
 
 OLDEST_TORCH = (2, 8)
 TESTED = "Linux; torch 2.8, 2.11 and 2.13"
 INSTALL = "pip install 'torch>=2.8'"
+OLDEST_SLICED = (7, 0)  # before Volta MPS knows no percentage: a slice would be the whole GPU
 
 
 def refuse_unsupported(environ: Mapping[str, str] = os.environ) -> None:
@@ -52,6 +54,8 @@ def check_device(device: Device) -> None:
         why = why_unusable(gpu, build)
         if why is not None:
             raise MachineError(f"device {str(device)!r} ({gpu.name}): {why}; run 'uneven diagnose' for what to install")
+        if device.percent is not None:
+            _check_slice(device, gpu)
         return
     if report.gpus and not visible.gpus:
         # The GPU is there and the user is right to name it: it is torch that cannot reach it.
@@ -62,3 +66,13 @@ def check_device(device: Device) -> None:
         )
     also = f" ({visible.error}: run 'uneven diagnose')" if visible.error else ""
     raise InputError(f"device {str(device)!r}: this machine has {here}{also}; run 'uneven devices' for the list")
+
+
+def _check_slice(device: Device, gpu: Gpu) -> None:
+    capability = parse_sm(gpu.sm) if gpu.sm is not None else None
+    if capability is not None and capability < OLDEST_SLICED:
+        raise MachineError(
+            f"device {str(device)!r} ({gpu.name}): slices need sm_70 or newer, this is {gpu.sm}; "
+            f"'{device.torch_name}@0.4' simulates a slower device without them"
+        )
+    require_mps(device)

@@ -19,6 +19,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.learned import Learned
 from uneven.policy.subset import advice, forecast
 from uneven.rig import Rig
+from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 
 ROW = ("busy_ms", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
@@ -51,6 +52,9 @@ class ExactPace:
         if rig.seat.size == 1:
             self._scale = rig.wanted_scale(1.0, [1.0])
             return
+        if rig.config.compile == "graph":
+            check_capturable(rig.circle)
+        rig.caps = tuple(min(pair) for pair in zip(rig.caps, (cost.cap for cost in costs), strict=True))
         if rig.circle.layers:
             rig.circle.group, rig.circle.enter = self.group, rig.recorder.enter
             _, ((self._phantom, _),) = next(rig.feed.stream([Part(rig.axis.slot(0), 0, 1, 1)]))
@@ -62,10 +66,12 @@ class ExactPace:
         alone = [1e3 * rig.config.batch_size / cost.time_ms(rig.config.batch_size) for cost in costs]
         rig.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
         self.notes = describe_batchnorm(rig.model, rig.circle, rig.config.sync_batchnorm, shares)
+        if sum(rig.caps) < first:
+            held = ", ".join(f"{cap:g}" for cap in rig.caps)
+            self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
         # Layers that wait for each other in backward keep their order only if nothing is sent in between.
-        rig.eager.road = GradientRoad(
-            list(rig.model.parameters()), self.group, len(ROW) + 1, overlaps=not rig.circle.layers
-        )
+        overlaps = not rig.circle.layers and rig.captured is None
+        rig.eager.road = GradientRoad(list(rig.model.parameters()), self.group, len(ROW) + 1, overlaps=overlaps)
         if is_measured:
             self._advise(costs)
 
@@ -149,7 +155,7 @@ class ExactPace:
         if not self.rig.circle.is_open:
             return []
         shares = self.policy.shares(part.slot.index, part.slot.samples)
-        most = max(-(-share // self.rig.batch(share)) for share in shares)
+        most = max(-(-share // self.rig.batch(share, rank)) for rank, share in enumerate(shares))
         return [(self.rig.feed.open(self._phantom), 0) for _ in range(most - len(part.sizes))]
 
     def _step_together(self, part: Part, micros: Micros) -> bool:
@@ -162,13 +168,14 @@ class ExactPace:
         def row() -> list[float]:
             # The clock of the policy: own work since the last collective, before waiting for anyone.
             nonlocal busy_ms, sent_ns
+            self.rig.run_ahead.catch_up()
             began_ns = self._free_ns + int((traffic.wait_s - waited_s) * 1e9)
             self.rig.slow_down(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
             return [busy_ms, STOP if self._is_stopping() else 0.0, float(self.policy.fingerprint())]
 
-        rows, counts = self.rig.eager.sum_gradients(micros, slot.samples, row)
+        rows, counts = self.rig.sum_gradients(micros, slot.samples, row)
         busy = self.busy_ms = [one[0] for one in rows]
         # What the slowest rank took longer than this one was waiting; the rest was the wire.
         recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
@@ -201,6 +208,9 @@ class ExactPace:
             return Fixed.even(rig.seat.size)
         least = 2 if has_batchnorm(rig.model) and not rig.circle.layers else 1
         samples, lookahead = rig.axis.slot(0).samples, rig.feed.lookahead
+        caps = tuple(int(min(cap, samples)) for cap in rig.caps)
         if not rig.is_rehearsed:
-            return Learned(rig.seat.size, samples, least=least, lookahead=lookahead)
-        return Balanced(tuple(costs), samples, None, least, lookahead)
+            return Learned(rig.seat.size, samples, least=least, lookahead=lookahead, caps=caps)
+        # A slot so small that ranks would go without has few sizes anyway. The same on all ranks, captured or not.
+        is_on_grid = config.compile == "graph" and samples >= GRID * rig.seat.size
+        return Balanced(tuple(costs), samples, caps, least, lookahead, GRID if is_on_grid else 1)

@@ -7,9 +7,10 @@ Everything ranks do together lies on the axis and is passed in its order: nothin
 
 from collections.abc import Callable, Iterator, Sequence
 
+from uneven.average.background import Arrived, BackgroundAverage
 from uneven.average.buffers import BufferAverage
-from uneven.average.host import Arrived, HostAverage
 from uneven.average.replica import Replica
+from uneven.average.road import lay_road
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
@@ -47,8 +48,9 @@ class LocalPace:
         self._costs = Row()  # what this rank's last round cost
         self._samples = 0  # trained since this rank last entered a round: its weight
         self._busy_ms = 0.0
+        self._behind = 0  # steps that the device had still to do when the last round was entered
         self._free_ns = 0  # since when the rank's time is its own work
-        self._entering_ms = self._wait_ms = 0.0
+        self._entering_ms = self._wait_ms = self._transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count of all ranks since the last epoch that ended
         self._broken: list[int] = []  # ranks whose params were not finite in the last round
         self._is_scaled = False
@@ -59,7 +61,8 @@ class LocalPace:
         rig, config = self.rig, self.rig.config
         with_state = config.optimizer_state == "average"
         replica = Replica(rig.model, rig.optimizer, with_state)
-        self.average = HostAverage(replica, self.buffers, self.group.another(), config.verify)
+        road = lay_road(replica, is_nccl=config.backend == "nccl")
+        self.average = BackgroundAverage(replica, road, self.buffers, self.group.another(), config.verify)
         self.windows: Windows | RecordedWindows
         self.course: Course | RecordedCourse
         self.windows, self.course = open_course(rig, self._claim, costs)
@@ -175,24 +178,30 @@ class LocalPace:
         """Enter the next round: the snapshot leaves, with a row of what the others should know."""
         rig, recorder = self.rig, self.rig.recorder
         asked_ns = recorder.enter("compute")
-        rig.run_ahead.drain()  # what the device has still to do is the rank's own work
+        if word or self.windows.is_blocking:
+            rig.run_ahead.drain()  # what the device has still to do is the rank's own work
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
-        loss_sum, loss_count = rig.meter.drain()
-        row = self._costs._replace(
+        losses = rig.meter.leave()
+        known = self._costs._replace(
             next_slot=float(self.course.next_slot),
             samples=float(self._samples),
-            busy_ms=self._busy_ms,
-            loss_sum=loss_sum,
-            loss_count=loss_count,
+            busy_ms=self._busy_ms * self._ahead(),
             word=word,
             fingerprint=float(self.windows.fingerprint()),
         )
-        self.average.start(float(self._samples), row)
+        self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
         self.course.enter()
         self._samples, self._busy_ms = 0, 0.0
         self.entered_ns, self._entered = began_ns, self.course.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
+
+    def _ahead(self) -> float:
+        """Steps enqueued over steps done since the last round: a device's time is known only for what it has done."""
+        before, self._behind = self._behind, self.rig.run_ahead.behind
+        enqueued = self._samples / self.rig.axis.slot_size
+        done = enqueued + before - self._behind
+        return enqueued / done if done > 0 else 1.0
 
     def _receive(self) -> list[Row]:
         """Wait for the average where it is not here yet, and merge it; everybody's rows."""
@@ -226,7 +235,7 @@ class LocalPace:
             steps_late=lead,
             delay=self._delay,
             wait_ms=self._wait_ms,
-            transfer_ms=self._costs.transfer_ms,
+            transfer_ms=self._transfer_ms,
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
             samples=[int(row.samples) for row in rows],
@@ -292,14 +301,12 @@ class LocalPace:
         return first
 
     def _note_costs(self, arrived: Arrived, began_ns: int, here_ns: int, now_ns: int) -> None:
-        merging_ms = (now_ns - here_ns) / 1e6
-        if self.rig.config.policy == "async":
-            self._wait_ms, transfer_ms = (here_ns - began_ns) / 1e6, self._entering_ms + merging_ms
-        else:
-            self._wait_ms = (arrived.met_ns - arrived.left_ns) / 1e6
-            transfer_ms = (arrived.back_ns - arrived.met_ns) / 1e6 + self._entering_ms + merging_ms
+        own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
+        is_async = self.rig.config.policy == "async"
+        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.met_ns - arrived.left_ns)) / 1e6
+        self._transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
         self._costs = Row(
-            transfer_ms=transfer_ms,
+            transfer_ms=own_ms,
             latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
             divergence=arrived.divergence,
         )
@@ -320,3 +327,7 @@ class LocalPace:
                 f"from {lost} samples is lost"
             )
         self._broken = broken
+
+
+def _with_losses(row: Row, losses: tuple[float, float]) -> Row:
+    return row._replace(loss_sum=losses[0], loss_count=losses[1])

@@ -7,10 +7,10 @@ one row of numbers per rank beside the gradients, so telling each other speeds c
 per param: a param that no rank used has no gradient, as in a single process (weight decay must not touch it).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.comm.work import Work
@@ -51,7 +51,8 @@ class GradientRoad:
         overlaps: bool = True,  # False: nothing is sent before finish()
     ) -> None:
         self._group = group
-        self._overlaps = overlaps
+        self.overlaps = overlaps
+        self._columns = columns
         self._num_rows = group.size * columns
         self._buckets = _cut_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
         self._works: list[Work] = []
@@ -73,31 +74,43 @@ class GradientRoad:
 
     def open(self) -> None:
         """From now on a full bucket is sent: called before the last micro-batch's backward."""
-        self._is_open = self._overlaps
+        self._is_open = self.overlaps
 
-    def finish(self, row: Callable[[], Sequence[float]]) -> list[list[float]]:
+    @property
+    def used(self) -> frozenset[int]:
+        """The params that have had a gradient since `start`, by their places."""
+        return frozenset(self._used)
+
+    def mark(self, used: Iterable[int]) -> None:
+        """These have had one too: backward ran where no hook is called, in the replay of a graph."""
+        self._used.update(used)
+
+    def finish(self, row: Callable[[], Sequence[float]], last: Tensor | None = None) -> list[list[float]]:
         """Send what is left, wait for all; `.grad` then holds the sums. Returns every rank's row.
 
-        `row` is asked as late as possible, just before the last bucket leaves.
+        `row` is asked as late as possible, just before the last bucket leaves. `last` stands above its last number: a
+        number of the device's that need not be read for it. To and from a device go one copy each.
         """
         self._is_open = False
         while len(self._works) < len(self._buckets) - 1:
             self._send()
-        extra = self._buckets[-1].extra
-        rows, used = extra[: self._num_rows].view(self._group.size, -1), extra[self._num_rows :]
-        if len(self._used) == len(used):
-            used.fill_(1.0)
-        else:
-            used[list(self._used)] = 1.0
-        rows[self._group.rank] = torch.tensor(row(), dtype=rows.dtype)
+        extra, columns = self._buckets[-1].extra, self._columns
+        own = [0.0] * len(extra)
+        start = self._group.rank * columns
+        own[start : start + columns] = row()
+        for place in self._used:
+            own[self._num_rows + place] = 1.0
+        extra.copy_(torch.tensor(own, dtype=extra.dtype))
+        if last is not None:
+            extra[start + columns - 1] = last
         self._send()
         for work in self._works:
             work.wait()
-        for param, flag in zip(self._home, used.tolist(), strict=True):
+        numbers: list[float] = extra.tolist()
+        for param, flag in zip(self._home, numbers[self._num_rows :], strict=True):
             if flag == 0.0:
                 param.grad = None
-        numbers: list[list[float]] = rows.tolist()
-        return numbers
+        return [numbers[place : place + columns] for place in range(0, self._num_rows, columns)]
 
     def close(self) -> None:
         for hook in self._hooks:

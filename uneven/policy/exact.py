@@ -79,6 +79,7 @@ class Balanced:
     caps: tuple[int, ...] | None = None
     least: int = 1
     lookahead: int = 0  # slots whose batches may already be on their way when a decision falls
+    grid: int = 1  # shares are multiples of it, as far as the slot size allows
     _plan: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (from this slot on, shares)
     _factors: list[float] = field(default_factory=list)
     _seen: list[list[float]] = field(default_factory=list)
@@ -89,13 +90,13 @@ class Balanced:
         self._factors = [1.0] * len(self.costs)
         self._seen = [[] for _ in self.costs]
         self._directions = [0] * len(self.costs)
-        self._plan = [(0, equal_finish(self.costs, self.slot_size, self.caps, self.least))]
+        self._plan = [(0, self._best(self.costs))]
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         planned = self._planned(slot)
         if samples != self.slot_size:
             return by_ratio(planned, samples, self.least)  # an epoch's short last slot
-        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) > 0]
+        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._few]
         if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
             return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])
         return planned
@@ -107,7 +108,7 @@ class Balanced:
         del self._plan[:-1]
         costs = self._now()
         current = self._plan[-1][1]
-        target = equal_finish(costs, self.slot_size, self.caps, self.least)
+        target = self._best(costs)
         gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
         if gain <= MOVE_GAIN:
             return None
@@ -138,6 +139,14 @@ class Balanced:
             pull = 1.0 if not -0.5 < error < 1.0 else min(0.8, max(0.1, abs(error)))
             self._factors[rank] *= 1.0 + pull * error
 
+    def _best(self, costs: Sequence[Cost]) -> tuple[int, ...]:
+        return equal_finish(costs, self.slot_size, self.caps, self.least, self.grid)
+
+    @property
+    def _few(self) -> int:
+        """The smallest share above 0."""
+        return max(self.least, self.grid)
+
     def _now(self) -> list[Cost]:
         return [cost.scaled(factor) for cost, factor in zip(self.costs, self._factors, strict=True)]
 
@@ -148,13 +157,13 @@ class Balanced:
         """The planned shares with a few samples of the largest one lent to an idle rank."""
         shares = list(planned)
         giver = shares.index(max(shares))
-        if shares[giver] >= 2 * self.least:
-            shares[giver] -= self.least
-            shares[rank] += self.least
+        if shares[giver] >= 2 * self._few:
+            shares[giver] -= self._few
+            shares[rank] += self._few
         return tuple(shares)
 
     def _limited(self, current: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
-        """As far towards the target as doubling and damping allow, in whole samples with the same sum."""
+        """As far towards the target as doubling and damping allow, on the grid and with the same sum."""
         steps = [new - old for old, new in zip(current, target, strict=True)]
         largest = max(range(len(steps)), key=lambda rank: abs(steps[rank]))
         direction = 1 if steps[largest] > 0 else -1
@@ -164,13 +173,16 @@ class Balanced:
         way = self._damping
         for old, step in zip(current, steps, strict=True):
             if step > 0:
-                way = min(way, max(old, self.least) / step)
+                way = min(way, max(old, self._few) / step)
         if way >= 1.0:
             return target
         real = [old + way * step for old, step in zip(current, steps, strict=True)]
-        shares = [int(share) for share in real]
-        # Whole samples: the largest remainders are rounded up. A share may not fall between 0 and `least`.
+        shares = [self.grid * int(share / self.grid) for share in real]
+        # Whole steps of the grid: the largest remainders are rounded up. A share may not fall between 0 and `least`.
         order = sorted(range(len(real)), key=lambda rank: shares[rank] - real[rank])
-        for rank in order[: self.slot_size - sum(shares)]:
-            shares[rank] += 1
+        left = self.slot_size - sum(shares)
+        for rank in order:
+            more = min(self.grid, left)
+            shares[rank] += more
+            left -= more
         return target if any(0 < share < self.least for share in shares) else tuple(shares)

@@ -7,21 +7,25 @@ the real one is not: it ignores what a whole sample costs a slow rank).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A rank's own compute time: `fixed_ms` per step and `sample_ms` per sample."""
+    """What a step takes of a rank: `fixed_ms` and per sample `sample_ms` of its own compute time.
+
+    `cap` is how many samples its memory holds at once, where that is known.
+    """
 
     fixed_ms: float
     sample_ms: float
+    cap: float = float("inf")
 
     def time_ms(self, samples: int) -> float:
         return self.fixed_ms + self.sample_ms * samples if samples else 0.0
 
     def scaled(self, factor: float) -> "Cost":
-        return Cost(self.fixed_ms * factor, self.sample_ms * factor)
+        return replace(self, fixed_ms=self.fixed_ms * factor, sample_ms=self.sample_ms * factor)
 
 
 def fitted(times: Sequence[tuple[int, float]]) -> Cost:
@@ -50,13 +54,15 @@ def finish_ms(costs: Sequence[Cost], shares: Sequence[int]) -> float:
 
 
 def equal_finish(
-    costs: Sequence[Cost], samples: int, caps: Sequence[int] | None = None, least: int = 1
+    costs: Sequence[Cost], samples: int, caps: Sequence[int] | None = None, least: int = 1, grid: int = 1
 ) -> tuple[int, ...]:
     """Whole samples per rank with the least possible finish; a share is 0 or between `least` and its cap.
 
-    When the caps hold less than `samples`, they bound only the proportions (a rank then runs its share as
-    several micro-batches).
+    When the caps hold less than `samples`, they bound nothing (a rank then runs its share as several micro-batches).
+    With a `grid` shares are multiples of it, but for the one that takes what is left over.
     """
+    if grid > 1:
+        return _on_grid(costs, samples, caps, least, grid)
     limits = [samples] * len(costs) if caps is None or sum(caps) < samples else list(caps)
     shares = _done_by(_earliest_ms(costs, samples), costs, limits)
     for _ in range(samples - sum(shares)):
@@ -69,10 +75,33 @@ def equal_finish(
     return tuple(shares)
 
 
-def by_ratio(ratio: Sequence[float], samples: int, least: int = 1) -> tuple[int, ...]:
+def by_ratio(
+    ratio: Sequence[float], samples: int, least: int = 1, caps: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Whole samples in the proportions of `ratio`; who has 0 there gets none."""
     costs = [Cost(0.0, 1.0 / part) if part > 0 else Cost(0.0, 1.0) for part in ratio]
-    return equal_finish(costs, samples, [samples if part > 0 else 0 for part in ratio], least)
+    helping = [samples if part > 0 else 0 for part in ratio]
+    limits = helping if caps is None else [min(pair) for pair in zip(helping, caps, strict=True)]
+    return equal_finish(costs, samples, limits if sum(limits) >= samples else helping, least)
+
+
+def _on_grid(costs: Sequence[Cost], samples: int, caps: Sequence[int] | None, least: int, grid: int) -> tuple[int, ...]:
+    """The best split in whole steps of the grid; what is left over goes where it is done first.
+
+    No later than one step of the grid after the best whole split: rounding that one up, wherever it is not 0, leaves
+    room for everything.
+    """
+    steps, rest = divmod(samples, grid)
+    held = [samples] * len(costs) if caps is None else list(caps)
+    limits = [steps if cap >= samples else cap // grid for cap in held]
+    coarse = [replace(cost, sample_ms=cost.sample_ms * grid) for cost in costs]
+    shares = [grid * many for many in equal_finish(coarse, steps, limits, -(-least // grid))]
+    free = [rank for rank, share in enumerate(shares) if share + rest <= held[rank]]
+    if not free:  # the caps hold too little, on this grid
+        return _on_grid(costs, samples, None, least, grid)
+    takers = [rank for rank in free if shares[rank] + rest >= least] or free
+    shares[min(takers, key=lambda rank: costs[rank].time_ms(shares[rank] + rest))] += rest
+    return tuple(shares)
 
 
 def _earliest_ms(costs: Sequence[Cost], samples: int) -> float:

@@ -25,6 +25,7 @@ class Learned:
     first: int = 1  # the first slot that is measured: the one before it compiles and allocates
     least: int = 1
     lookahead: int = 0
+    caps: tuple[int, ...] | None = None
     _seen: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     _balanced: Balanced | None = None
 
@@ -33,7 +34,7 @@ class Learned:
             return self._balanced.shares(slot, samples)
         cut = max(0, slot - self.first) // REPEATS
         weights = CUTS[cut] if cut < len(CUTS) else CUTS[0]
-        return by_ratio([weights[rank % 2] for rank in range(self.ranks)], samples, self.least)
+        return by_ratio([weights[rank % 2] for rank in range(self.ranks)], samples, self.least, self.caps)
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         if self._balanced is not None:
@@ -46,7 +47,7 @@ class Learned:
             fitted([(shares[rank], ms[rank]) for _, shares, ms in self._seen if shares[rank]])
             for rank in range(self.ranks)
         )
-        self._balanced = Balanced(costs, self.slot_size, None, self.least, self.lookahead)
+        self._balanced = Balanced(costs, self.slot_size, self.caps, self.least, self.lookahead)
         return Move(self._taken_over, self._balanced.shares(self._taken_over, self.slot_size), 0.0)
 
     def fingerprint(self) -> int:

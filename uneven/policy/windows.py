@@ -27,8 +27,8 @@ class Row(NamedTuple):
     next_slot: float = 0.0  # its first slot that is not in this average
     samples: float = 0.0  # trained since its last round: its weight
     busy_ms: float = 0.0  # its own work for them
-    transfer_ms: float = 0.0  # what the average took of its own time
-    latency_ms: float = 0.0  # from snapshot to average
+    transfer_ms: float = 0.0  # what snapshot and merge took of its own time
+    latency_ms: float = 0.0  # from snapshot to average, waiting for others included
     loss_sum: float = 0.0
     loss_count: float = 0.0
     divergence: float = 0.0  # ||params - average|| / ||average|| at its last merge
@@ -82,6 +82,7 @@ class Windows:
     _ms: list[float] = field(default_factory=list)
     _seen_ms: list[list[float]] = field(default_factory=list)  # per rank: a slot's time in its last windows
     _costs_ms: list[float] = field(default_factory=list)  # of the last rounds, in time of the ranks' own
+    _blocked_ms: list[float] = field(default_factory=list)
     _latencies_ms: list[float] = field(default_factory=list)
     _divergences: list[float] = field(default_factory=list)  # rising ones, above the threshold
 
@@ -135,7 +136,7 @@ class Windows:
     def fingerprint(self) -> int:
         """24 bits of the state: equal on all ranks."""
         numbers = struct.pack(f"<{self.ranks}d2d", *self._ms, self.anchor, self._floor)
-        rest = (self.counts, self.start, self.due, self.is_held, self._costs_ms, self._latencies_ms)
+        rest = (self.counts, self.start, self.due, self.is_held, self._costs_ms, self._blocked_ms, self._latencies_ms)
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
 
     def _open(self) -> None:
@@ -189,8 +190,9 @@ class Windows:
         """The anchor at which a round costs what it may.
 
         What a round costs in ms does not depend on its window, so the anchor needed follows from it, and nothing is
-        steered by trial. Measured waiting is left out: what whole counts make of it is predicted, and the rest comes
-        from wrong counts or noise, which longer windows hardly cure.
+        steered by trial. A round that blocks costs what the rank that came last sees of it. The others' waiting is left
+        out: what whole counts make of it is predicted, and the rest comes from wrong counts or noise, which longer
+        windows hardly cure.
         """
         if self.rounds <= SETTLING + 1:
             return []
@@ -200,6 +202,7 @@ class Windows:
         if self.terms.is_async:
             needed_ms = max(cost_ms / self.terms.overhead_target, latency_ms / LATENCY_SHARE)
         else:
+            cost_ms += _remember(self._blocked_ms, min(row.latency_ms for row in rows))
             cost_ms += (1.0 - self._efficiency(self._best_counts())) * self.anchor * slowest_ms
             needed_ms = cost_ms / self.terms.overhead_target
         needed = needed_ms / slowest_ms

@@ -12,17 +12,18 @@ from uneven.policy.finish import Cost, fitted
 REPEATS = 3
 
 
-def measure_cost(run_step: Callable[[int], None], samples: int, least: int = 1) -> Cost:
-    """`run_step(n)` trains n samples; timed at the expected share and at half of it, each after one untimed step.
+def measure_cost(run_step: Callable[[int], None], samples: int, least: int = 1, untimed: int = 1) -> Cost:
+    """`run_step(n)` trains n samples and returns when it is done; timed at the expected share and at half of it.
 
-    `least` is what a step needs: BatchNorm cannot train on one sample.
+    `least` is what a step needs: BatchNorm cannot train on one sample. The first `untimed` steps of a size warm it up.
     """
     half = max(min(least, samples), samples // 2)
-    return fitted([timing for size in {samples, half} for timing in _timed(run_step, size)])
+    return fitted([timing for size in {samples, half} for timing in _timed(run_step, size, untimed)])
 
 
-def _timed(run_step: Callable[[int], None], samples: int) -> list[tuple[int, float]]:
-    run_step(samples)
+def _timed(run_step: Callable[[int], None], samples: int, untimed: int) -> list[tuple[int, float]]:
+    for _ in range(untimed):
+        run_step(samples)
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -33,10 +34,14 @@ def _timed(run_step: Callable[[int], None], samples: int) -> list[tuple[int, flo
 
 def measure_sum_ms(group: Group, model: nn.Module) -> float:
     """What one sum of the model's gradients takes when nobody has to be waited for; the same value on all ranks."""
-    gradients = torch.zeros(sum(param.numel() for param in model.parameters() if param.requires_grad))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    device = trained[0].device if trained else torch.device("cpu")
+    gradients = torch.zeros(sum(param.numel() for param in trained), device=device)
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         group.sum_(gradients).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # NCCL's wait is the stream's, not the host's
         times.append((time.perf_counter() - began) * 1e3)
     return float(group.max_(torch.tensor([min(times)], dtype=torch.float64)).wait())

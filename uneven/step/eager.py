@@ -20,6 +20,9 @@ from uneven.parallel.gradients import GradientRoad
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 
+# (batches or inputs, the slot's samples) -> the count that gradients must still be divided by, if any
+Backward = Callable[[Sequence[tuple[Any, int]], int], Tensor | None]
+
 
 class EagerStep:
     """Life cycle: `step(batches, slot_samples)` once per slot; the loss gathers in `meter`."""
@@ -49,17 +52,21 @@ class EagerStep:
         self.update(self.backward(batches, slot_samples))
 
     def sum_gradients(
-        self, batches: Sequence[tuple[Batch, int]], slot_samples: int, row: Callable[[], Sequence[float]]
+        self,
+        batches: Sequence[tuple[Batch, int]],
+        slot_samples: int,
+        row: Callable[[], Sequence[float]],
+        backward: Backward | None = None,
     ) -> tuple[list[list[float]], Tensor | None]:
         """The first half of a step of all ranks: gradients summed over them, for `update` to follow.
 
-        Returns every rank's row (asked for just before the last bucket leaves) and the count for `update`.
+        Returns every rank's row (asked for just before the last bucket leaves) and the count for `update`. `backward`
+        is another form of the method of that name, and then its inputs take the place of batches.
         """
         assert self.road is not None, "a road is laid when the group forms"
         self.road.start()
-        counts = self.backward(batches, slot_samples)
-        own = 0.0 if counts is None else float(counts)
-        rows = self.road.finish(lambda: [*row(), own])
+        counts = (backward or self.backward)(batches, slot_samples)
+        rows = self.road.finish(lambda: [*row(), 0.0], counts)
         total = sum(one.pop() for one in rows)
         # Where the unit is the sample, nobody has a count; a rank without samples learns here which it is.
         return rows, torch.tensor(total, dtype=torch.float64) if total else None
@@ -78,7 +85,7 @@ class EagerStep:
             if isinstance(result, tuple):
                 # The unit is not the sample (tokens, say): the true count is known only after the sum.
                 loss, count = result if samples else (result[0] * 0, 0)
-                count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+                count = _on_device(count, loss.device)
                 counts = count if counts is None else counts + count
                 self.meter.add(loss.detach(), count)
             else:
@@ -99,6 +106,13 @@ class EagerStep:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         scaler.step(self.optimizer)
         scaler.update()
+
+
+def _on_device(count: Any, device: torch.device) -> Tensor:
+    """As a double; a number of the host's is written into a kernel's call, since a copy could not be captured."""
+    if isinstance(count, Tensor) and count.device == device:
+        return count.detach().to(torch.float64)
+    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def _checked(loss: Any) -> Tensor:

@@ -5,21 +5,19 @@ steps lives at fixed addresses: the picked samples (or the batch itself) and the
 another size (an epoch's tail) runs eagerly on the same params and optimizer state.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
-from torch.utils import _pytree as pytree
 
+from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
+from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
 from uneven.step.warmup import no_trace
 
 WARMUP_STEPS = 3  # enough for cuDNN and the allocator to settle before the capture
-
-Inputs = Any  # a pytree of device tensors that `open_batch` turns into a batch
 
 
 class GraphStep:
@@ -30,54 +28,42 @@ class GraphStep:
         self._eager = eager
         self._open = open_batch
         self._device = device
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._static: list[tuple[Inputs, int]] = []
+        self._capture: Capture | None = None
         self._rates = [torch.tensor(float(group["lr"]), device=device) for group in eager.optimizer.param_groups]
         self._written = [float(group["lr"]) for group in eager.optimizer.param_groups]
 
-    def capture(self, inputs: Sequence[tuple[Inputs, int]], slot_samples: int) -> None:
-        self._static = [(pytree.tree_map(torch.clone, one), samples) for one, samples in inputs]
+    def capture(self, inputs: InputMicros, slot_samples: int) -> None:
+        capture = Capture(inputs)
         side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
         with no_trace(self._eager, self._device, keep_optimizer_tensors=True):
+            side.wait_stream(torch.cuda.current_stream(self._device))  # also for what no_trace has saved there
             with torch.cuda.stream(side):
                 for _ in range(WARMUP_STEPS):
-                    self._run_eagerly(self._static, slot_samples)
+                    self._run_eagerly(capture.inputs, slot_samples)
             torch.cuda.current_stream(self._device).wait_stream(side)
         groups = self._eager.optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
-        graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: a call of another thread (a sampler, a logger) must not break the capture.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._run_eagerly(self._static, slot_samples)
-        except RuntimeError as error:
-            raise InputError(
-                "compile='graph' could not capture the train step, which must not read tensors on the host "
-                f"(.item(), print, if on a tensor): {str(error).splitlines()[0]}; use compile='off'"
-            ) from error
+            capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples))
         finally:
             # Schedulers go on with plain numbers; the captured step reads the tensors.
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number
-        self._graph = graph
+        self._capture = capture
 
-    def __call__(self, inputs: Sequence[tuple[Inputs, int]], slot_samples: int) -> None:
-        if self._graph is None or [n for _, n in inputs] != [n for _, n in self._static]:
+    def __call__(self, inputs: InputMicros, slot_samples: int) -> None:
+        if self._capture is None or not self._capture.fits(inputs):
             self._run_eagerly(inputs, slot_samples)
             return
-        for (fixed, _), (fresh, _) in zip(self._static, inputs, strict=True):
-            for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):
-                to.copy_(source, non_blocking=True)
         for place, group in enumerate(self._eager.optimizer.param_groups):
             if group["lr"] != self._written[place]:
                 self._written[place] = group["lr"]
                 self._rates[place].fill_(group["lr"])
-        self._graph.replay()
+        self._capture.replay(inputs)
 
-    def _run_eagerly(self, inputs: Sequence[tuple[Inputs, int]], slot_samples: int) -> None:
+    def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> None:
         self._eager([(self._open(one), samples) for one, samples in inputs], slot_samples)
 
 

@@ -1,9 +1,12 @@
 """The loss meter: sums losses on the device, so that reading a loss never stalls training."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from uneven.comm.group import Group
+from uneven.comm.landing import set_out
 
 
 class LossMeter:
@@ -33,16 +36,21 @@ class LossMeter:
             self._pending = (copied, arrived)
         return self._latest
 
-    def drain(self) -> tuple[float, float]:
-        """This rank's sum and count since the last time; waits for the device and starts anew."""
-        loss_sum, count = self.totals.tolist()
+    def leave(self) -> Callable[[], tuple[float, float]]:
+        """Starts anew; this rank's sum and count until now, for whoever asks: only then the device is waited for."""
+        landing = set_out(self.totals)
         self.totals.zero_()
         self._pending = None
-        return loss_sum, count
+
+        def read() -> tuple[float, float]:
+            loss_sum, count = landing().tolist()
+            return loss_sum, count
+
+        return read
 
     def take(self, group: Group) -> float:
         """The mean loss of all ranks since the last take; waits for the device and starts anew."""
-        return self._mean(group.sum_(torch.tensor(self.drain(), dtype=torch.float64)).wait())
+        return self._mean(group.sum_(torch.tensor(self.leave()(), dtype=torch.float64)).wait())
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

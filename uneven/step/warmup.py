@@ -6,8 +6,11 @@ Restored: params, buffers, optimizer state, loss scaler, loss meter, and the ran
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from uneven.step.eager import EagerStep
 
@@ -16,12 +19,12 @@ from uneven.step.eager import EagerStep
 def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: bool = False) -> Iterator[None]:
     """Undo everything that happens inside.
 
-    A captured graph holds the addresses of the optimizer's tensors; then they are kept and zeroed, which for
-    the optimizers that may be captured equals a fresh start.
+    Tensors that were there before keep their addresses, which a captured graph may hold. Before a capture the
+    optimizer's new ones are kept too and zeroed, which for the optimizers that may be captured equals a fresh start.
     """
     tensors = [*step.model.parameters(), *step.model.buffers()]
     saved = [t.detach().clone() for t in tensors]
-    optimizer_state = copy.deepcopy(step.optimizer.state_dict())
+    optimizer_state = {param: copy.deepcopy(values) for param, values in step.optimizer.state.items()}
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
     cpu_random = torch.get_rng_state()
@@ -33,16 +36,26 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
             for tensor, old in zip(tensors, saved, strict=True):
                 tensor.copy_(old)
         step.optimizer.zero_grad(set_to_none=True)
-        if keep_optimizer_tensors:
-            for state in step.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
-        else:
-            step.optimizer.load_state_dict(optimizer_state)
+        _restore_state(step.optimizer, optimizer_state, keep_optimizer_tensors)
         if scaler_state:
             step.precision.scaler.load_state_dict(scaler_state)
         step.meter.totals.copy_(totals)
         torch.set_rng_state(cpu_random)
         if device_random is not None:
             torch.cuda.set_rng_state(device_random, device)
+
+
+def _restore_state(optimizer: Optimizer, old: dict[Tensor, dict[str, Any]], keeps_new: bool) -> None:
+    for param, values in list(optimizer.state.items()):
+        if param in old:
+            for name, value in old[param].items():
+                if isinstance(value, Tensor) and isinstance(values.get(name), Tensor):
+                    values[name].copy_(value)
+                else:
+                    values[name] = value
+        elif keeps_new:
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        else:
+            del optimizer.state[param]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from tests.ranks import ThreadGroup, on_threads
+from uneven.average.background import Arrived, BackgroundAverage
 from uneven.average.buffers import BufferAverage
-from uneven.average.host import Arrived, HostAverage
 from uneven.average.replica import Replica
+from uneven.average.road import lay_road
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.work import Work
 from uneven.errors import RankError
@@ -43,7 +44,8 @@ class Side:
                 param.copy_(torch.randn(param.shape, generator=torch_random, dtype=torch.float64))
         self.optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         replica = Replica(self.model, self.optimizer, with_state)
-        self.average = HostAverage(replica, BufferAverage(self.model), group, verify)
+        road = lay_road(replica, is_nccl=False)
+        self.average = BackgroundAverage(replica, road, BufferAverage(self.model), group, verify)
 
     @property
     def params(self) -> Tensor:
@@ -56,7 +58,7 @@ class Side:
             nn.utils.vector_to_parameters(self.params + change, self.model.parameters())
 
     def round(self, weight: float, row: Sequence[float] = (), is_unchanged: bool = True) -> Arrived:
-        self.average.start(weight, row)
+        self.average.start(weight, lambda: row)
         return self.average.finish(is_unchanged)
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ def test_work_done_while_the_average_travels_is_kept() -> None:
 
     def body(side: Side) -> tuple[Tensor, Tensor, Tensor]:
         snapshot = side.params
-        side.average.start(weights[side.rank], [])
+        side.average.start(weights[side.rank], list)
         side.work(10.0 * side.rank + torch.arange(18.0))
         now = side.params
         side.average.finish(is_unchanged=False)
@@ -125,7 +127,7 @@ def test_over_many_rounds_not_a_step_of_any_rank_is_lost() -> None:
                 side.work(change)
                 done += change
                 if not in_flight:
-                    side.average.start(1.0, [])
+                    side.average.start(1.0, list)
             side.average.finish(is_unchanged=False)
         side.round(1.0)
         return start, done, side.params
@@ -191,7 +193,7 @@ def test_rows_arrive_in_rank_order_and_may_change_their_length() -> None:
 def test_divergence_is_each_ranks_own_distance_from_the_average() -> None:
     def body(side: Side) -> tuple[Tensor, float, Tensor]:
         before = side.params
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         side.work(100.0)  # after the snapshot: it has no part in it
         return before, side.average.finish(is_unchanged=False).divergence, side.params
 
@@ -222,7 +224,7 @@ def test_batchnorm_statistics_are_those_of_the_pooled_samples() -> None:
     def body(side: Side) -> tuple[Tensor, Tensor]:
         side.model.running_mean.copy_(parts[side.rank].mean(0))
         side.model.running_var.copy_(parts[side.rank].var(0, correction=0))
-        side.average.start(float(len(parts[side.rank])), [])
+        side.average.start(float(len(parts[side.rank])), list)
         side.model.running_mean.add_(1.0)  # buffers are overwritten, what was added in flight is not kept
         side.average.finish(is_unchanged=False)
         return side.model.running_mean, side.model.running_var
@@ -235,7 +237,7 @@ def test_batchnorm_statistics_are_those_of_the_pooled_samples() -> None:
 
 def test_a_buffer_that_first_changed_in_flight_is_averaged_by_the_next_round() -> None:
     def body(side: Side) -> float:
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         side.model.running_mean.fill_(2.0 * side.rank)  # an observer that calibrates itself once, say
         side.average.finish(is_unchanged=False)
         assert side.model.running_mean.item() == 2.0 * side.rank, "nobody had changed it"
@@ -278,7 +280,7 @@ def test_a_rank_that_is_not_finite_counts_for_nothing_and_starts_anew_from_the_a
             with torch.no_grad():
                 side.model.weight[2, 3] = value
         before = side.params
-        side.average.start(weights[side.rank], [])
+        side.average.start(weights[side.rank], list)
         side.work(1.0)
         arrived = side.average.finish(is_unchanged=False)
         assert arrived.broken == [1]
@@ -304,6 +306,21 @@ def test_the_buffers_of_a_broken_rank_do_not_spoil_the_others() -> None:
         return side.model.running_mean.item()
 
     assert on_ranks(2, body, make_model=lambda: nn.BatchNorm1d(1)) == [4.0, 4.0]
+
+
+def test_buffers_that_became_no_numbers_break_a_rank_too_but_a_mask_may_be_infinite() -> None:
+    def body(side: Side) -> tuple[list[int], float]:
+        side.model.running_mean.fill_(4.0 if side.rank else float("nan"))
+        return side.round(1.0).broken, side.model.running_mean.item()
+
+    assert on_ranks(2, body, make_model=lambda: nn.BatchNorm1d(1)) == [([0], 4.0), ([0], 4.0)]
+
+    def masked() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        return model
+
+    assert on_ranks(2, lambda side: side.round(1.0).broken, make_model=masked) == [[], []]
 
 
 def test_large_params_are_finite_though_their_sum_is_not() -> None:
@@ -384,7 +401,7 @@ def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
         average, (head, params, _) = side.average, group.gates
         assert average.phase == "idle"
         assert not average.is_done()
-        average.start(1.0, [])
+        average.start(1.0, list)
         assert average.phase == "collecting"
         assert head.reached.wait(30)
         assert (average.phase, average.is_done()) == ("collecting", False)
@@ -404,7 +421,7 @@ def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
 def test_a_snapshot_is_taken_at_once_and_not_when_it_is_sent() -> None:
     with gated() as (side, group):
         before = side.params
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         assert group.gates[0].reached.wait(30)
         side.work(5.0)
         group.open()
@@ -416,9 +433,9 @@ def test_one_round_at_a_time() -> None:
     with gated() as (side, group):
         with pytest.raises(AssertionError, match="started first"):
             side.average.finish(is_unchanged=True)
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         with pytest.raises(AssertionError, match="one round in flight"):
-            side.average.start(1.0, [])
+            side.average.start(1.0, list)
         group.open()
         side.average.finish(is_unchanged=True)
 
@@ -438,7 +455,7 @@ def test_an_error_on_the_way_is_raised_by_finish(sums: int) -> None:
 
     with closing(Side(Lost())) as side:
         before = side.params
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         side.average.wait()
         assert side.average.is_done(), "a pace that asks must not wait for ever"
         with pytest.raises(RuntimeError, match="closed by peer"):
@@ -459,7 +476,7 @@ def test_close_ends_the_thread_and_may_be_called_again() -> None:
 
 def test_close_does_not_wait_for_a_round_that_may_never_come_back() -> None:
     with gated() as (side, group):
-        side.average.start(1.0, [])
+        side.average.start(1.0, list)
         assert group.gates[0].reached.wait(30)
         side.close()
         thread = side.average._thread

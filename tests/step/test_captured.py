@@ -1,0 +1,311 @@
+"""Forward and backward in a form that is captured, against the eager one: same gradients, counts and losses.
+
+On CPU a stand-in for the graph shows which sizes are captured when, and that whole runs stay exact; the graphs
+themselves are tested on CUDA.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import Silent
+from tests.test_exact import Net, assert_exact, loss_and_count, mean_loss, train
+from uneven import InputError, TensorData
+from uneven.comm.group import SoloGroup
+from uneven.config import Task, resolve
+from uneven.hardware.device import parse_devices
+from uneven.parallel.gradients import GradientRoad
+from uneven.rig import Rig
+from uneven.seat import RankResult, Seat
+from uneven.step.capture import Capture, InputMicros
+from uneven.step.captured import GRID, MOST, CapturedBackward
+from uneven.step.eager import EagerStep
+from uneven.step.meter import LossMeter
+from uneven.step.precision import Precision
+from uneven.timeline.record import Recorder
+from uneven.worker import Worker
+
+T = TypeVar("T")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class OnCpu(Capture):
+    """What a CUDA graph does, without one: a record leaves nothing but the calls of hooks, a replay calls none."""
+
+    made: list[list[int]]
+    alive: list[Capture]
+
+    def record(self, run: Callable[[InputMicros], T], beside: Capture | None = None) -> T:
+        assert beside is None or beside in self.alive
+        self.made.append([samples for _, samples in self.inputs])
+        self._run, self._eager = run, inspect.getclosurevars(run).nonlocals["self"]._eager
+        totals = self._eager.meter.totals.clone()
+        self._left = run(self.inputs)
+        self._eager.meter.totals.copy_(totals)
+        for bucket in self._eager.road._buckets:
+            bucket.buffer.zero_()
+        self.alive.append(self)
+        return self._left
+
+    def replay(self, inputs: InputMicros) -> None:
+        self.take(inputs)
+        used = set(self._eager.road._used)
+        left = self._run(self.inputs)
+        self._eager.road._used = used
+        if isinstance(self._left, Tensor):
+            self._left.copy_(left)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The sizes captured, in order."""
+    OnCpu.made, OnCpu.alive = [], []
+    monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
+    monkeypatch.setattr("uneven.rig.can_capture", lambda _: True)
+    return OnCpu.made
+
+
+def count_in_numbers(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """As tokens of a fixed length are counted: no tensor at all."""
+    return loss_and_count(model, batch)[0], 2 * len(batch[1])
+
+
+class Pair:
+    """The same model trained twice, eagerly and by captured backwards, on a road of its own each."""
+
+    def __init__(
+        self, step: Any, on: torch.device, precision: str = "fp32", dtype: torch.dtype = torch.float64
+    ) -> None:
+        self.eager, self.other = (self._make(step, on, precision, dtype) for _ in range(2))
+        self.captured = CapturedBackward(self.other, self._open)
+        self._on, self._dtype = on, dtype
+        self._random = torch.Generator().manual_seed(1)
+
+    def _make(self, step: Any, on: torch.device, precision: str, dtype: torch.dtype) -> EagerStep:
+        model = Net(dtype).to(on)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        eager = EagerStep(model, optimizer, step, Precision(precision, on), LossMeter(on), 1.0)
+        eager.road = GradientRoad(list(model.parameters()), SoloGroup(), 1, overlaps=False)
+        return eager
+
+    @staticmethod
+    def _open(inputs: Any) -> Any:
+        return inputs[0] * 2, inputs[1]
+
+    def _draw(self, samples: int) -> tuple[Any, int]:
+        x = torch.randn(samples, 6, generator=self._random).to(self._on, self._dtype)
+        return (x, torch.randint(0, 3, (samples,), generator=self._random).to(self._on)), samples
+
+    def step(self, sizes: list[int], slot_samples: int, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+        inputs = [self._draw(samples) for samples in sizes]
+        batches = [(self._open(one), samples) for one, samples in inputs]
+        _, right = self.eager.sum_gradients(batches, slot_samples, lambda: ())
+        _, counts = self.other.sum_gradients(inputs, slot_samples, lambda: (), self.captured)
+        assert (counts is None) == (right is None)
+        assert counts is None or float(counts) == float(right)  # type: ignore[arg-type]
+        pairs = zip(self.other.model.named_parameters(), self.eager.model.parameters(), strict=True)
+        for (name, mine), theirs in pairs:
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(self.other.meter.totals, self.eager.meter.totals, rtol=rtol, atol=atol)
+        self.eager.update(right)
+        self.other.update(counts)
+        assert self.other.precision.scaler.get_scale() == self.eager.precision.scaler.get_scale()
+
+    def check_params(self, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+        moved = 0.0
+        start = dict(Net(self._dtype).named_parameters())
+        pairs = zip(self.other.model.named_parameters(), self.eager.model.parameters(), strict=True)
+        for (name, mine), theirs in pairs:
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+            moved += (mine.cpu() - start[name]).abs().sum().item()
+        assert moved > 0.01
+        assert torch.equal(self.other.model.unused.weight.cpu(), start["unused.weight"]), "it had no gradient"
+
+
+def check_steps(step: Any, on: torch.device) -> None:
+    """Sizes that come and go, micro-batches, slots of other sizes, no samples at all."""
+    pair = Pair(step, on)
+    for _ in range(4):
+        pair.step([8], 16)
+        pair.step([8, 8, 3], 32)
+        pair.step([8], 8)
+        pair.step([], 16)
+    pair.check_params()
+
+
+@pytest.mark.parametrize("step", [mean_loss, loss_and_count, count_in_numbers])
+def test_steps_equal_eager_ones(step: Any, captures: list[list[int]]) -> None:
+    check_steps(step, CPU)
+    assert captures == [[8], [8], [8, 8, 3]], "the slot's samples make another graph of the same sizes"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("step", [mean_loss, loss_and_count, count_in_numbers])
+def test_captured_steps_equal_eager_ones(step: Any) -> None:
+    check_steps(step, CUDA)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_captured_half_precisions_equal_eager_ones(precision: str) -> None:
+    pair = Pair(mean_loss, CUDA, precision, torch.float32)
+    for _ in range(12):  # the scale of fp16 starts too high for some and comes down
+        pair.step([8, 5], 16, rtol=2e-2, atol=2e-2)
+    pair.check_params(rtol=2e-2, atol=2e-2)
+
+
+def check_many_sizes(on: torch.device) -> None:
+    pair = Pair(mean_loss, on)
+    for size in (*range(1, MOST + 3), *range(1, MOST + 3), 1, MOST + 2):
+        pair.step([size], 2 * MOST)
+        assert len(pair.captured._graphs) <= MOST
+    pair.check_params()
+
+
+def test_the_size_used_longest_ago_goes(captures: list[list[int]]) -> None:
+    check_many_sizes(CPU)
+    # All sizes come twice and are captured the second time; then 1, which had to go, and 10, which is still there.
+    assert captures == [[size] for size in (*range(1, MOST + 3), 1)]
+
+
+@pytest.mark.cuda
+def test_more_sizes_than_graphs_are_kept() -> None:
+    check_many_sizes(CUDA)
+
+
+def test_a_rehearsal_leaves_no_road_and_no_graph(captures: list[list[int]]) -> None:
+    pair = Pair(mean_loss, CPU)
+    pair.other.road = None
+    with pair.captured.rehearsal():
+        for _ in range(3):
+            pair.captured.rehearse([pair._draw(4)], 4)
+        assert captures == [[4]]
+    assert pair.other.road is None
+    assert not pair.captured._graphs
+    pair.other.road = GradientRoad(list(pair.other.model.parameters()), SoloGroup(), 1, overlaps=False)
+    pair.other.sum_gradients([pair._draw(4)], 8, lambda: (), pair.captured)
+    assert captures == [[4], [4]], "its kernels are known: captured at once, for the new road"
+
+
+def test_nothing_may_be_sent_while_backward_runs(captures: list[list[int]]) -> None:
+    pair = Pair(mean_loss, CPU)
+    pair.other.road = GradientRoad(list(pair.other.model.parameters()), SoloGroup(), 1)
+    inputs = [pair._draw(4)]
+    pair.other.sum_gradients(inputs, 4, lambda: (), pair.captured)
+    with pytest.raises(AssertionError, match="cannot hold what is sent"):
+        pair.other.sum_gradients(inputs, 4, lambda: (), pair.captured)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sync"},
+        {"policy": "balanced"},
+        {"shares": (3, 0, 1)},
+        {"policy": "sync", "accumulate": 3, "max_grad_norm": 0.1},
+        {"shares": (5, 2, 1), "step": loss_and_count},
+        {"policy": "balanced", "memory_cap": (6, 7, 9)},
+    ],
+)
+def test_runs_of_three_ranks_equal_one_process(options: dict[str, Any], captures: list[list[int]]) -> None:
+    """Tail slots of 70 samples in slots of 24, an unused layer, weight decay, ranks without samples."""
+    step = options.get("step", mean_loss)
+    dense = train(1, global_batch_size=24, epochs=3, step=step, max_grad_norm=options.get("max_grad_norm"))[0]
+    ours = train(3, compile="graph", global_batch_size=24, epochs=3, **options)
+    assert_exact(ours, dense, "sgd", torch.float64)
+    for mine, reference in zip(ours[2].state.history, dense.state.history, strict=True):
+        assert mine["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-9)
+    assert len(captures) > 3
+
+
+def test_balanced_shares_lie_on_the_grid(captures: list[list[int]]) -> None:
+    results = train(2, compile="graph", batch_size=30, epochs=4)
+    for slot in range(0, 8, 2):  # every other one is a tail
+        shares = [next(samples for at, _, samples in result.log if at == slot) for result in results]
+        assert sorted(share % GRID for share in shares) == [0, 60 % GRID]
+
+
+def test_a_cpu_among_cuda_devices_runs_eagerly_on_the_same_grid() -> None:
+    results = train(2, compile="graph", batch_size=32, epochs=2)
+    assert_exact(results, train(1, batch_size=64, epochs=2)[0], "sgd", torch.float64)
+    assert all(samples % GRID == 0 for result in results for slot, _, samples in result.log if slot % 2 == 0)
+
+
+def test_synchronised_batchnorm_is_refused_in_words(captures: list[list[int]]) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+    config = resolve({"batch_size": 8, "epochs": 1, "compile": "graph", "sync_batchnorm": True, "policy": "sync"})
+    data = TensorData(torch.randn(32, 6), torch.zeros(32, dtype=torch.int64))
+    task = Task(make, lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
+    worker = Worker(task, config, Seat(0, parse_devices("cpu,cpu")), lambda _: Mirror(), threading.Event(), Silent())
+    with pytest.raises(InputError, match=r"sync_batchnorm=True.*use compile='off'"):
+        worker.train()
+
+
+class Mirror(SoloGroup):
+    """Rank 0 of two, the other of which tells the same about itself in tables and brings nothing else."""
+
+    size = 2
+
+    def sum_(self, tensor: Tensor) -> Any:
+        if tensor.dim() == 2 and len(tensor) == self.size and tensor.device.type == "cpu":
+            tensor[1] = tensor[0]
+        return super().sum_(tensor)
+
+
+def half_of_a_run(compile: str, **changes: Any) -> RankResult:
+    config = resolve({"batch_size": 16, "epochs": 3, "policy": "sync", "compile": compile, **changes})
+    data = TensorData(torch.randn(70, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(70) % 3)
+    task = Task(lambda: Net(torch.float64), lambda params: torch.optim.AdamW(params, lr=1e-2), loss_and_count, data)
+    seat = Seat(0, parse_devices("cuda:0,cuda:0"))
+    return Worker(task, config, seat, lambda _: Mirror(), threading.Event(), Silent()).train()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "batch_size": 4}, {"shares": (3, 1), "policy": "balanced"}])
+def test_a_whole_run_of_one_of_two_ranks_is_the_same_captured(options: dict[str, Any]) -> None:
+    captured, eager = half_of_a_run("graph", **options), half_of_a_run("off", **options)
+    assert captured.log == eager.log
+    for name, value in captured.state.params.items():
+        torch.testing.assert_close(value, eager.state.params[name], rtol=1e-9, atol=1e-11)
+    for mine, theirs in zip(captured.state.history, eager.state.history, strict=True):
+        assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("compile", ["off", "graph"])
+def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
+    config = resolve({"batch_size": 16, "epochs": 1, "compile": compile})
+    data = TensorData(torch.randn(70, 6).double(), torch.arange(70) % 3)
+    task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
+    rig = Rig(task, config, Seat(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
+    before = {name: value.clone() for name, value in rig.model.state_dict().items()}
+    rig.warm_up()
+    cost = rig.measure()
+    assert cost.cap == 32, "the whole slot fits"
+    assert cost.fixed_ms >= 0
+    assert cost.sample_ms > 0
+    assert all(torch.equal(value, before[name]) for name, value in rig.model.state_dict().items())
+    assert (rig.captured is not None) == (compile == "graph")
+
+
+@pytest.mark.cuda
+def test_a_train_step_that_reads_the_host_is_refused_before_the_group_forms() -> None:
+    def reads(model: nn.Module, batch: Any) -> Tensor:
+        loss = mean_loss(model, batch)
+        return loss if loss.item() < 1e9 else loss * 0
+
+    config = resolve({"batch_size": 16, "epochs": 1, "compile": "graph"})
+    data = TensorData(torch.randn(70, 6).double(), torch.arange(70) % 3)
+    task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), reads, data)
+    rig = Rig(task, config, Seat(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
+    with pytest.raises(InputError, match="use compile='off'"):
+        rig.warm_up()

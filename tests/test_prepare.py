@@ -1,0 +1,77 @@
+"""What may be trained together, and what is refused before anything starts; the devices themselves are made up."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from uneven import InputError, prepare
+from uneven.config import RunConfig, Task
+from uneven.hardware.cpumodel import Cpu
+from uneven.hardware.device import Device
+from uneven.hardware.inventory import Visible
+
+from .hardware.fakes import RTX_5060_TI, make_system
+
+TASK = Task(
+    lambda: torch.nn.Linear(4, 1),
+    lambda params: torch.optim.SGD(params, lr=0.1),
+    lambda model, batch: model(batch).mean(),
+    torch.zeros(8, 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "check_device", lambda _: None)
+    monkeypatch.setattr(prepare, "has_nccl", lambda: True)
+
+
+def prepared(**settings: Any) -> prepare.Prepared:
+    config = RunConfig(**{"batch_size": 2, "epochs": 1, "progress": "off", **settings})
+    return prepare.prepare(TASK, config, None)
+
+
+@pytest.mark.parametrize(
+    "devices", ["cuda:0,cpu", "cuda:0,cuda:1", "cuda:0%60,cuda:0%24", "cuda:0@0.4,cuda:0", "cuda:0%60", "cpu,cuda:0%50"]
+)
+def test_any_mix_of_devices_is_taken(devices: str) -> None:
+    assert ",".join(map(str, prepared(devices=devices).devices)) == devices
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"devices": "cuda:0,cuda:0%24"}, ("all ranks of a GPU are slices or none is", "'cuda:0%76,cuda:0%24'")),
+        ({"devices": "cuda:0%60,cuda:0%24", "backend": "nccl"}, ("dead-locks", "backend='cpu'")),
+        ({"devices": "cuda:0,cpu@0.4", "backend": "nccl"}, ("'cuda:0,cpu@0.4'", "backend='cpu'")),
+        ({"devices": "cuda:0,cpu", "compile": "graph"}, ("compile='graph'", "which cpu has not", "'off'")),
+    ],
+)
+def test_what_cannot_work_together_is_refused_with_the_fix(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as caught:
+        prepared(**settings)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_graph_and_nccl_are_fine_where_every_device_is_cuda() -> None:
+    prepared(devices="cuda:0,cuda:1", compile="graph", backend="nccl")
+
+
+def test_auto_is_every_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = [Device("cuda", 0), Device("cuda", 1)]
+    monkeypatch.setattr(prepare, "usable_devices", lambda: two)
+    assert prepared().devices == tuple(two)
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags", "expected"),
+    [("cuda:0,cpu", (), "fp32"), ("cuda:0,cpu", ("amx",), "bf16"), ("cuda:0%60,cuda:0%24", (), "bf16")],
+)
+def test_auto_precision_is_one_that_all_devices_would_choose(
+    monkeypatch: pytest.MonkeyPatch, devices: str, flags: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr(prepare, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
+    monkeypatch.setattr(prepare, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
+    assert prepared(devices=devices, precision="auto").config.precision == expected
