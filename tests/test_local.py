@@ -306,7 +306,7 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) 
         epochs=12,
         anchor=4,
         divergence_threshold=1e-3,
-            max_anchor=4,  # else rounds that cost much on a busy machine make windows too long for this
+        max_anchor=4,  # else rounds that cost much on a busy machine make windows too long for this
         lr_scale=1.0,
     )
     guards = [event.fields["anchor"] for event in results[0].timeline.events if event.kind == "guard"]
