@@ -22,6 +22,8 @@ from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
+from uneven.policy.exact import Balanced
+from uneven.rig import Rig
 from uneven.worker import RankResult, Seat, Worker
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -181,3 +183,19 @@ def test_the_proof_can_fail(logs: Sequence[Any], words: str | None) -> None:
     else:
         with pytest.raises(RuntimeError, match=words):
             prove_exactly_once(axis, logs, 1)
+
+
+def test_a_step_that_says_nothing_about_speed_moves_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA rank that captures: shares that fled from it would lead to sizes that must be captured in turn."""
+    noted: list[Sequence[float]] = []
+    note = Balanced.note
+
+    def listen(self: Balanced, slot: int, samples: int, busy_ms: Sequence[float]) -> Any:
+        noted.append(busy_ms)
+        return note(self, slot, samples, busy_ms)
+
+    monkeypatch.setattr(Balanced, "note", listen)
+    monkeypatch.setattr(Rig, "is_odd", lambda self, _: self.seat.rank == 1)
+    train(2, policy="balanced")
+    assert noted
+    assert all(first > 0.0 and second == 0.0 for first, second in noted)

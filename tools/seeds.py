@@ -1,8 +1,9 @@
 """Quality over seeds: LeNet on full MNIST in every mode, and the demo's job in async and torch-ddp.
 
-    python tools/seeds.py [OUT]
+    python tools/seeds.py [OUT [WORD]]
 
-Runs that are finished (their summary is there) are not repeated, so it can be interrupted. Prints a table.
+With a word only the jobs whose name has it. Runs that are finished (their summary is there) are not repeated, so it can
+be interrupted. Prints a table.
 """
 
 import json
@@ -22,8 +23,9 @@ JOBS = [
     ("balanced", "cpu-balanced", PAIR, "mnist", 64, 5),
     ("cadence", "cpu-cadence", PAIR, "mnist", 64, 5),
     ("async", "cpu-async", PAIR, "mnist", 64, 5),
-    ("demo: torch-ddp", "torch-ddp", PAIR, "mnist-mini", 64, 4),
-    ("demo: async", "cpu-async", PAIR, "mnist-mini", 64, 4),
+    ("demo: solo", "solo-0", "cpu", "mnist-mini", 64, 3),
+    ("demo: torch-ddp", "torch-ddp", PAIR, "mnist-mini", 64, 3),
+    ("demo: async", "cpu-async", PAIR, "mnist-mini", 64, 3),
 ]
 
 
@@ -49,13 +51,13 @@ def measure(out: Path, name: str, mode: str, devices: str, data: str, batch_size
     return 100 * accuracy
 
 
-def main(out: Path) -> None:
+def main(out: Path, word: str) -> None:
     print("| job | accuracy, %, seeds 0 to 4 | mean | standard deviation |\n|---|---|---|---|")
-    for name, *job in JOBS:
+    for name, *job in (one for one in JOBS if word in one[0]):
         found = [measure(out, name, *job, seed) for seed in SEEDS]
         each = ", ".join(f"{one:.2f}" for one in found)
         print(f"| {name} | {each} | {statistics.mean(found):.2f} | {statistics.stdev(found):.2f} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs") / "seeds")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/seeds"), sys.argv[2] if len(sys.argv) > 2 else "")

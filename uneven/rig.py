@@ -71,6 +71,7 @@ class Rig:
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
         self.rounds: list[Round] = []  # of a local policy, the first is round 0
         self.caps = config.caps(seat.size)  # samples that each rank may hold at once
+        self._sizes: set[tuple[int, ...]] = set()  # of micro-batches, seen in steps of several ranks
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
 
@@ -112,6 +113,18 @@ class Rig:
         if self.captured is None:
             return self.eager.sum_gradients(micros, slot_samples, row)
         return self.eager.sum_gradients(micros, slot_samples, row, self.captured)
+
+    def is_odd(self, part: Part) -> bool:
+        """Whether the step just done says nothing about this rank's speed: asked once after each.
+
+        A CUDA device chooses its kernels when a size is new, and captures take their time.
+        """
+        if self.captured is not None:
+            return not self.captured.is_replayed
+        sizes = tuple(part.sizes)
+        is_new = self.on.type == "cuda" and sizes not in self._sizes
+        self._sizes.add(sizes)
+        return is_new
 
     def slow_down(self, began_ns: int) -> None:
         """A simulated device takes longer for what began then."""

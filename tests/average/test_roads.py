@@ -24,8 +24,9 @@ LONG = 200_000_000  # cycles of the device: about a tenth of a second
 class Rank:
     """One rank alone on the GPU, so that its average is its snapshot, and a stale or torn one shows at once."""
 
-    def __init__(self, is_nccl: bool = False, verify: bool = False) -> None:
-        self.model = nn.Sequential(nn.Linear(500, 500), nn.BatchNorm1d(500)).cuda()
+    def __init__(self, is_nccl: bool = False, verify: bool = False, with_buffers: bool = True) -> None:
+        layers = [nn.Linear(500, 500), *([nn.BatchNorm1d(500)] if with_buffers else [])]
+        self.model = nn.Sequential(*layers).cuda()
         replica = Replica(self.model, SGD(self.model.parameters(), lr=0.1))
         self.road: Road = lay_road(replica, is_nccl)
         self.average = BackgroundAverage(replica, self.road, BufferAverage(self.model), SoloGroup(), verify)
@@ -36,7 +37,7 @@ class Rank:
 
     @torch.no_grad()
     def work(self, number: float) -> None:
-        for tensor in (*self.model.parameters(), self.model[1].running_mean):
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.fill_(number)
 
     def close(self) -> None:
@@ -45,7 +46,8 @@ class Rank:
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    with closing(Rank()) as one:
+    """Without buffers: their own way to the device waits for the same stream, and would hide what is tested."""
+    with closing(Rank(with_buffers=False)) as one:
         yield one
 
 
@@ -60,7 +62,6 @@ def test_a_snapshot_is_read_only_when_it_has_landed(rank: Rank) -> None:
         rank.work(-number)  # what training does meanwhile has no part in the snapshot
         rank.average.finish(is_unchanged=True)
         assert rank.params.eq(number).all()
-        assert rank.model[1].running_mean.eq(number).all()
 
 
 def test_an_average_is_merged_only_when_it_is_loaded(rank: Rank) -> None:
@@ -95,7 +96,7 @@ def test_training_is_not_waited_for_and_its_work_is_kept(is_nccl: bool) -> None:
 
 
 def test_verify_names_a_snapshot_that_had_not_landed() -> None:
-    with closing(Rank(verify=True)) as rank:
+    with closing(Rank(verify=True, with_buffers=False)) as rank:
         assert isinstance(rank.road, HostRoad)
         rank.work(1.0)
         rank.average.start(1.0, list)

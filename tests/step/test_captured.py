@@ -180,6 +180,17 @@ def test_more_sizes_than_graphs_are_kept() -> None:
     check_many_sizes(CUDA)
 
 
+def test_only_a_replay_says_how_fast_a_rank_is(captures: list[list[int]]) -> None:
+    """The first step of a size runs eagerly and the second is captured: neither is like those to come."""
+    pair = Pair(mean_loss, CPU)
+    seen = []
+    for size in (4, 4, 4, 6, 4, 6, 6):
+        pair.step([size], 16)
+        seen.append(pair.captured.is_replayed)
+    assert seen == [False, False, True, False, True, False, True]
+    assert captures == [[4], [6]]
+
+
 def test_a_rehearsal_leaves_no_road_and_no_graph(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
     pair.other.road = None

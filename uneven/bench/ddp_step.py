@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
+from uneven.pace.exact import ROW
 from uneven.parallel.reference import TorchDdp
 from uneven.step.eager import EagerStep
 from uneven.worker import Worker
@@ -43,9 +44,10 @@ class DdpStep:
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this makes exact.
         (loss * (samples * self._worker.seat.size / slot_samples)).backward()
         own = list(row())
+        place = ROW.index("stop")
         self._steps += 1
-        stop = torch.tensor([own[1]])
-        own[1] = float(self._worker.group.sum_(stop).wait()) if self._steps % ASK_EVERY == 0 else 0.0
+        stop = torch.tensor([own[place]])
+        own[place] = float(self._worker.group.sum_(stop).wait()) if self._steps % ASK_EVERY == 0 else 0.0
         return [own for _ in range(self._worker.seat.size)], None
 
 

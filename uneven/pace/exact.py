@@ -22,7 +22,7 @@ from uneven.rig import Rig
 from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 
-ROW = ("busy_ms", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
+ROW = ("busy_ms", "is_odd", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
 
 
 class ExactPace:
@@ -119,9 +119,9 @@ class ExactPace:
         """A sum without gradients in place of the next step's, for the word that rides in it; returns everybody's."""
         rig = self.rig
         samples = rig.axis.slot(min(rig.trained, rig.axis.total - 1)).samples
-        row = [0.0, word, float(self.policy.fingerprint())]
+        row = [0.0, 1.0, word, float(self.policy.fingerprint())]
         rows, _ = rig.eager.sum_gradients([], samples, lambda: row)
-        return [one[1] for one in rows]
+        return [one[2] for one in rows]
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
@@ -173,23 +173,26 @@ class ExactPace:
             self.rig.slow_down(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
-            return [busy_ms, STOP if self._is_stopping() else 0.0, float(self.policy.fingerprint())]
+            word = STOP if self._is_stopping() else 0.0
+            return [busy_ms, float(self.rig.is_odd(part)), word, float(self.policy.fingerprint())]
 
         rows, counts = self.rig.sum_gradients(micros, slot.samples, row)
         busy = self.busy_ms = [one[0] for one in rows]
         # What the slowest rank took longer than this one was waiting; the rest was the wire.
         recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
         self._free_ns = recorder.enter("compute")
-        check_company([one[1] for one in rows], slot.index)
-        check_agreement([int(one[2]) for one in rows], f"before slot {slot.index}")
+        words = [one[2] for one in rows]
+        check_company(words, slot.index)
+        check_agreement([int(one[3]) for one in rows], f"before slot {slot.index}")
         self.rig.eager.update(counts)
-        move = self.policy.note(slot.index, slot.samples, busy)
+        # 0: not measured. Else shares would flee from a rank that captures, to sizes that must be captured in turn.
+        move = self.policy.note(slot.index, slot.samples, [0.0 if one[1] else one[0] for one in rows])
         if move is not None:
             recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
         if isinstance(self.policy, Learned) and self.policy.costs is not None and not self._is_advised:
             self._is_advised = True
             self._advise(self.policy.costs)
-        return any(one[1] == STOP for one in rows)
+        return STOP in words
 
     def _advise(self, costs: Sequence[Cost]) -> None:
         """Say so where fewer devices would do; all ranks come here after the same slot."""

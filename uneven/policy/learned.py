@@ -44,7 +44,7 @@ class Learned:
         if slot < self.first + REPEATS * len(CUTS) - 1:
             return None
         costs = tuple(
-            fitted([(shares[rank], ms[rank]) for _, shares, ms in self._seen if shares[rank]])
+            fitted([(shares[rank], ms[rank]) for _, shares, ms in self._seen if shares[rank] and ms[rank] > 0.0])
             for rank in range(self.ranks)
         )
         self._balanced = Balanced(costs, self.slot_size, self.caps, self.least, self.lookahead)

@@ -47,9 +47,11 @@ class CapturedBackward:
         self._open = open_batch
         self._graphs: dict[Cut, _Graph] = {}  # the one used longest ago comes first
         self._seen: set[tuple[int, ...]] = set()  # sizes
+        self.is_replayed = False  # whether the last one was a replay and nothing else
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
         sizes = tuple(samples for _, samples in inputs)
+        self.is_replayed = (sizes, slot_samples) in self._graphs
         if not sizes or sizes not in self._seen:
             self._seen.add(sizes)
             return self._run_eagerly(inputs, slot_samples)
