@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench bench-core bench-seeds soak clean
+.PHONY: demo test test-cuda check bench bench-core bench-seeds soak clean
 
 demo: $(STAMP)
 	$(BIN)/uneven demo
@@ -38,6 +38,10 @@ bench-core: $(STAMP)
 # LeNet, full MNIST, 5 epochs, 5 seeds in every mode, and the demo's set (about an hour and a half on two slow cores).
 bench-seeds: $(STAMP)
 	$(BIN)/python tools/seeds.py
+
+# What needs a CUDA device; elsewhere all of it is skipped with the reason. Within 8 minutes on one GPU.
+test-cuda: $(STAMP)
+	$(BIN)/python -m pytest -m cuda -n 4 --dist loadfile
 
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)

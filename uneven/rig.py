@@ -114,6 +114,11 @@ class Rig:
             return self.eager.sum_gradients(micros, slot_samples, row)
         return self.eager.sum_gradients(micros, slot_samples, row, self.captured)
 
+    def after_step(self, began_ns: int) -> None:
+        """Keep the host close to its device after a step enqueued since then; a step of all ranks does so itself."""
+        is_simulated = self.seat.device.speed < 1  # it sleeps: the host's word for its work is the true one
+        self.run_ahead.after_step(None if is_simulated else began_ns)
+
     def is_odd(self, part: Part) -> bool:
         """Whether the step just done says nothing about this rank's speed: asked once after each.
 

@@ -126,7 +126,7 @@ class Worker:
     def result(self) -> RankResult:
         if self.rig.on.type == "cuda":
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(self.rig.on))
-        timeline = Timeline.of(self.recorder, str(self.seat.device), self._sampler.samples)
+        timeline = Timeline.of(self.recorder, str(self.seat.device), self._sampler.samples, self.rig.run_ahead.busy)
         return RankResult(self._state(), timeline, self.rig.log, list(self.rig.rounds), self.group.traffic)
 
     def _say_notes(self, pace: Pace) -> None:

@@ -108,8 +108,8 @@ class ExactPace:
             is_stopped = self._step_together(part, micros + self._phantoms(part))
         else:
             rig.step_alone(part, micros, began_ns)
+            rig.after_step(began_ns)
             is_stopped = self._is_stopping()
-        rig.run_ahead.after_step()
         rig.recorder.enter("other")
         rig.note(part)
         self._weight += part.samples

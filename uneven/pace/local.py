@@ -165,10 +165,10 @@ class LocalPace:
     def _step(self, part: Part, micros: Micros) -> None:
         rig = self.rig
         micros = rig.open(micros)
-        rig.recorder.enter("compute")
+        began_ns = rig.recorder.enter("compute")
         rig.move_rates(part.slot.index, self.scale)
         rig.step_alone(part, micros, self._free_ns)
-        rig.run_ahead.after_step()
+        rig.after_step(began_ns)
         now_ns = rig.recorder.enter("other")
         rig.note(part)
         self._samples += part.samples

@@ -1,7 +1,8 @@
 """Run-ahead: the host enqueues at most a few steps beyond what its CUDA device has finished.
 
 So speeds, decisions and stop requests follow the device's time and not the host's. On CPU a step is done when
-it returns, and this does nothing.
+it returns, and this does nothing. On the way it learns when the device was busy with steps, for the timeline; gaps
+between the kernels of one step count as work.
 """
 
 import time
@@ -16,23 +17,31 @@ SHORT = 0.4
 
 
 class RunAhead:
-    """Call `after_step` once per step and `drain` before anything that must see a finished device."""
+    """Call `after_step` once per step and `drain` before anything that must see a finished device.
+
+    `busy` holds when the device was at work on steps, as (start, end) in ns of `perf_counter`, in order and apart.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._in_flight: deque[torch.cuda.Event] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, int | None]] = deque()
         self._host_s = self._step_s = 0.0  # of a step: what enqueuing takes, and all of it
         self._left_s = time.perf_counter()
+        self.busy: list[tuple[int, int]] = []
+        self._base: tuple[torch.cuda.Event, int] | None = None  # an event, and when it was
 
-    def after_step(self) -> None:
+    def after_step(self, began_ns: int | None = None) -> None:
+        """`began_ns`: since when the step was enqueued; without it the device's work is not noted."""
         if self._device.type != "cuda":
             return
         arrived_s = time.perf_counter()
-        finished = torch.cuda.Event(blocking=True)
+        if self._base is None:
+            self._set_base()
+        finished = torch.cuda.Event(enable_timing=True, blocking=True)
         finished.record(torch.cuda.current_stream(self._device))
-        self._in_flight.append(finished)
+        self._in_flight.append((finished, began_ns))
         while len(self._in_flight) > (1 if self._host_s < SHORT * self._step_s else DEPTH):
-            self._in_flight.popleft().synchronize()
+            self._finish()
         left_s = time.perf_counter()
         self._host_s += 0.1 * (arrived_s - self._left_s - self._host_s)
         self._step_s += 0.1 * (left_s - self._left_s - self._step_s)
@@ -52,9 +61,36 @@ class RunAhead:
             reached = torch.cuda.Event(blocking=True)
             reached.record(torch.cuda.current_stream(self._device))
             reached.synchronize()
-            self._in_flight.clear()
+            self._finish_all()
 
     def drain(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            self._in_flight.clear()
+            self._finish_all()
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish()
+        if self._base is not None:
+            self._set_base()  # two clocks drift apart: the device has nothing to do, so now is a good moment
+
+    def _finish(self) -> None:
+        """Wait for the oldest step, and note when the device was at work on it."""
+        finished, began_ns = self._in_flight.popleft()
+        finished.synchronize()
+        if began_ns is None or self._base is None:
+            return
+        base, base_ns = self._base
+        end_ns = base_ns + int(base.elapsed_time(finished) * 1e6)
+        last_ns = self.busy[-1][1] if self.busy else 0
+        # A step starts when it is enqueued and the one before is done.
+        if began_ns <= last_ns < end_ns:
+            self.busy[-1] = (self.busy[-1][0], end_ns)
+        elif last_ns < began_ns < end_ns:
+            self.busy.append((began_ns, end_ns))
+
+    def _set_base(self) -> None:
+        base = torch.cuda.Event(enable_timing=True)
+        base.record(torch.cuda.current_stream(self._device))
+        base.synchronize()
+        self._base = (base, time.perf_counter_ns())

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from uneven.timeline.device import account_of, seen_by_device
 from uneven.timeline.record import STATES, Account, Event, Recorder
 from uneven.timeline.sample import Sample
 
@@ -43,10 +44,19 @@ class Timeline:
     samples: list[Sample]
 
     @classmethod
-    def of(cls, recorder: Recorder, device: str, samples: list[Sample]) -> "Timeline":
-        """One rank's timeline, in the machine's own clock; `together` makes times count from the start."""
-        lane = Lane(recorder.rank, device, recorder.spans())
-        return cls([lane], [recorder.account()], list(recorder.events), samples)
+    def of(
+        cls, recorder: Recorder, device: str, samples: list[Sample], busy: Sequence[tuple[int, int]] = ()
+    ) -> "Timeline":
+        """One rank's timeline, in the machine's own clock; `together` makes times count from the start.
+
+        `busy` is when a CUDA device was at work, where that is known: the lane is then the device's.
+        """
+        spans = recorder.spans()
+        if not busy:
+            return cls([Lane(recorder.rank, device, spans)], [recorder.account()], list(recorder.events), samples)
+        spans = seen_by_device(spans, busy)
+        account = account_of(recorder.rank, spans)
+        return cls([Lane(recorder.rank, device, spans)], [account], list(recorder.events), samples)
 
     @classmethod
     def together(cls, parts: Sequence["Timeline"]) -> "Timeline":
