@@ -41,7 +41,8 @@ bench-seeds: $(STAMP)
 
 # What needs a CUDA device; elsewhere all of it is skipped with the reason. Within 8 minutes on one GPU.
 test-cuda: $(STAMP)
-	$(BIN)/python -m pytest -m cuda -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m "cuda and not alone" -n 4
+	$(BIN)/python -m pytest -m "cuda and alone"
 
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)

@@ -136,6 +136,7 @@ def test_synchronised_batchnorm_over_a_gpu_and_a_cpu() -> None:
         torch.testing.assert_close(value, alone.buffers[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("policy", ["balanced", "async"])
 def test_slices_of_one_gpu(policy: str) -> None:
     state = train(policy=policy, epochs=6, devices="cuda:0%60,cuda:0%24")
@@ -161,6 +162,7 @@ def held_bytes() -> Iterator[Callable[[], int]]:
     assert not [one for one in left if one["status"] != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.alone
 @all_pairs
 @pytest.mark.parametrize(("happen", "policy"), [(killed, "sync"), (killed, "async"), (raising, "cadence")])
 def test_a_lost_rank_is_named_and_leaves_nothing(
@@ -171,6 +173,7 @@ def test_a_lost_rank_is_named_and_leaves_nothing(
     assert held_bytes() <= before + (64 << 20)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("devices", PAIRS[1:])
 def test_a_stopped_rank_is_named_and_leaves_nothing(
     devices: str, tmp_path: Path, held_bytes: Callable[[], int]
@@ -180,6 +183,7 @@ def test_a_stopped_rank_is_named_and_leaves_nothing(
     assert held_bytes() <= before + (64 << 20)
 
 
+@pytest.mark.alone
 @all_pairs
 @pytest.mark.parametrize("policy", ["balanced", "async"])
 def test_ctrl_c_saves_and_leaves_nothing(

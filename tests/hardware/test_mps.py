@@ -242,6 +242,7 @@ sys.stdin.read()
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 def test_two_slices_of_a_true_gpu_have_different_multiprocessors() -> None:
     import torch
 
