@@ -1,62 +1,82 @@
-"""Quality over seeds: LeNet on full MNIST in every mode, and the demo's job in async and torch-ddp.
+"""Quality over seeds: LeNet on full MNIST in every mode, the demo's job, ResNet-20 and gpt-nano on two slices of a GPU.
 
     python tools/seeds.py [OUT [WORD]]
 
-With a word only the jobs whose name has it. Runs that are finished (their summary is there) are not repeated, so it can
-be interrupted. Prints a table.
+Does the jobs whose name has the word; without one, those that need no GPU. Runs that are finished (their summary is
+there) are not repeated, so it can be interrupted. Prints a table.
 """
 
 import json
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from uneven.bench.single import Order, run_single
 
-SEEDS = range(5)
 PAIR = "cpu,cpu@0.4"
-JOBS = [
-    # (name, mode, devices, data, batch size, epochs)
-    ("solo, batch 64", "solo-0", "cpu", "mnist", 64, 5),
-    ("solo, batch 128", "solo-0", "cpu", "mnist", 128, 5),
-    ("sync", "cpu-sync", "cpu,cpu", "mnist", 64, 5),
-    ("balanced", "cpu-balanced", PAIR, "mnist", 64, 5),
-    ("cadence", "cpu-cadence", PAIR, "mnist", 64, 5),
-    ("async", "cpu-async", PAIR, "mnist", 64, 5),
-    ("demo: solo", "solo-0", "cpu", "mnist-mini", 64, 3),
-    ("demo: torch-ddp", "torch-ddp", PAIR, "mnist-mini", 64, 3),
-    ("demo: async", "cpu-async", PAIR, "mnist-mini", 64, 3),
-]
+SLICES = "cuda:0%60,cuda:0%24"
+Job = tuple[str, Order, Sequence[int]]  # name, run, seeds
 
 
-def measure(out: Path, name: str, mode: str, devices: str, data: str, batch_size: int, epochs: int, seed: int) -> float:
-    home = out / name.replace(" ", "-").replace(":", "").replace(",", "")
-    summary = home / "lenet" / mode / f"seed-{seed}" / "summary.json"
-    if not summary.exists():
-        run_single(
-            Order(
-                model="lenet",
-                mode=mode,
-                devices=devices,
-                data=data,
-                batch_size=batch_size,
-                epochs=epochs,
-                eval_every=epochs,
-                seed=seed,
-                out=home,
-                progress="off",
-            )
-        )
-    accuracy: float = json.loads(summary.read_text())["quality"]["accuracy"]
-    return 100 * accuracy
+def cpu_jobs() -> Iterator[Job]:
+    lenet = Order(model="lenet", data="mnist", batch_size=64, epochs=5, eval_every=5)
+    seeds = range(5)
+    yield "lenet solo, batch 64", replace(lenet, devices="cpu"), seeds
+    yield "lenet solo, batch 128", replace(lenet, devices="cpu", batch_size=128), seeds
+    yield "lenet sync", replace(lenet, mode="cpu-sync", devices="cpu,cpu"), seeds
+    for policy in ("balanced", "cadence", "async"):
+        yield f"lenet {policy}", replace(lenet, mode=f"cpu-{policy}", devices=PAIR), seeds
+    demo = replace(lenet, data="mnist-mini", epochs=3, eval_every=3)
+    yield "demo solo", replace(demo, devices="cpu"), seeds
+    yield "demo torch-ddp", replace(demo, mode="torch-ddp", devices=PAIR), seeds
+    yield "demo async", replace(demo, mode="cpu-async", devices=PAIR), seeds
+
+
+def gpu_jobs() -> Iterator[Job]:
+    """Solo is the larger slice by itself; the local policies step on the same batch as it."""
+    resnet = Order(model="resnet-20", devices=SLICES, compile="graph", eval_every=50)
+    for epochs, seeds in ((200, (0,)), (50, (0, 1, 2))):
+        for mode in ("solo-0", "cpu-cadence", "cpu-async"):
+            yield f"gpu resnet-20, {epochs} epochs, {mode}", replace(resnet, mode=mode, epochs=epochs), seeds
+    for scale in (1.0, "sqrt", "linear"):
+        named = replace(resnet, mode="cpu-async", epochs=50, lr_scale=scale)
+        yield f"gpu resnet-20, 50 epochs, cpu-async, lr_scale {scale}", named, (0, 1)
+    gpt = Order(model="gpt-nano", devices=SLICES, compile="graph", epochs=20, eval_every=20)
+    whole = replace(gpt, mode="solo-0", batch_size=2 * 64)
+    yield "gpu gpt-nano, solo, batch 128", whole, (0, 1, 2)
+    for mode in ("solo-0", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"):
+        yield f"gpu gpt-nano, {mode}", replace(gpt, mode=mode), (0, 1, 2)
+    for scale in (1.0, "sqrt", 1.5, "linear"):
+        yield f"gpu gpt-nano, cpu-async, lr_scale {scale}", replace(gpt, mode="cpu-async", lr_scale=scale), (0, 1, 2)
+
+
+def measure(out: Path, name: str, order: Order, seed: int) -> tuple[float, float]:
+    """The quality and the seconds of training."""
+    home = out / name.replace(" ", "-").replace(",", "")
+    order = replace(order, seed=seed, out=home, progress="off")
+    path = order.folder / "summary.json"
+    if not path.exists():
+        run_single(order)
+    summary = json.loads(path.read_text())
+    quality: float = summary["quality"][summary["metric"]]
+    return (100 * quality if summary["metric"] == "accuracy" else quality), summary["train_seconds"]
 
 
 def main(out: Path, word: str) -> None:
-    print("| job | accuracy, %, seeds 0 to 4 | mean | standard deviation |\n|---|---|---|---|")
-    for name, *job in (one for one in JOBS if word in one[0]):
-        found = [measure(out, name, *job, seed) for seed in SEEDS]
-        each = ", ".join(f"{one:.2f}" for one in found)
-        print(f"| {name} | {each} | {statistics.mean(found):.2f} | {statistics.stdev(found):.2f} |", flush=True)
+    print(
+        "| job | quality (accuracy in %, or loss), seed by seed | mean | standard deviation | s |\n|---|---|---|---|---|"
+    )
+    jobs = [*cpu_jobs(), *gpu_jobs()]
+    for name, order, seeds in jobs:
+        if word not in name or (not word and name.startswith("gpu")):
+            continue
+        found = [measure(out, name, order, seed) for seed in seeds]
+        qualities = [quality for quality, _ in found]
+        spread = f"{statistics.stdev(qualities):.3f}" if len(found) > 1 else "-"
+        each, seconds = ", ".join(f"{one:.3f}" for one in qualities), statistics.mean(seconds for _, seconds in found)
+        print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {spread} | {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if alone and speed:
         lines.append(
-            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, and ~{speed / max(alone):.2f} times the "
+            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
             "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"
         )
     return lines

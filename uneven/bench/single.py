@@ -56,6 +56,7 @@ class Order:
     seed: int = 0
     precision: str = "fp32"
     compile: str = "off"
+    lr_scale: float | str | None = None  # None: the policy's own rule
     eval_every: int = 1
     out: Path = Path("runs")
     progress: str = "auto"
@@ -89,6 +90,7 @@ def run_single(order: Order) -> dict[str, Any]:
         seed=order.seed,
         precision=order.precision,
         compile=order.compile,
+        lr_scale=order.lr_scale,
         out=order.folder,
         progress=order.progress,
     )
@@ -142,6 +144,7 @@ def _summary(
         "batch_size": config.batch_size,
         "precision": config.precision,
         "compile": config.compile,
+        "lr_scale": config.lr_scale,
         "metric": recipe.metric,
         "quality": quality,
         "published": recipe.published.value if recipe.published else None,

@@ -73,6 +73,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
     compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto; default: the policy's.")] = None,
     eval_every: Annotated[int, typer.Option(help="Evaluate every N epochs.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
@@ -88,6 +89,7 @@ def run(
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
     from uneven.bench.modes import resolve_mode, tell_threads
+    from uneven.cli.run import number_or_word
 
     tell_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
     from uneven.bench.single import Order, run_single
@@ -105,6 +107,7 @@ def run(
             seed=seed,
             precision=precision,
             compile=compile,
+            lr_scale=None if lr_scale is None else number_or_word(lr_scale),
             eval_every=eval_every,
             out=out,
             progress="off" if as_json else "auto",

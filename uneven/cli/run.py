@@ -56,13 +56,13 @@ def run(
         caps = tuple(int(cap) if cap.is_integer() else cap for cap in _numbers("memory_cap", memory_cap))
         given["memory_cap"] = caps if len(caps) > 1 else caps[0]
     if lr_scale is not None:
-        given["lr_scale"] = _number_or_word(lr_scale)
+        given["lr_scale"] = number_or_word(lr_scale)
     from uneven.start import run_script
 
     run_script(script, args or [], given)
 
 
-def _number_or_word(text: str) -> float | str:
+def number_or_word(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:

@@ -26,7 +26,10 @@ ROW = ("busy_ms", "is_odd", "stop", "fingerprint")  # what each rank tells the o
 
 
 class ExactPace:
-    """Invariant: after every slot all ranks hold the same params. `is_stopping()` is this rank's own wish to stop."""
+    """Invariant: after every slot all ranks hold the same params, up to how their devices round.
+
+    `is_stopping()` is this rank's own wish to stop.
+    """
 
     def __init__(
         self,
@@ -125,6 +128,10 @@ class ExactPace:
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
+        if self.rig.seat.size > 1 and any(device.kind == "cuda" for device in self.rig.seat.devices):
+            # A GPU and a CPU, or two kinds of GPU, round the same update differently: what is looked at is one model.
+            for param in self.rig.model.parameters():
+                self.group.broadcast_(param.detach()).wait()
         self.buffers.run(self.group, self._weight)
         self._weight = 0
 
