@@ -1,4 +1,4 @@
-"""Quality over seeds: LeNet on full MNIST in every mode, the demo's job, ResNet-20 and gpt-nano on two slices of a GPU.
+"""Quality over seeds: LeNet on MNIST in every mode, the demo's job, ResNet-20 and gpt-nano on two slices of a GPU.
 
     python tools/seeds.py [OUT [WORD]]
 
@@ -65,9 +65,8 @@ def measure(out: Path, name: str, order: Order, seed: int) -> tuple[float, float
 
 
 def main(out: Path, word: str) -> None:
-    print(
-        "| job | quality (accuracy in %, or loss), seed by seed | mean | standard deviation | s |\n|---|---|---|---|---|"
-    )
+    print("| job | quality (accuracy in %, or loss), seed by seed | mean | standard deviation | s |")
+    print("|---|---|---|---|---|")
     jobs = [*cpu_jobs(), *gpu_jobs()]
     for name, order, seeds in jobs:
         if word not in name or (not word and name.startswith("gpu")):

@@ -131,7 +131,7 @@ class Loop:
         self._loss = loss
         worker = self.worker
         if self.size == 1:  # among others, the clock of the step starts at the last collective
-            worker.rig.throttle.pause((worker.recorder.clock() - self._began_ns) / 1e9)
+            worker.rig.slow_down(self._began_ns)
         self._train(part, micros)
 
     def finish(self) -> TrainedState:
