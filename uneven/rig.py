@@ -6,6 +6,7 @@ A worker makes one rig. Whatever is measured or compiled before the group forms 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.optim import SGD
 
 from uneven.config import RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
+from uneven.hardware.device import needs_ranks
 from uneven.hardware.throttle import Throttle
 from uneven.parallel.batchnorm import Circle, has_batchnorm, synchronise
 from uneven.policy.axis import Axis, Part
@@ -63,7 +65,7 @@ class Rig:
         self.graph: GraphStep | None = None
         self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
-            task.dataset, self.on, config.seed, config.batch_size, config.workers, is_rank=seat.size > 1
+            task.dataset, self.on, config.seed, config.batch_size, config.workers, is_rank=needs_ranks(seat.devices)
         )
         self.run_ahead = RunAhead(self.on)
         self.throttle = Throttle(seat.device.speed)
@@ -72,6 +74,7 @@ class Rig:
         self.rounds: list[Round] = []  # of a local policy, the first is round 0
         self.caps = config.caps(seat.size)  # samples that each rank may hold at once
         self._sizes: set[tuple[int, ...]] = set()  # of micro-batches, seen in steps of several ranks
+        self.has_cuda = False  # some rank of the group, this one or another
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
 
@@ -152,6 +155,7 @@ class Rig:
         if self.config.compile == "off" and self.on.type == "cpu":
             return
         self.recorder.enter("compile")
+        self._find_cap()
         if self.config.compile == "default":
             self.model.compile()
         ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
@@ -168,35 +172,50 @@ class Rig:
         """This rank's own speed and what it can hold, before the group forms, so that round 0 can share out."""
         self.recorder.enter("compile")
         slot = self.axis.slot(0)
-        expected, least = self._expected(slot.samples), 2 if has_batchnorm(self.model) else 1
+
+        @lru_cache(maxsize=None if self.config.workers else 0)
+        def read(samples: int) -> tuple[Part, Micros]:
+            # Loader processes read ahead; starting them anew for every step would be taken for the step's cost.
+            return next(self.feed.stream([Part(slot, 0, samples, self.batch(samples))]))
 
         def run_step(samples: int) -> None:
             began_ns = self.recorder.clock()
-            part, micros = next(self.feed.stream([Part(slot, 0, samples, self.batch(samples))]))
+            part, micros = read(samples)
             self.step_alone(part, self.open(micros), began_ns)
             self.run_ahead.drain()
+
+        # Of captured steps the first of a size runs eagerly and the second is the capture.
+        untimed = 1 if self.captured is None else 2
+        captures = nullcontext() if self.captured is None else self.captured.rehearsal()
+        with no_trace(self.eager, self.on), captures:
+            cost = measure_cost(run_step, self._expected(slot.samples), self._least, untimed=untimed)
+        self.recorder.enter("setup")
+        return replace(cost, cap=self.caps[self.seat.rank])
+
+    @property
+    def _least(self) -> int:
+        """The smallest batch that can be trained."""
+        return 2 if has_batchnorm(self.model) else 1
+
+    def _find_cap(self) -> None:
+        """What this rank's memory holds at once, where shares move and nobody has said: before anything larger runs."""
+        config, slot = self.config, self.axis.slot(0)
+        is_moving = config.policy == "balanced" and self.seat.size > 1 and not config.is_shared_out
+        if self.on.type != "cuda" or not is_moving or config.memory_cap is not None:
+            return
 
         def run_at_once(samples: int) -> None:
             _, micros = next(self.feed.stream([Part(slot, 0, samples, samples)]))
             self.eager([(self.feed.open(inputs), many) for inputs, many in micros], samples)
 
-        with no_trace(self.eager, self.on):
-            # Of captured steps the first of a size runs eagerly and the second is the capture.
-            with nullcontext() if self.captured is None else self.captured.rehearsal():
-                cost = measure_cost(run_step, expected, least, untimed=1 if self.captured is None else 2)
-            if self.on.type == "cuda" and self.config.policy == "balanced" and self.config.memory_cap is None:
-                first = max(least, expected // 2)
-                cap = probe_cap(run_at_once, self.on, self._room_bytes(), first, slot.samples)
-                cost = replace(cost, cap=float(cap))
-        self.recorder.enter("setup")
-        return cost
-
-    def _room_bytes(self) -> float:
-        """What a step of this rank may take of its device's memory."""
         names = [device.torch_name for device in self.seat.devices]
         room = room_bytes(self.on, names.count(self.seat.device.torch_name))
-        # Graphs keep their memory while a size that is new runs eagerly beside them.
-        return room if self.captured is None else room / 2
+        if config.compile == "graph":
+            room /= 2  # graphs keep their memory while a size that is new runs eagerly beside them
+        with no_trace(self.eager, self.on):
+            cap = probe_cap(run_at_once, self.on, room, self._least, slot.samples)
+        rank = self.seat.rank
+        self.caps = (*self.caps[:rank], float(max(cap, self._least)), *self.caps[rank + 1 :])
 
     def _capture(self, part: Part) -> None:
         """The whole step as a graph; or, where gradients are summed over ranks, forward and backward.

@@ -101,7 +101,10 @@ class Worker:
         self.recorder.enter("communication")
         for tensor in (*self.rig.model.parameters(), *self.rig.model.buffers()):
             self.group.broadcast_(tensor.detach()).wait()
-        pace.meet([Cost(*row) for row in gather_rows(self.group, (cost.fixed_ms, cost.sample_ms, cost.cap))])
+        is_cuda = float(self.rig.on.type == "cuda")
+        rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
+        self.rig.has_cuda = any(row[0] for row in rows)
+        pace.meet([Cost(*row[1:]) for row in rows])
         if self.seat.rank > 0:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.pace = pace

@@ -138,10 +138,11 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(changes: Any, wo
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_cuda_device_among_others_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_refused_at_once_and_a_gpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "check_device", lambda device: None)
-    with pytest.raises(InputError, match="cuda:0 cannot train together"):
-        check(DemoOrder(devices="cuda:0,cpu"))
+    with pytest.raises(InputError, match="takes whole devices"):
+        check(DemoOrder(devices="cuda:0%60,cuda:0%24"))
+    assert check(DemoOrder(devices="cuda:0,cpu")).devices == ("cuda:0", "cpu")
 
 
 def test_one_core_for_both_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
+from tests.faults import alive
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.policy.axis import Axis, Part, part_of
@@ -42,6 +44,27 @@ class Doubled:
 feed = make_feed(Doubled(), torch.device("cpu"), 0, 2, workers=2, is_rank=True)
 parts = [part_of(slot, (slot.samples,), 0, 2) for slot in Axis(6, 2, 1).slots()]
 print(str(sorted(int(i) for _, micros in feed.stream(parts) for batch, _ in micros for i in batch)).replace(" ", ""))
+"""
+
+
+READER = """
+import os, torch
+from uneven.data.feed import make_feed
+from uneven.policy.axis import Axis, part_of
+
+class Numbers:
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        return os.getpid()
+
+feed = make_feed(Numbers(), torch.device("cpu"), 0, 2, workers=2, is_rank=True)
+parts = (part_of(slot, (slot.samples,), 0, 2) for slot in Axis(4000, 2, 1).slots())
+stream = feed.stream(parts)
+seen = {int(pid) for _ in range(4) for batch, _ in next(stream)[1] for pid in batch}
+print(*seen, flush=True)
+while True:
+    pass
 """
 
 
@@ -101,6 +124,21 @@ def test_loader_processes_of_a_rank_do_not_run_the_script_again(tmp_path: Path) 
     script.write_text(UNGUARDED)
     answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout.split() == ["begun", "[0,2,4,6,8,10]"]
+
+
+def test_loader_processes_end_with_their_rank_even_if_it_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "reader.py"
+    script.write_text(READER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        loaders = {int(number) for number in rank.stdout.readline().split()}
+        assert len(loaders) == 2
+        assert rank.pid not in loaders
+        rank.kill()
+    end = time.monotonic() + 30
+    while any(alive(pid) for pid in loaders):
+        assert time.monotonic() < end, "left behind"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -53,7 +53,7 @@ class OnCpu(Capture):
         return self._left
 
     def replay(self, inputs: InputMicros) -> None:
-        self.take(inputs)
+        self._take(inputs)
         used = set(self._eager.road._used)
         left = self._run(self.inputs)
         self._eager.road._used = used

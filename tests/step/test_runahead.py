@@ -28,6 +28,9 @@ class Clock:
             def record(self, _: object) -> None:
                 self.at = max(clock.device, clock.host)
 
+            def query(self) -> bool:
+                return self.at <= clock.host
+
             def synchronize(self) -> None:
                 clock.host = max(clock.host, self.at)
 

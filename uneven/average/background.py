@@ -130,6 +130,8 @@ class BackgroundAverage:
             self._thread.join()
 
     def _work(self) -> None:
+        if self._replica.device.type == "cuda":
+            torch.cuda.set_device(self._replica.device)  # else this thread would take memory of the first GPU
         while (journey := self._jobs.get()) is not None:
             try:
                 self._travel(journey)

@@ -134,10 +134,10 @@ def check(order: DemoOrder) -> Results:
         )
     for device in dict.fromkeys(devices):
         check_device(device)
-        if device.kind != "cpu":
+        if device.percent is not None:
             raise InputError(
-                f"--devices {order.devices!r}: {device} cannot train together with others in this version; "
-                f"the demo takes CPU devices, as in {PAIR}"
+                f"--devices {order.devices!r}: the demo takes whole devices, as in {PAIR} or cuda:0,cpu; on slices run "
+                "'uneven bench efficiency'"
             )
     return Results(tuple(map(str, devices)), _chosen(order.modes, len(devices), order.devices))
 

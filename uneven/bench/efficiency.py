@@ -51,6 +51,12 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     """Run the pairs and sum them up."""
     if order.policy not in POLICIES:
         raise InputError(f"policy {order.policy!r} must be one of {', '.join(POLICIES)}")
+    if (order.against_ddp or order.policy == "torch-ddp") and order.precision != "fp32":
+        raise InputError(f"precision={order.precision!r} with PyTorch's DDP: it is measured in fp32; leave it out")
+    if order.against_ddp and order.compile != "off":
+        raise InputError(
+            f"compile={order.compile!r} with --against-ddp: DDP runs eagerly, and so must ours; leave it out"
+        )
     devices = parse_devices(order.devices)
     if len(devices) < 2:
         raise InputError(f"devices {order.devices!r}: efficiency needs at least two, as in cpu,cpu@0.4")

@@ -134,7 +134,9 @@ class LocalJoint:
         is_async = worker.config.policy == "async"
         ended_ns = pace.entered_ns if is_async else worker.recorder.clock()
         samples = sum(samples for _, _, samples in worker.rig.log[first:])
-        seconds = (ended_ns - began_ns) / 1e9
+        # The last round's own time comes after that: one in so many, as the first one's came before.
+        own_s = pace.transfer_ms / 1e3 if is_async else 0.0
+        seconds = (ended_ns - began_ns) / 1e9 + own_s
         self._slots_per_s = (end - start) / highest(worker, seconds)
         rounds = [event.fields for event in worker.recorder.events[known:] if event.kind == "round"]
         delays = [one["delay"] for one in rounds]

@@ -71,10 +71,9 @@ def run_single(order: Order) -> dict[str, Any]:
     """Train, measure, write the folder; returns the summary."""
     recipe = models.get(order.model)
     mode = resolve_mode(order.mode, order.devices)
-    if mode.is_torch_ddp and order.compile == "graph":
-        raise InputError(
-            "compile='graph' with mode 'torch-ddp': PyTorch's DDP is measured as users run it; leave it out"
-        )
+    if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
+        given = f"compile={order.compile!r}, precision={order.precision!r}"
+        raise InputError(f"{given} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)

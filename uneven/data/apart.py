@@ -6,7 +6,9 @@ process of its own with one thread. Unlike the standard one it does not run the 
 """
 
 import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -28,8 +30,24 @@ class ApartContext(ForkServerContext):
 
     def __init__(self) -> None:
         super().__init__()
-        with _without_main():
-            multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # torch is read once, not once a process
+        multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # torch is read once, not once a process
+
+
+def end_with_parent(worker: int) -> None:
+    """In a loader process, at its start: a thread that ends it when the rank is gone, however that came about.
+
+    torch's own watch looks at the parent's number, which is the server's here; and the server waits for its processes.
+    """
+    del worker
+    rank = multiprocessing.parent_process()
+    if rank is None:  # in the rank itself
+        return
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="uneven-parent", daemon=True).start()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from uneven.data.apart import ApartContext
+from uneven.data.apart import ApartContext, end_with_parent
 from uneven.data.ledger import permutation, sample_keys
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
@@ -189,6 +189,7 @@ class LoaderFeed:
             generator=torch.Generator().manual_seed(self._seed),  # else it draws from the training's numbers
             pin_memory=self._device.type == "cuda",
             multiprocessing_context=self._start,
+            worker_init_fn=end_with_parent if isinstance(self._start, ApartContext) else None,
         )
 
 

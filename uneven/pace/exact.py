@@ -128,7 +128,7 @@ class ExactPace:
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
-        if self.rig.seat.size > 1 and any(device.kind == "cuda" for device in self.rig.seat.devices):
+        if self.rig.seat.size > 1 and self.rig.has_cuda:
             # A GPU and a CPU, or two kinds of GPU, round the same update differently: what is looked at is one model.
             for param in self.rig.model.parameters():
                 self.group.broadcast_(param.detach()).wait()

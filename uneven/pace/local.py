@@ -50,7 +50,7 @@ class LocalPace:
         self._busy_ms = 0.0
         self._behind = 0  # steps that the device had still to do when the last round was entered
         self._free_ns = 0  # since when the rank's time is its own work
-        self._entering_ms = self._wait_ms = self._transfer_ms = 0.0
+        self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count of all ranks since the last epoch that ended
         self._broken: list[int] = []  # ranks whose params were not finite in the last round
         self._is_scaled = False
@@ -235,7 +235,7 @@ class LocalPace:
             steps_late=lead,
             delay=self._delay,
             wait_ms=self._wait_ms,
-            transfer_ms=self._transfer_ms,
+            transfer_ms=self.transfer_ms,
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
             samples=[int(row.samples) for row in rows],
@@ -304,7 +304,7 @@ class LocalPace:
         own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
         is_async = self.rig.config.policy == "async"
         self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.met_ns - arrived.left_ns)) / 1e6
-        self._transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
+        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
         self._costs = Row(
             transfer_ms=own_ms,
             latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,

@@ -35,7 +35,7 @@ class _Bucket:
 
 
 class GradientRoad:
-    """Life cycle per step: `start()`, backward of the micro-batches (the last inside `sending()`), `finish()`.
+    """Life cycle per step: `start()`, backward of the micro-batches (`open()` before the last), `finish()`.
 
     Between `start` and `finish` every trainable param's `.grad` is a view of a bucket; replacing it
     (`zero_grad(set_to_none=True)`) would cut the road, so nobody else may touch gradients.

@@ -120,7 +120,8 @@ class Balanced:
 
     def fingerprint(self) -> int:
         state = struct.pack(f"<{len(self._factors)}d", *self._factors)
-        return zlib.crc32(state + repr(self._plan).encode()) & 0xFFFFFF
+        rest = (self._plan, self._seen, self._directions, self._damping)
+        return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
 
     def _planned(self, slot: int) -> tuple[int, ...]:
         """The shares in force at a slot: looked up, never stepped, since a feed may ask ahead."""

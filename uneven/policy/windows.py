@@ -136,7 +136,10 @@ class Windows:
     def fingerprint(self) -> int:
         """24 bits of the state: equal on all ranks."""
         numbers = struct.pack(f"<{self.ranks}d2d", *self._ms, self.anchor, self._floor)
-        rest = (self.counts, self.start, self.due, self.is_held, self._costs_ms, self._blocked_ms, self._latencies_ms)
+        rest = (
+            *(self.counts, self.start, self.due, self.event, self.rounds, self.is_held, self._seen_ms),
+            *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms),
+        )
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
 
     def _open(self) -> None:

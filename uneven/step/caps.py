@@ -60,7 +60,9 @@ def _peak(run: Callable[[int], None], used_bytes: Callable[[], int], samples: in
     """What so many samples take; None where there is not as much."""
     try:
         run(samples)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # cuBLAS and cuDNN have words of their own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "ALLOC_FAILED" not in str(error):
+            raise
         return None
     return used_bytes()
 

@@ -16,6 +16,9 @@ from uneven.errors import InputError
 T = TypeVar("T")
 InputMicros = Sequence[tuple[Inputs, int]]
 
+# torch's own default for captures belongs to the first device that captured; captures that share memory share a stream.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
 
 def can_capture(device: torch.device) -> bool:
     """A CPU among CUDA devices has nothing to capture, and nothing to gain from it."""
@@ -39,10 +42,11 @@ class Capture:
         is read before the next replay.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        side = _streams.setdefault(stream.device, torch.cuda.Stream(stream.device))
         pool = None if beside is None or beside._graph is None else beside._graph.pool()
         try:
             # thread_local: a call of another thread (a sampler, a logger) must not break the capture.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 result = run(self.inputs)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that broke off leaves its own behind
@@ -55,10 +59,10 @@ class Capture:
 
     def replay(self, inputs: InputMicros) -> None:
         assert self._graph is not None, "recorded before it is replayed"
-        self.take(inputs)
+        self._take(inputs)
         self._graph.replay()
 
-    def take(self, inputs: InputMicros) -> None:
+    def _take(self, inputs: InputMicros) -> None:
         """Copy them into the fixed ones."""
         for (fixed, _), (fresh, _) in zip(self.inputs, inputs, strict=True):
             for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):

@@ -58,9 +58,10 @@ class GraphStep:
             self._run_eagerly(inputs, slot_samples)
             return
         for place, group in enumerate(self._eager.optimizer.param_groups):
-            if group["lr"] != self._written[place]:
-                self._written[place] = group["lr"]
-                self._rates[place].fill_(group["lr"])
+            rate = float(group["lr"])  # of a tensor the value: the schedule fills it in place
+            if rate != self._written[place]:
+                self._written[place] = rate
+                self._rates[place].fill_(rate)
         self._capture.replay(inputs)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> None:

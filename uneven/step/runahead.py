@@ -14,6 +14,7 @@ DEPTH = 2
 # Where enqueuing takes less than this part of a step, one step ahead keeps the device busy, and averages are merged
 # sooner by the time of another one.
 SHORT = 0.4
+AGED_NS = 10_000_000_000  # after which the host's clock and the device's are compared anew
 
 
 class RunAhead:
@@ -49,8 +50,8 @@ class RunAhead:
 
     @property
     def behind(self) -> int:
-        """Steps that the device may still have to do."""
-        return len(self._in_flight)
+        """Steps that the device has still to do."""
+        return sum(not finished.query() for finished, _ in self._in_flight)
 
     def catch_up(self) -> None:
         """Wait for what is enqueued on the compute stream, and not for collectives and copies on other ones.
@@ -77,10 +78,14 @@ class RunAhead:
     def _finish(self) -> None:
         """Wait for the oldest step, and note when the device was at work on it."""
         finished, began_ns = self._in_flight.popleft()
+        was_waited_for = not finished.query()
         finished.synchronize()
+        now_ns = time.perf_counter_ns()
         if began_ns is None or self._base is None:
             return
         base, base_ns = self._base
+        if was_waited_for and now_ns - base_ns > AGED_NS:
+            self._base = (finished, now_ns)
         end_ns = base_ns + int(base.elapsed_time(finished) * 1e6)
         last_ns = self.busy[-1][1] if self.busy else 0
         # A step starts when it is enqueued and the one before is done.
