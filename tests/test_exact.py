@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import Silent, ThreadGroup, on_threads
+from uneven.comm.gather import gather_rows
 from uneven.config import Task, resolve
 from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
@@ -24,6 +25,7 @@ from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced
 from uneven.rig import Rig
+from uneven.step.eager import EagerStep
 from uneven.worker import RankResult, Seat, Worker
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -199,3 +201,25 @@ def test_a_step_that_says_nothing_about_speed_moves_no_shares(monkeypatch: pytes
     train(2, policy="balanced")
     assert noted
     assert all(first > 0.0 and second == 0.0 for first, second in noted)
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_replicas_whose_devices_round_differently_are_one_model_where_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    update = EagerStep.update
+
+    def round_in_its_own_way(self: EagerStep, counts: Any) -> None:
+        update(self, counts)
+        assert self.road is not None
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(1.0 + 1e-12 * self.road._group.rank)
+
+    def told(group: ThreadGroup, row: Sequence[float]) -> list[list[float]]:
+        return [[float(has_cuda), *one[1:]] for one in gather_rows(group, row)]
+
+    monkeypatch.setattr(EagerStep, "update", round_in_its_own_way)
+    monkeypatch.setattr("uneven.worker.gather_rows", told)
+    one, other = (params(result) for result in train(2))
+    assert all(torch.equal(value, other[name]) for name, value in one.items()) == has_cuda

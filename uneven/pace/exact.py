@@ -129,9 +129,10 @@ class ExactPace:
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
         if self.rig.seat.size > 1 and self.rig.has_cuda:
-            # A GPU and a CPU, or two kinds of GPU, round the same update differently: what is looked at is one model.
-            for param in self.rig.model.parameters():
-                self.group.broadcast_(param.detach()).wait()
+            # A GPU and a CPU, or two kinds of GPU, round the same numbers differently: what is looked at is one model.
+            model, equal = self.rig.model, synced_buffers(self.rig.model)
+            for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal)):
+                self.group.broadcast_(tensor.detach()).wait()
         self.buffers.run(self.group, self._weight)
         self._weight = 0
 
@@ -148,6 +149,7 @@ class ExactPace:
     def conclude(self) -> None:
         self.rig.recorder.enter("compute")
         self.rig.run_ahead.drain()
+        self.rig.recorder.enter("communication" if self.rig.seat.size > 1 else "other")
         self.average_buffers()
 
     def close(self) -> None:
