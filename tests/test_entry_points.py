@@ -89,18 +89,6 @@ if len(sys.argv) > 3:
 )
 
 
-OWN_LOOP = (
-    HEAD
-    + """
-ddp = Ddp.setup(net(), sgd, dataset=TensorData(X, Y), batch_size=8, epochs=3, progress="off", verify=True, out="run")
-for epoch in range(3):
-    for x, y in ddp.batches(epoch):
-        ddp.step(F.cross_entropy(ddp(x), y))
-ddp.finish()
-"""
-)
-
-
 def start(command: list[str | Path], cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False, **options)
 
@@ -163,27 +151,6 @@ def test_uneven_run_equals_one_process(script: Path, plain: dict[str, dict[str, 
         # The command line stands above the script, on every rank.
         assert fact["config"]["devices"] == "cpu,cpu@0.4"
         assert fact["config"]["max_grad_norm"] == 1000.0
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cuda:0,cpu"])
-def test_uneven_run_on_cuda_equals_one_process(
-    script: Path, plain: dict[str, dict[str, torch.Tensor]], tmp_path: Path, devices: str
-) -> None:
-    """The own loop and the manual tier too; of the latter the model stays on the CPU."""
-    done = start([sys.executable, "-m", "uneven", "run", script, tmp_path, "16", "--devices", devices], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_same_everywhere(tmp_path, plain)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_an_own_loop_on_a_gpu_and_a_cpu(tmp_path: Path, policy: str) -> None:
-    (tmp_path / "train.py").write_text(OWN_LOOP)
-    command = [sys.executable, "-m", "uneven", "run", tmp_path / "train.py", "--devices", "cuda:0,cpu"]
-    done = start([*command, "--policy", policy], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert TrainedState.load(tmp_path / "run").finished
 
 
 def test_torchrun_equals_one_process(script: Path, plain: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ ARROWS = {
         "state",
     },
     "bench": {
-        *("comm", "config", "data", "errors", "files", "hardware", "pace", "parallel", "policy", "progress", "rank"),
-        *("rig", "run", "seat", "state", "step", "supervise", "timeline", "worker"),
+        *("comm", "config", "data", "errors", "files", "hardware", "pace", "parallel", "policy", "prepare", "progress"),
+        *("rank", "rig", "run", "seat", "state", "step", "supervise", "timeline", "worker"),
     },
     "cli": {"bench", "data", "errors", "hardware", "start"},
     "__main__": {"cli"},

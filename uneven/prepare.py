@@ -45,11 +45,7 @@ def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "
         devices = tuple(usable_devices())
     else:
         devices = parse_devices(config.devices)
-    for device in devices:
-        check_device(device)
-    config = _resolve_precision(config, devices)
-    _check_together(config, devices)
-    config, road = _resolve_backend(config, devices, member)
+    config, road = settle(config, devices, member)
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
     is_lead = member is None or member.rank == 0
@@ -60,6 +56,15 @@ def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "
     if member is not None and member.note:
         reporter.say([f"  {member.note}"])
     return Prepared(config, devices, reporter)
+
+
+def settle(config: RunConfig, devices: tuple[Device, ...], member: Member | None = None) -> tuple[RunConfig, list[str]]:
+    """The settings with what 'auto' means on these devices, and what is to be said of it; raises where it cannot be."""
+    for device in devices:
+        check_device(device)
+    config = _resolve_precision(config, devices)
+    _check_together(config, devices)
+    return _resolve_backend(config, devices, member)
 
 
 def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequence[str]:

@@ -1,9 +1,7 @@
 """The round trip of an average, on threads: against a dense computation, and with everything that can go wrong."""
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import pytest
@@ -16,8 +14,7 @@ from uneven.average.background import Arrived, BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.road import lay_road
-from uneven.comm.group import Group, SoloGroup
-from uneven.comm.work import Work
+from uneven.comm.group import Group
 from uneven.errors import RankError
 
 T = TypeVar("T")
@@ -351,139 +348,3 @@ def test_a_finite_rank_that_trained_nothing_cannot_save_a_run() -> None:
             side.round(float(side.rank))
 
     on_ranks(3, body)
-
-
-# Phases, and the thread.
-
-
-class Gate:
-    """A collective that says when somebody waits for it, and ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(30)
-
-    def is_completed(self) -> bool:
-        return self.opened.is_set()
-
-
-class GatedGroup(SoloGroup):
-    """One rank alone whose sums each wait at a gate: the first is the head, the second the params."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = [Gate(), Gate(), Gate()]
-        self._passed = iter(self.gates)
-
-    def sum_(self, tensor: Tensor) -> Work:
-        return Work(next(self._passed), tensor, self.traffic)
-
-    def open(self) -> None:
-        for gate in self.gates:
-            gate.opened.set()
-
-
-@contextmanager
-def gated(**options: Any) -> Iterator[tuple[Side, GatedGroup]]:
-    group = GatedGroup()
-    with closing(Side(group, **options)) as side:
-        try:
-            yield side, group
-        finally:
-            group.open()
-
-
-def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
-    with gated() as (side, group):
-        average, (head, params, _) = side.average, group.gates
-        assert average.phase == "idle"
-        assert not average.is_done()
-        average.start(1.0, list)
-        assert average.phase == "collecting"
-        assert head.reached.wait(30)
-        assert (average.phase, average.is_done()) == ("collecting", False)
-        all_came_ns = time.perf_counter_ns()
-        head.opened.set()
-        assert params.reached.wait(30)
-        assert (average.phase, average.is_done()) == ("computing", False)
-        sent_ns = time.perf_counter_ns()
-        params.opened.set()
-        average.wait()
-        assert (average.phase, average.is_done()) == ("idle", True)
-        arrived = average.finish(is_unchanged=True)
-        assert not average.is_done(), "there is no round any more"
-        assert arrived.left_ns < all_came_ns < arrived.met_ns < sent_ns < arrived.back_ns
-
-
-def test_a_snapshot_is_taken_at_once_and_not_when_it_is_sent() -> None:
-    with gated() as (side, group):
-        before = side.params
-        side.average.start(1.0, list)
-        assert group.gates[0].reached.wait(30)
-        side.work(5.0)
-        group.open()
-        side.average.finish(is_unchanged=True)
-        assert torch.equal(side.params, before)
-
-
-def test_one_round_at_a_time() -> None:
-    with gated() as (side, group):
-        with pytest.raises(AssertionError, match="started first"):
-            side.average.finish(is_unchanged=True)
-        side.average.start(1.0, list)
-        with pytest.raises(AssertionError, match="one round in flight"):
-            side.average.start(1.0, list)
-        group.open()
-        side.average.finish(is_unchanged=True)
-
-
-@pytest.mark.parametrize("sums", [0, 1])
-def test_an_error_on_the_way_is_raised_by_finish(sums: int) -> None:
-    class Lost(SoloGroup):
-        """The other rank is gone, before or after it has entered the round."""
-
-        left = sums
-
-        def sum_(self, tensor: Tensor) -> Work:
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("Connection closed by peer")
-            return super().sum_(tensor)
-
-    with closing(Side(Lost())) as side:
-        before = side.params
-        side.average.start(1.0, list)
-        side.average.wait()
-        assert side.average.is_done(), "a pace that asks must not wait for ever"
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            side.average.finish(is_unchanged=False)
-        assert torch.equal(side.params, before)
-        assert side.average.phase == "idle"
-
-
-def test_close_ends_the_thread_and_may_be_called_again() -> None:
-    side = Side(SoloGroup())
-    thread = side.average._thread
-    side.round(1.0)
-    assert thread.is_alive()
-    side.close()
-    assert not thread.is_alive()
-    side.close()
-
-
-def test_close_does_not_wait_for_a_round_that_may_never_come_back() -> None:
-    with gated() as (side, group):
-        side.average.start(1.0, list)
-        assert group.gates[0].reached.wait(30)
-        side.close()
-        thread = side.average._thread
-        assert thread.is_alive()
-        group.open()
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-# verify

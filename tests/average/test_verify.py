@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.average.test_background import Side, gated, on_ranks
+from tests.average.test_background import Side, on_ranks
+from tests.average.test_phases import gated
 from tests.ranks import ThreadGroup, on_threads
 from uneven.average.background import Arrived
 from uneven.comm.group import SoloGroup

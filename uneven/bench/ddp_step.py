@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.pace.exact import ROW
+from uneven.pace.exact import Row
 from uneven.parallel.reference import TorchDdp
 from uneven.step.eager import EagerStep
 from uneven.worker import Worker
@@ -43,12 +43,10 @@ class DdpStep:
         self._eager.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this makes exact.
         (loss * (samples * self._worker.seat.size / slot_samples)).backward()
-        own = list(row())
-        place = ROW.index("stop")
+        own = Row(*row())
         self._steps += 1
-        stop = torch.tensor([own[place]])
-        own[place] = float(self._worker.group.sum_(stop).wait()) if self._steps % ASK_EVERY == 0 else 0.0
-        return [own for _ in range(self._worker.seat.size)], None
+        asked = float(self._worker.group.sum_(torch.tensor([own.word])).wait()) if self._steps % ASK_EVERY == 0 else 0.0
+        return [list(own._replace(word=asked)) for _ in range(self._worker.seat.size)], None
 
 
 def train_with_ddp(worker: Worker, home: Path) -> None:

@@ -15,12 +15,11 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.sets import load_set
-from uneven.comm.group import has_nccl
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.hardware.backend import choose_backend
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.prepare import settle
 from uneven.progress import Reporter
 from uneven.supervise import run_ranks
 
@@ -70,8 +69,9 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
         policy="sync" if order.policy == "torch-ddp" else order.policy,
         precision=order.precision,
         compile="off" if order.policy == "torch-ddp" else order.compile,
-        backend=choose_backend(order.backend, devices, has_nccl())[0],
+        backend=order.backend,
     )
+    config, _ = settle(config, devices)
     if config.slot_size(len(devices)) > len(data.train):
         raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the set has")
     plan = SegmentPlan(

@@ -5,6 +5,7 @@ A rank alone goes the same way; it only has nothing to sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from uneven.average.buffers import BufferAverage
 from uneven.comm.group import Group
@@ -22,7 +23,14 @@ from uneven.rig import Rig
 from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 
-ROW = ("busy_ms", "is_odd", "stop", "fingerprint")  # what each rank tells the others with every gradient sum
+
+class Row(NamedTuple):
+    """What each rank tells the others with every gradient sum."""
+
+    busy_ms: float  # its own work in this step
+    is_odd: float  # 1 where that says nothing about its speed
+    word: float
+    fingerprint: float
 
 
 class ExactPace:
@@ -74,7 +82,7 @@ class ExactPace:
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
         # Layers that wait for each other in backward keep their order only if nothing is sent in between.
         overlaps = not rig.circle.layers and rig.captured is None
-        rig.eager.road = GradientRoad(list(rig.model.parameters()), self.group, len(ROW) + 1, overlaps=overlaps)
+        rig.eager.road = GradientRoad(list(rig.model.parameters()), self.group, len(Row._fields) + 1, overlaps=overlaps)
         if is_measured:
             self._advise(costs)
 
@@ -122,9 +130,9 @@ class ExactPace:
         """A sum without gradients in place of the next step's, for the word that rides in it; returns everybody's."""
         rig = self.rig
         samples = rig.axis.slot(min(rig.trained, rig.axis.total - 1)).samples
-        row = [0.0, 1.0, word, float(self.policy.fingerprint())]
+        row = Row(0.0, 1.0, word, float(self.policy.fingerprint()))
         rows, _ = rig.eager.sum_gradients([], samples, lambda: row)
-        return [one[2] for one in rows]
+        return [Row(*one).word for one in rows]
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
@@ -174,7 +182,7 @@ class ExactPace:
         sent_ns = 0
         waited_s = traffic.wait_s
 
-        def row() -> list[float]:
+        def row() -> Row:
             # The clock of the policy: own work since the last collective, before waiting for anyone.
             nonlocal busy_ms, sent_ns
             self.rig.run_ahead.catch_up()
@@ -183,19 +191,20 @@ class ExactPace:
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
             word = STOP if self._is_stopping() else 0.0
-            return [busy_ms, float(self.rig.is_odd(part)), word, float(self.policy.fingerprint())]
+            return Row(busy_ms, float(self.rig.is_odd(part)), word, float(self.policy.fingerprint()))
 
-        rows, counts = self.rig.sum_gradients(micros, slot.samples, row)
-        busy = self.busy_ms = [one[0] for one in rows]
+        told, counts = self.rig.sum_gradients(micros, slot.samples, row)
+        rows = [Row(*one) for one in told]
+        busy = self.busy_ms = [one.busy_ms for one in rows]
         # What the slowest rank took longer than this one was waiting; the rest was the wire.
         recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
         self._free_ns = recorder.enter("compute")
-        words = [one[2] for one in rows]
+        words = [one.word for one in rows]
         check_company(words, slot.index)
-        check_agreement([int(one[3]) for one in rows], f"before slot {slot.index}")
+        check_agreement([int(one.fingerprint) for one in rows], f"before slot {slot.index}")
         self.rig.eager.update(counts)
         # 0: not measured. Else shares would flee from a rank that captures, to sizes that must be captured in turn.
-        move = self.policy.note(slot.index, slot.samples, [0.0 if one[1] else one[0] for one in rows])
+        move = self.policy.note(slot.index, slot.samples, [0.0 if one.is_odd else one.busy_ms for one in rows])
         if move is not None:
             recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
         if isinstance(self.policy, Learned) and self.policy.costs is not None and not self._is_advised:
