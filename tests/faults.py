@@ -162,7 +162,7 @@ import os, signal, sys, threading, time, torch
 from uneven import fit
 how, policy, devices, steps = *sys.argv[1:4], [0]  # a rank does not run this again: it gets them with the functions
 def make():
-    print("rank", sys.argv[2], os.getpid(), flush=True)
+    os.write(1, f"rank {sys.argv[2]} {os.getpid()}\\n".encode())  # in one piece: ranks share the pipe
     if how == "starting":
         threading.Event().wait()
     return torch.nn.Linear(4, 1)
@@ -206,13 +206,16 @@ class Launcher:
 
     def read_until(self, is_there: Callable[[list[str]], bool]) -> None:
         seen: list[str] = []
-        while (line := self._seen.get(timeout=60)) is not None:
-            if line.startswith("rank "):
-                self.pids.append(int(line.split()[2]))
-            seen.append(line)
-            if is_there(seen):
-                return
-        raise AssertionError(f"it ended early: {seen}, {self.said()}")
+        with suppress(queue.Empty):
+            while (line := self._seen.get(timeout=100)) is not None:
+                if line.startswith("rank "):
+                    self.pids.append(int(line.split()[2]))
+                seen.append(line)
+                if is_there(seen):
+                    return
+        code = self.process.poll()
+        ranks = [] if code is not None else [one.cmdline() for one in psutil.Process(self.process.pid).children()]
+        raise AssertionError(f"it ended ({code}) or hangs: {seen}, {self.said()}, {ranks}")
 
     def interrupt(self, *, times: int = 1, limit_s: float = 60.0) -> tuple[int, float]:
         """Ctrl-C; returns the exit code and the seconds until the process was gone."""
