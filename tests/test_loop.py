@@ -316,3 +316,10 @@ def test_what_an_own_loop_cannot_do_is_refused(changes: Any, words: str, monkeyp
 def test_setup_takes_the_model_itself() -> None:
     with pytest.raises(InputError, match="the model itself"):
         Ddp.setup(lambda: Net(torch.float64), OPTIMIZERS["sgd"], dataset=DATA, batch_size=4, epochs=1)  # type: ignore[arg-type]
+
+
+def test_setup_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = {**SETTINGS, "devices": "cpu@0.5", "progress": "lines"}
+    with Ddp.setup(Net(torch.float64), OPTIMIZERS["sgd"], dataset=DATA, **options) as loop:
+        run_epochs(loop)
+    assert capsys.readouterr().err.splitlines()[1] == "  1 device: cpu@0.5"

@@ -1,5 +1,6 @@
 """What may be trained together, and what is refused before anything starts; the devices themselves are made up."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import Visible
 
-from .hardware.fakes import RTX_5060_TI, make_system
+from .hardware.fakes import GTX_1060, RTX_5060_TI, make_system
 
 TASK = Task(
     lambda: torch.nn.Linear(4, 1),
@@ -75,3 +76,58 @@ def test_auto_precision_is_one_that_all_devices_would_choose(
     monkeypatch.setattr(prepare, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
     monkeypatch.setattr(prepare, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
     assert prepared(devices=devices, precision="auto").config.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"devices": "cpu"}, "  1 device: cpu"),
+        ({"devices": "cpu,cpu", "policy": "sync"}, "  2 devices, alike: cpu, cpu"),
+        (
+            {"devices": "cpu,cpu@0.4"},
+            "  2 devices, mismatched: cpu, cpu@0.4 (speeds are measured as it trains; policy balanced gives samples by "
+            "speed)",
+        ),
+        (
+            {"devices": "cpu,cpu@0.4", "policy": "sync"},
+            "  2 devices, mismatched: cpu, cpu@0.4 (policy sync waits for the slowest in every step; 'balanced' would "
+            "not wait)",
+        ),
+        (
+            {"devices": "cpu,cpu@0.4", "policy": "async"},
+            "  2 devices, mismatched: cpu, cpu@0.4 (speeds are measured as it trains; policy async lets each take "
+            "batches at its own speed)",
+        ),
+        ({"devices": "cpu,cpu@0.4", "shares": (5.0, 2.0)}, "  2 devices, mismatched: cpu, cpu@0.4 (shares as given)"),
+        (
+            {"devices": "cuda:0,cuda:1", "policy": "cadence"},
+            "  2 devices, mismatched: cuda:0 NVIDIA GeForce RTX 5060 Ti, cuda:1 NVIDIA GeForce GTX 1060 6GB (speeds "
+            "are measured as it trains; policy cadence gives batches by speed)",
+        ),
+    ],
+)
+def test_the_devices_are_named_and_judged_once_at_the_start(
+    settings: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "read_visible", lambda *_: Visible((RTX_5060_TI, GTX_1060)))
+    prepared(**settings, progress="lines")
+    said = capsys.readouterr().err.splitlines()
+    assert said[1] == line
+    assert sum(settings["devices"].split(",")[-1] in one for one in said) == 1
+
+
+def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    devices = (Device("cpu"), Device("cpu"))
+
+    def rank(number: int, progress: str) -> str:
+        config = RunConfig(batch_size=2, epochs=1, progress=progress)
+        member: Any = SimpleNamespace(
+            rank=number, note=None, devices=lambda _: devices, of_this_machine=lambda all_of_them: all_of_them[:1]
+        )
+        prepare.prepare(TASK, config, member)
+        return capsys.readouterr().err
+
+    assert "2 devices on several machines: cpu, cpu (speeds are measured" in rank(0, "lines")
+    assert rank(1, "lines") == rank(0, "off") == ""

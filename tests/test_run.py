@@ -348,7 +348,7 @@ def test_what_a_callback_raises_ends_the_run() -> None:
         run.join()
 
 
-@pytest.mark.parametrize("name", ["uneven.ddp", "uneven.data.tensors"])
+@pytest.mark.parametrize("name", ["uneven.ddp", "uneven.data.tensors", "uneven.graph.flow"])
 def test_the_examples_of_the_public_names_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0

@@ -40,7 +40,7 @@ def cpu_jobs() -> Iterator[Job]:
 def gpu_jobs() -> Iterator[Job]:
     """Solo is the larger slice by itself; the local policies step on the same batch as it.
 
-    The scale that `auto` means (linear for SGD, sqrt for AdamW) is in the rows without one.
+    The scale that `auto` means (linear) is in the rows without one.
     """
     resnet = Order(model="resnet-20", devices=SLICES, compile="graph", eval_every=50)
     for epochs, seeds in ((200, (0,)), (50, (0, 1, 2))):
@@ -54,7 +54,7 @@ def gpu_jobs() -> Iterator[Job]:
     yield "gpu gpt-nano, solo, batch 128", whole, (0, 1, 2)
     for mode in ("solo-0", "cpu-sync", "cpu-balanced", "cpu-cadence", "cpu-async"):
         yield f"gpu gpt-nano, {mode}", replace(gpt, mode=mode), (0, 1, 2)
-    for scale in (1.0, 1.5, "linear"):
+    for scale in (1.0, "sqrt", 1.5):
         yield f"gpu gpt-nano, cpu-async, lr_scale {scale}", replace(gpt, mode="cpu-async", lr_scale=scale), (0, 1, 2)
 
 

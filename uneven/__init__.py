@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Ddp": "uneven.ddp",
+    "FlowBuilder": "uneven.graph.flow",
     "fit": "uneven.ddp",
     "Run": "uneven.run",
     "TrainedState": "uneven.state",
@@ -18,12 +19,13 @@ _HOMES = {
     "MachineError": "uneven.errors",
     "RankError": "uneven.errors",
 }
-__all__ = ["Ddp", "InputError", "MachineError", "RankError", "Run", "TensorData", "TrainedState", "fit"]
+__all__ = ["Ddp", "FlowBuilder", "InputError", "MachineError", "RankError", "Run", "TensorData", "TrainedState", "fit"]
 
 if TYPE_CHECKING:
     from uneven.data.tensors import TensorData
     from uneven.ddp import Ddp, fit
     from uneven.errors import InputError, MachineError, RankError
+    from uneven.graph.flow import FlowBuilder
     from uneven.run import Run
     from uneven.state import TrainedState
 

@@ -14,8 +14,9 @@ from uneven.errors import InputError
 from uneven.files import make_out_folder
 from uneven.hardware.backend import choose_backend, is_crowded
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.gpus import read_gpus
+from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible, usable_devices
+from uneven.hardware.match import describe_devices
 from uneven.hardware.mps import check_slices
 from uneven.hardware.precision import choose_precision
 from uneven.hardware.preflight import check_device, refuse_unsupported
@@ -52,7 +53,10 @@ def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "
     if config.out is not None and is_lead:
         make_out_folder(config.out)
     reporter = Reporter(config.progress if is_lead else "off", title)
-    reporter.say([*describe(task, config, devices), *road])
+    if is_lead:
+        local = devices if member is None else member.of_this_machine(devices)
+        found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
+        reporter.say([*describe(task, config, devices, found), *road])
     if member is not None and member.note:
         reporter.say([f"  {member.note}"])
     return Prepared(config, devices, reporter)
@@ -67,18 +71,17 @@ def settle(config: RunConfig, devices: tuple[Device, ...], member: Member | None
     return _resolve_backend(config, devices, member)
 
 
-def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequence[str]:
-    """The resolved configuration as it is printed at the start."""
+def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
+    """The resolved configuration as it is printed at the start; `found` is the sentence about the devices."""
     steps = -(-len(task.dataset) // config.slot_size(len(devices)))
     batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
     precision = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
-    names = ",".join(str(device) for device in devices)
     lines = [
         f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps",
-        f"  device{'s' * (len(devices) > 1)} {names}   batch {batch}   precision {precision}   "
-        f"compile {config.compile}   seed {config.seed}",
+        f"  {found}",
+        f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]
     if len(devices) > 1:
         policy = config.policy if config.replay is None else f"as in {config.replay}"
@@ -87,6 +90,20 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...]) -> Sequ
     if any(device.speed < 1 for device in devices):
         lines.append("  a device with @ is simulated: it sleeps after each step, so its speed is not exact")
     return lines
+
+
+def _advice(config: RunConfig) -> str:
+    """What becomes of devices that do not match."""
+    if config.is_shared_out:
+        return "shares as in the log" if config.replay is not None else "shares as given"
+    if config.policy == "sync":
+        return "policy sync waits for the slowest in every step; 'balanced' would not wait"
+    ways = {
+        "balanced": "gives samples by speed",
+        "cadence": "gives batches by speed",
+        "async": "lets each take batches at its own speed",
+    }
+    return f"speeds are measured as it trains; policy {config.policy} {ways[config.policy]}"
 
 
 def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
@@ -102,12 +119,17 @@ def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
 def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> RunConfig:
     if config.precision != "auto":
         return config
-    has_cuda = any(device.kind == "cuda" for device in devices)
-    gpus = {gpu.index: gpu for gpu in read_visible(read_torch(), read_gpus()).gpus} if has_cuda else {}
+    gpus = {gpu.index: gpu for gpu in _visible_gpus(devices)}
     system = read_system()
     found = {choose_precision(device, system, gpus.get(device.index or 0))[0] for device in devices}
     # One model has one format on all devices; where they would choose differently, the one that all have.
     return replace(config, precision=found.pop() if len(found) == 1 else "fp32")
+
+
+def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
+    """The GPUs of this machine, by CUDA's numbers; none where no device is one."""
+    has_cuda = any(device.kind == "cuda" for device in devices)
+    return read_visible(read_torch(), read_gpus()).gpus if has_cuda else ()
 
 
 def _resolve_backend(

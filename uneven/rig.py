@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
 
 from uneven.config import RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
@@ -22,6 +21,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
 from uneven.seat import Seat
+from uneven.state import read_structure
 from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
@@ -47,6 +47,7 @@ class Rig:
         # Made on the CPU and then moved, so that a seed gives the same model on every device.
         self.model = task.make_model().to(self.on)
         self.model.train()
+        self.structure = read_structure(self.model)  # as it was made: synchronised layers have other names
         # Alone, BatchNorm sees all samples anyway.
         self.circle = synchronise(self.model) if config.sync_batchnorm and seat.size > 1 else Circle()
         self.optimizer = task.make_optimizer(self.model.parameters())
@@ -95,7 +96,7 @@ class Rig:
     def wanted_scale(self, default: float | str, speeds: Sequence[float]) -> float:
         """What the learning rates should be multiplied by when ranks of these speeds train together."""
         given = self.config.lr_scale
-        return lr_scale(default if given is None else given, not isinstance(self.optimizer, SGD), speeds)
+        return lr_scale(default if given is None else given, speeds)
 
     def move_rates(self, slot: int, scale: float) -> None:
         """The learning rates of a slot: the schedule at its global samples, times the scale after its warm-up."""

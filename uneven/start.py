@@ -12,7 +12,7 @@ from typing import Any
 
 from uneven.config import override
 from uneven.errors import InputError, StoppedError
-from uneven.hardware.device import needs_ranks, parse_devices
+from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
 from uneven.progress import Reporter
 from uneven.script import execute
@@ -31,6 +31,20 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     if not needs_ranks(devices):
         execute(script, list(args))
         return
+    run_on_ranks(script, args, devices, Reporter("lines"), settings)
+
+
+def run_on_ranks(
+    script: Path,
+    args: Sequence[str],
+    devices: tuple[Device, ...],
+    reporter: Reporter,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """The script on one process per device, a single one included; `reporter` is for what the launcher has to say.
+
+    Ctrl-C asks the ranks to stop, a second one ends them; KeyboardInterrupt either way.
+    """
     from uneven.supervise import run_ranks
 
     stop = threading.Event()
@@ -41,10 +55,10 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
         stop.set()
 
     before = signal.signal(signal.SIGINT, asked)
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
     order = {"path": str(script.resolve()), "args": list(args), "settings": plain}
     try:
-        run_ranks(None, devices, stop, Reporter("lines"), lambda _: None, script=order)
+        run_ranks(None, devices, stop, reporter, lambda _: None, script=order)
     except StoppedError as error:
         raise KeyboardInterrupt from error
     finally:

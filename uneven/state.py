@@ -2,8 +2,8 @@
 
 A folder holds `state.safetensors` (params and buffers under their plain names: any tool loads it),
 `optimizer.safetensors` (optimizer state by param name, random states) and `state.json` (what safetensors
-cannot hold: tied names, param groups, history, position). `state.json` is written last: where it exists, the
-other two are whole.
+cannot hold: tied names, param groups, history, position, a graph's structure). `state.json` is written last: where it
+exists, the other two are whole.
 """
 
 import json
@@ -45,9 +45,13 @@ class TrainedState:
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
     folder: Path | None = None
+    structure: str | None = None  # of a model that says what it computes, line by line
 
     def load_into(self, model: nn.Module) -> nn.Module:
-        """Give a model of the same shape these params and buffers."""
+        """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
+        check_structure = getattr(model, "check_structure", None)
+        if self.structure is not None and callable(check_structure):
+            check_structure(self.structure, "the state")
         tensors = {**self.params, **self.buffers}
         tensors.update({name: self.params[source] for name, source in self.tied.items()})
         try:
@@ -69,6 +73,7 @@ class TrainedState:
             "param_groups": self.param_groups,
             "history": self.history,
             "config": self.config,
+            "structure": self.structure,
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -103,6 +108,7 @@ class TrainedState:
             dataset_samples=record.get("dataset_samples", 0),
             finished=record["finished"],
             folder=folder,
+            structure=record.get("structure"),
         )
 
 
@@ -118,6 +124,12 @@ def proved(
     slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
     samples = sum(samples for log in logs for _, _, samples in log)
     return replace(state, slot=slots, samples=samples, timeline=Timeline.together(timelines), log=logs, rounds=rounds)
+
+
+def read_structure(model: nn.Module) -> str | None:
+    """What the model says of its structure, if anything: names and shapes do not tell ReLU from GELU."""
+    structure = getattr(model, "structure", None)
+    return structure if isinstance(structure, str) else None
 
 
 def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -193,4 +193,5 @@ class Worker:
             samples=self.axis.samples_before(trained),
             dataset_samples=self.axis.samples,
             finished=trained == self.axis.total,
+            structure=self.rig.structure,
         )

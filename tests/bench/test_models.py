@@ -18,6 +18,7 @@ PARAMS = {
     "char-rnn": 946_625,
     "gpt-nano": 826_433,
     "resnet-20": 272_474,
+    "resnet-graph": 272_474,
 }
 
 
@@ -26,12 +27,12 @@ def small_data(name: str, samples: int) -> TensorData:
     if name in ("char-rnn", "gpt-nano"):
         tokens = torch.randint(0, 65, (samples, 17), generator=generator)
         return TensorData(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    shape = (3, 32, 32) if name == "resnet-20" else (1, 28, 28)
+    shape = (3, 32, 32) if name.startswith("resnet") else (1, 28, 28)
     images = torch.rand(samples, *shape, generator=generator)
     return TensorData(images, torch.randint(0, 10, (samples,), generator=generator))
 
 
-def test_the_models_are_the_seven_of_the_suite() -> None:
+def test_the_models_are_the_eight_of_the_suite() -> None:
     assert set(models.NAMES) == set(PARAMS)
 
 
@@ -41,8 +42,9 @@ def test_param_count(name: str) -> None:
     assert sum(param.numel() for param in recipe.make_model().parameters()) == PARAMS[name] == recipe.num_params
 
 
-def test_the_papers_shortcut_has_no_params() -> None:
-    variants = models.get("resnet-20").variants
+@pytest.mark.parametrize("name", ["resnet-20", "resnet-graph"])
+def test_the_papers_shortcut_has_no_params(name: str) -> None:
+    variants = models.get(name).variants
     assert variants is not None
     assert sum(param.numel() for param in variants["option-a"]().parameters()) == 269_722
     assert variants["option-a"]()(torch.rand(2, 3, 32, 32)).shape == (2, 10)
@@ -58,7 +60,7 @@ def test_it_learns_a_few_samples_by_heart(name: str) -> None:
         dataset=small_data(name, 8),
         evaluate=(small_data(name, 8), recipe.eval_step),
         batch_size=8,
-        epochs=12 if name in ("resnet-20", "char-rnn") else 20,
+        epochs=12 if name in ("resnet-20", "resnet-graph", "char-rnn") else 20,
         devices="cpu",
         progress="off",
     )

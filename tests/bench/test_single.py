@@ -16,9 +16,10 @@ def order(out: Path, **changes: Any) -> Order:
     return Order(**{**settings, "out": out, "progress": "off", **changes})
 
 
-def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp_path: Path) -> None:
-    summary = run_single(order(tmp_path))
-    folder = tmp_path / "logistic" / "solo-0" / "seed-0"
+@pytest.mark.parametrize("mode", ["solo-0", "sync"])
+def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp_path: Path, mode: str) -> None:
+    summary = run_single(order(tmp_path, mode=mode))
+    folder = tmp_path / "logistic" / mode / "seed-0"
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "log.json",
@@ -29,9 +30,11 @@ def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp
         "summary.json",
         "timeline.csv",
         "timeline.json",
+        "trace.json",
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["samples"] == 1280
+    assert (summary["mode"], summary["devices"]) == (mode, ["cpu"])
     assert [json.loads(line)["epoch"] for line in (folder / "metrics.jsonl").open()] == [1, 2]
     recipe = models.get("logistic")
     again = measure_quality(
@@ -54,6 +57,9 @@ def test_a_second_run_keeps_the_first(tmp_path: Path) -> None:
         ({"mode": "fast"}, ("'fast'", "solo-N", "uneven bench list")),
         ({"mode": "solo-1"}, ("'solo-1'", "--devices")),
         ({"mode": "cpu-sync"}, ("'cpu-sync'", "--devices cpu,cpu@0.4")),
+        ({"mode": "sync", "eval_every": 2}, ("--eval-every 2", "'sync'", "after training", "'cpu-sync'")),
+        ({"mode": "sync", "compile": "graph"}, ("compile='graph'", "'default'")),
+        ({"mode": "sync", "devices": "cpu,cuda:9"}, ("cuda:9", "uneven devices")),
         ({"variant": "option-a"}, ("'option-a'", "it has none")),
         ({"samples": 0}, ("--samples 0", "at least 1")),
         ({"batch_size": 0}, ("batch_size=0", "at least 1")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from uneven import TrainedState
-from uneven.bench import models
+from uneven.bench import models, modes
 from uneven.cli.main import main
 
 
@@ -17,11 +17,13 @@ def uneven(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_list_shows_every_model() -> None:
+def test_list_shows_every_model_and_mode() -> None:
     done = uneven("bench", "list", "--json")
     assert done.returncode == 0
     listed = json.loads(done.stdout)
     assert [row["name"] for row in listed["models"]] == list(models.NAMES)
+    assert listed["modes"] == list(modes.NAMES)
+    assert "sync" in listed["modes"]
 
 
 def test_json_is_the_summary_alone(tmp_path: Path) -> None:
@@ -64,11 +66,12 @@ def test_bad_input_is_one_line_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "devices", "slots"), [("solo-0", "cpu", 157), ("sync", "cpu,cpu", 79)])
+def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path, mode: str, devices: str, slots: int) -> None:
     child = subprocess.Popen(
         [
             *(sys.executable, "-m", "uneven", "bench", "run", "--model", "mlp", "--data", "mnist-mini"),
-            *("--epochs", "1000", "--out", str(tmp_path), "--device", "cpu"),
+            *("--epochs", "1000", "--out", str(tmp_path), "--mode", mode, "--device", devices),
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -84,7 +87,8 @@ def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path) -> None:
     assert child.returncode == 130, errors
     assert "Traceback" not in errors
     assert "stopped" in errors
-    state = TrainedState.load(tmp_path / "mlp" / "solo-0" / "seed-0")
+    folder = tmp_path / "mlp" / mode / "seed-0"
+    state = TrainedState.load(folder)
     assert not state.finished
-    assert state.slot >= 157
-    assert not (tmp_path / "mlp" / "solo-0" / "seed-0" / "summary.json").exists()
+    assert state.slot >= slots
+    assert not (folder / "summary.json").exists()

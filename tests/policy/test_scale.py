@@ -25,26 +25,14 @@ def test_effective_ranks_depend_on_shares_alone_and_lie_between_one_and_all(spee
 
 
 @pytest.mark.parametrize(
-    ("rule", "is_adaptive", "scale"),
-    [
-        ("linear", False, 4.0),
-        ("linear", True, 4.0),
-        ("sqrt", False, 2.0),
-        ("sqrt", True, 2.0),
-        ("auto", False, 4.0),
-        ("auto", True, 2.0),
-        (1.5, False, 1.5),
-        (1.5, True, 1.5),
-        (3, True, 3.0),
-        (1.0, False, 1.0),
-    ],
+    ("rule", "scale"), [("linear", 4.0), ("sqrt", 2.0), ("auto", 4.0), (1.5, 1.5), (3, 3.0), (1.0, 1.0)]
 )
-def test_rules_follow_the_speeds_and_numbers_do_not(rule: str | float, is_adaptive: bool, scale: float) -> None:
-    found = lr_scale(rule, is_adaptive, (10.0,) * 4)
+def test_rules_follow_the_speeds_and_numbers_do_not(rule: str | float, scale: float) -> None:
+    found = lr_scale(rule, (10.0,) * 4)
     assert found == pytest.approx(scale, rel=1e-12)
     assert isinstance(found, float)
     if isinstance(rule, str):
-        assert lr_scale(rule, is_adaptive, (10.0, 1e-9)) == pytest.approx(1.0), "one rank does everything"
+        assert lr_scale(rule, (10.0, 1e-9)) == pytest.approx(1.0), "one rank does everything"
 
 
 @given(st.floats(0.05, 20.0), st.integers(1, 10**6), st.integers(1, 300), st.lists(st.integers(0, 10**9), min_size=2))

@@ -1,6 +1,7 @@
 """The modes of the benchmark: on which devices a run trains, by which policy, with whose gradient sum.
 
 solo-N      the N-th device alone, on the cores it would have among the others
+sync        equal batches through `Ddp.setup` and a loop of its own (bench/own_loop.py); one device will do
 cpu-sync    equal batches on all devices, gradients summed over Gloo
 cpu-balanced  batches by speed, else the same
 cpu-cadence   each device steps by itself; params are averaged in rounds that wait
@@ -19,8 +20,9 @@ from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 
 _ROADS = {f"{backend}-{policy}": (policy, backend) for backend in ("cpu", "nccl") for policy in POLICIES}
+OWN_LOOP = {"sync": ("sync", "auto")}  # mode -> policy, backend
 TOGETHER = {**_ROADS, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
-NAMES = ("solo-0", "solo-1", *TOGETHER)
+NAMES = ("solo-0", "solo-1", *OWN_LOOP, *TOGETHER)
 PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 
 
@@ -33,6 +35,7 @@ class Mode:
     policy: str = "balanced"
     backend: str = "auto"
     is_torch_ddp: bool = False
+    is_own_loop: bool = False
     cores: tuple[int, ...] = ()
 
 
@@ -48,6 +51,8 @@ def tell_threads(count: int) -> None:
 
 def resolve_mode(name: str, devices: str | None) -> Mode:
     """`devices` as the user gave them, or None for the mode's own."""
+    if name in OWN_LOOP:
+        return Mode(name, devices or PAIR, *OWN_LOOP[name], is_own_loop=True)
     if name in TOGETHER:
         chosen = devices or PAIR
         if len(parse_devices(chosen)) < 2:
@@ -55,7 +60,7 @@ def resolve_mode(name: str, devices: str | None) -> Mode:
         return Mode(name, chosen, *TOGETHER[name], name == "torch-ddp")
     match = re.fullmatch(r"solo-(\d+)", name)
     if match is None:
-        raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(TOGETHER)}; run 'uneven bench list'")
+        raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(NAMES[2:])}; run 'uneven bench list'")
     place = int(match[1])
     if devices is None and place == 0:
         return Mode(name, "auto")

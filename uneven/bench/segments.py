@@ -7,13 +7,13 @@ of them know when there are enough pairs.
 """
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from uneven.bench.interval import interval
 from uneven.bench.joint import LEAST_STEPS, DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
 from uneven.comm.gather import gather_bytes
 from uneven.pace.exact import ExactPace
@@ -52,10 +52,7 @@ class Pairs:
 
     def interval(self) -> tuple[float, float]:
         """Mean ratio and the half-width of its 95 % interval."""
-        if len(self.ratios) < 2:
-            return (self.ratios[0] if self.ratios else math.nan), math.inf
-        width = (1.96 + 2.4 / len(self.ratios)) * statistics.stdev(self.ratios) / math.sqrt(len(self.ratios))
-        return statistics.mean(self.ratios), width
+        return interval(self.ratios)
 
 
 def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,25 +20,30 @@ import torch
 import uneven
 from uneven.bench import models
 from uneven.bench.ddp_step import train_with_ddp
-from uneven.bench.modes import resolve_mode
+from uneven.bench.modes import Mode, resolve_mode
 from uneven.bench.recipe import Recipe
+from uneven.bench.runs import SUMMARY_VERSION
 from uneven.bench.sets import TensorSet, load_set
 from uneven.comm.group import SoloGroup
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
-from uneven.hardware.device import parse_device
+from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
+from uneven.loop import check_loop
+from uneven.prepare import settle
+from uneven.progress import Reporter
 from uneven.run import launch
+from uneven.start import run_on_ranks
 from uneven.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import Precision
+from uneven.timeline.page import write_page
 
 EVAL_BATCH = 1000
-SUMMARY_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +56,14 @@ class Order:
     data: str | None = None
     variant: str | None = None
     batch_size: int | None = None
+    global_batch_size: int | None = None  # of all devices together, in an exact mode
     epochs: int | None = None
     samples: int | None = None  # train on the first so many samples of the set
     seed: int = 0
     precision: str = "fp32"
     compile: str = "off"
     lr_scale: float | str | None = None  # None: the policy's own rule
-    eval_every: int = 1
+    eval_every: int | None = None  # in epochs; None means every epoch, or the mode's own way
     out: Path = Path("runs")
     progress: str = "auto"
 
@@ -69,19 +75,43 @@ class Order:
 
 def run_single(order: Order) -> dict[str, Any]:
     """Train, measure, write the folder; returns the summary."""
-    recipe = models.get(order.model)
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
         given = f"compile={order.compile!r}, precision={order.precision!r}"
         raise InputError(f"{given} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
+    task, config = make_task(order), make_config(order, mode)
+    if mode.is_own_loop:
+        return _run_own_loop(order, config)
+    program = train_with_ddp if mode.is_torch_ddp else None
+    with _confined_to(mode.cores):
+        run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
+        state = run.join()
+    return conclude(order, task, run.config, run.devices, state)
+
+
+def make_task(order: Order) -> Task:
+    """What the order trains, with its data loaded; InputError where they do not fit."""
+    recipe = models.get(order.model)
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
     if data.vocabulary is not None:
         make_model = partial(make_model, data.vocabulary)
-    train = data.train if order.samples is None else _first(data.train, order.samples)
-    config = RunConfig(
+    return Task(
+        make_model,
+        recipe.make_optimizer,
+        recipe.train_step,
+        data.train if order.samples is None else _first(data.train, order.samples),
+        recipe.make_scheduler,
+        Evaluation(data.test, recipe.eval_step, 1 if order.eval_every is None else order.eval_every, EVAL_BATCH),
+    )
+
+
+def make_config(order: Order, mode: Mode) -> RunConfig:
+    recipe = models.get(order.model)
+    return RunConfig(
         batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
+        global_batch_size=order.global_batch_size,
         epochs=recipe.epochs if order.epochs is None else order.epochs,
         devices=str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
         policy=mode.policy,
@@ -93,22 +123,36 @@ def run_single(order: Order) -> dict[str, Any]:
         out=order.folder,
         progress=order.progress,
     )
-    task = Task(
-        make_model,
-        recipe.make_optimizer,
-        recipe.train_step,
-        train,
-        recipe.make_scheduler,
-        Evaluation(data.test, recipe.eval_step, order.eval_every, EVAL_BATCH),
-    )
-    program = train_with_ddp if mode.is_torch_ddp else None
-    with _confined_to(mode.cores):
-        run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
-        state = run.join()
-    device = torch.device(parse_device(run.devices[0]).torch_name)
-    quality = measure_quality(state, recipe, make_model, data.test, device)
-    summary = _summary(order, recipe, run.config, run.devices, state, quality)
-    _write(order.folder, run.config, state, summary)
+
+
+def _run_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
+    """bench/own_loop.py as `uneven run` would start it; its first rank writes the folder, which is read here."""
+    if order.eval_every is not None:
+        raise InputError(
+            f"--eval-every {order.eval_every} with mode {order.mode!r}: a loop of one's own is evaluated once, after "
+            f"training; leave it out, or use mode 'cpu-{config.policy}'"
+        )
+    devices = parse_devices(config.devices)
+    settle(config, devices)
+    check_loop(config, len(devices))
+    reporter = Reporter("off" if order.progress == "off" else "lines")
+    record = json.dumps({**vars(order), "out": str(order.out)})
+    run_on_ranks(Path(__file__).with_name("own_loop.py"), [record], devices, reporter)
+    summary: dict[str, Any] = json.loads((order.folder / "summary.json").read_text())
+    return summary
+
+
+def conclude(
+    order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState
+) -> dict[str, Any]:
+    """Measure what was trained and complete its folder; returns the summary."""
+    assert task.evaluation is not None, "every recipe is evaluated"
+    recipe = models.get(order.model)
+    device = torch.device(parse_device(devices[0]).torch_name)
+    quality = measure_quality(state, recipe, task.make_model, task.evaluation.dataset, device)
+    summary = _summary(order, recipe, config, devices, state, quality)
+    _write_page(order.folder, state, summary)
+    _write(order.folder, config, state, summary)
     return summary
 
 
@@ -125,7 +169,7 @@ def _summary(
     order: Order,
     recipe: Recipe,
     config: RunConfig,
-    devices: tuple[str, ...],
+    devices: Sequence[str],
     state: TrainedState,
     quality: dict[str, float],
 ) -> dict[str, Any]:
@@ -141,6 +185,7 @@ def _summary(
         "seed": order.seed,
         "epochs": config.epochs,
         "batch_size": config.batch_size,
+        "global_batch_size": config.global_batch_size,
         "precision": config.precision,
         "compile": config.compile,
         "lr_scale": config.lr_scale,
@@ -172,6 +217,22 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
     except OSError as error:
         raise folder_error(folder, error) from error
+
+
+def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> None:
+    assert state.timeline is not None, "a joined run has a timeline"
+    metric = summary["metric"]
+    facts = {
+        "data": f"{summary['data']}, {summary['epochs']} epochs",
+        "devices": ", ".join(summary["devices"]),
+        metric: f"{summary['quality'][metric]:.4f}",
+        "training": f"{summary['train_seconds']:.1f} s, {summary['samples_per_s']:,.0f} samples/s",
+        "machine": f"{summary['machine']['processor']}, torch {summary['machine']['torch']}",
+    }
+    title = f"{summary['model']} {summary['mode']}, seed {summary['seed']}"
+    # Without bokeh, which is an extra, a run has everything but its page.
+    with suppress(MachineError):
+        write_page(folder / "timeline.html", state.timeline, state.history, title, facts)
 
 
 @contextmanager

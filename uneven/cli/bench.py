@@ -57,7 +57,11 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
 def run(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
     mode: Annotated[
-        str, typer.Option(help="solo-N, cpu-POLICY, nccl-POLICY (sync, balanced, cadence, async) or torch-ddp.")
+        str,
+        typer.Option(
+            help="solo-N, sync (Ddp.setup and a loop of its own), cpu-POLICY, nccl-POLICY (sync, balanced, cadence, "
+            "async) or torch-ddp."
+        ),
     ] = "solo-0",
     devices: Annotated[
         str | None,
@@ -67,6 +71,7 @@ def run(
     ] = None,
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="Of all devices together; exact modes.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     samples: Annotated[int | None, typer.Option(help="Train on the first N samples of the set only.")] = None,
@@ -74,7 +79,7 @@ def run(
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
     compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
     lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto; default: the policy's.")] = None,
-    eval_every: Annotated[int, typer.Option(help="Evaluate every N epochs.")] = 1,
+    eval_every: Annotated[int | None, typer.Option(help="Evaluate every N epochs; default: 1.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
 ) -> None:
@@ -86,33 +91,19 @@ def run(
 
       uneven bench run --model lenet --data mnist-mini --mode cpu-balanced --devices cpu,cpu@0.4
 
+      uneven bench run --model resnet-graph --mode sync --devices cpu,cpu@0.4 --samples 512 --epochs 1
+
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
+    given = {name: value for name, value in locals().items() if name != "as_json"}
     from uneven.bench.modes import resolve_mode, tell_threads
     from uneven.cli.run import number_or_word
 
     tell_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
     from uneven.bench.single import Order, run_single
 
-    summary = run_single(
-        Order(
-            model=model,
-            mode=mode,
-            devices=devices,
-            data=data,
-            variant=variant,
-            batch_size=batch_size,
-            epochs=epochs,
-            samples=samples,
-            seed=seed,
-            precision=precision,
-            compile=compile,
-            lr_scale=None if lr_scale is None else number_or_word(lr_scale),
-            eval_every=eval_every,
-            out=out,
-            progress="off" if as_json else "auto",
-        )
-    )
+    given["lr_scale"] = None if lr_scale is None else number_or_word(lr_scale)
+    summary = run_single(Order(**given, progress="off" if as_json else "auto"))
     if as_json:
         json.dump(summary, sys.stdout, indent=1)
         print()

@@ -5,7 +5,6 @@ The scale follows the effective number of ranks, 1 / sum(share^2): two equal ran
 
 from collections.abc import Sequence
 
-RULES = ("auto", "linear", "sqrt")
 WARM_UP_SHARE = 0.1  # of the run, and one epoch at most
 CHANGE = 0.1  # a smaller change of the scale is not worth one
 
@@ -14,13 +13,12 @@ def effective_ranks(speeds: Sequence[float]) -> float:
     return sum(speeds) ** 2 / sum(speed * speed for speed in speeds)
 
 
-def lr_scale(rule: str | float, is_adaptive: bool, speeds: Sequence[float]) -> float:
-    """The factor on every learning rate; `is_adaptive` says that the optimizer divides by the gradient's size."""
+def lr_scale(rule: str | float, speeds: Sequence[float]) -> float:
+    """The factor on every learning rate. "auto" is linear: measured better than the root, for Adam as for SGD."""
     if not isinstance(rule, str):
         return float(rule)
-    takes_root = rule == "sqrt" or (rule == "auto" and is_adaptive)
     ranks = effective_ranks(speeds)
-    return float(ranks**0.5) if takes_root else ranks
+    return float(ranks**0.5) if rule == "sqrt" else ranks
 
 
 def ramp(scale: float, samples: int, epoch: int, total: int) -> float:

@@ -13,6 +13,7 @@ _FILES = {
     "char-rnn": "char_rnn",
     "gpt-nano": "gpt_nano",
     "resnet-20": "resnet20",
+    "resnet-graph": "resnet_graph",
 }
 NAMES = tuple(_FILES)
 

@@ -14,7 +14,7 @@ from uneven.bench.models import classify
 from uneven.bench.recipe import Published, Recipe
 
 
-def _conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:
+def conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels, size, stride=stride, padding=size // 2, bias=False)
 
 
@@ -30,18 +30,28 @@ class PaddedIdentity(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 
+def shortcut(channels_in: int, channels: int, stride: int, option: str) -> nn.Module:
+    if stride == 1:
+        return nn.Identity()
+    if option == "A":
+        return PaddedIdentity(channels - channels_in, stride)
+    return nn.Sequential(conv(channels_in, channels, 1, stride), nn.BatchNorm2d(channels))
+
+
+def initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+
+
 class BasicBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int, option: str) -> None:
         super().__init__()
-        self.conv1 = _conv(channels_in, channels, 3, stride)
+        self.conv1 = conv(channels_in, channels, 3, stride)
         self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = _conv(channels, channels, 3, 1)
+        self.conv2 = conv(channels, channels, 3, 1)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 and option == "A":
-            self.shortcut = PaddedIdentity(channels - channels_in, stride)
-        elif stride != 1:
-            self.shortcut = nn.Sequential(_conv(channels_in, channels, 1, stride), nn.BatchNorm2d(channels))
+        self.shortcut = shortcut(channels_in, channels, stride, option)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
@@ -51,7 +61,7 @@ class BasicBlock(nn.Module):
 class ResNet20(nn.Module):
     def __init__(self, option: str = "B") -> None:
         super().__init__()
-        self.conv = _conv(3, 16, 3, 1)
+        self.conv = conv(3, 16, 3, 1)
         self.bn = nn.BatchNorm2d(16)
         blocks = []
         channels_in = 16
@@ -61,9 +71,7 @@ class ResNet20(nn.Module):
                 channels_in = channels
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(64, 10)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight)
+        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.blocks(F.relu(self.bn(self.conv(x))))

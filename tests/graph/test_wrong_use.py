@@ -1,0 +1,114 @@
+"""What cannot work is refused when the flow is told or built, with the node and the fix."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from uneven.errors import InputError
+from uneven.graph.flow import FlowBuilder
+
+
+def start() -> FlowBuilder:
+    return FlowBuilder.from_(nn.Linear(4, 8)).tag("hidden")
+
+
+X = torch.ones(2, 4)
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: FlowBuilder().build(), "the flow is empty"),
+    (lambda: start().through(nn.ReLU), r"through.*a part is a module, a function or a flow; make one: ReLU\(\.\.\.\)"),
+    (lambda: start().through(3), "through.3.: a part is"),
+    (
+        lambda: start().through(nn.Linear(7, 2)).build(X),
+        r"node 'linear_1' \(Linear 7 to 2\) cannot take 'hidden' \(2, 8\)",
+    ),
+    (lambda: start().also(nn.Linear(8, 4)).build(X), r"node 'add'.*also_with\(skip, part\)"),
+    (lambda: start().also_with(nn.Linear(8, 3), nn.Linear(8, 4)).build(X), r"node 'add'.*\(2, 3\).*\(2, 4\)"),
+    (lambda: start().fork(nn.Linear(8, 1)).build(X), r"nobody uses the branch 'linear_1'.*tag it.*using\('aside'\)"),
+    (lambda: start().fork(F.relu).tag("side").build(), r"nobody uses the branch 'side'.*outputs=\['side'\]"),
+    (
+        lambda: start().split([nn.ReLU()]).through(nn.ReLU()),
+        r"split.*not complete when \.through follows.*merge\('add'\)",
+    ),
+    (lambda: start().split([]), r"split takes a list of parts"),
+    (lambda: start().split([F.relu, F.gelu]).tag("one"), "1 tags for 2 branches"),
+    (lambda: start().split([F.relu, F.gelu]).merge("sum"), r"merge\('sum'\) must be one of add, mean, cat"),
+    (
+        lambda: start().split([nn.Linear(8, 1), nn.Linear(8, 2), nn.Linear(8, 3)]).merge("add").build(torch.ones(3, 4)),
+        r"node 'add'.*Branches that merge need one shape",
+    ),
+    (lambda: FlowBuilder().tag("early"), "comes before anything was computed"),
+    (lambda: start().tag("a.b"), "a name is a word without dots"),
+    (lambda: start().tag('a"b'), "a name is a word without dots and blanks"),
+    (lambda: FlowBuilder("two words"), "a name is a word without dots and blanks"),
+    (lambda: start().tag("pass"), "none of Python's own"),
+    (lambda: start().tag("self"), "a graph has an attribute of that name"),
+    (lambda: start().tag("forward"), "a graph has an attribute of that name"),
+    (lambda: start().tag("draw"), "a graph has an attribute of that name"),
+    (lambda: start().through(F.relu).tag("hidden").build(), r"'hidden' is given twice|two parts are named 'hidden'"),
+    (lambda: start().through(F.relu).using("hiden").build(), r"unknown tag 'hiden': did you mean 'hidden'\?"),
+    (lambda: FlowBuilder().using("x1"), "has no part to give them to"),
+    (lambda: start().build(outputs=["scores"]), "unknown tag 'scores'"),
+    (lambda: start().input("mask").build(), r"nothing uses the input 'mask'.*\.using\('mask'\)"),
+    (lambda: start().input("not a name"), "must be a name of its own"),
+    (lambda: start().input("mask").input("mask"), "must be a name of its own"),
+    (lambda: start().input("mask").through(F.relu).tag("mask").using("mask").build(), "the name of an input, too"),
+    (lambda: start().loop(nn.Linear(8, 8)).through(F.relu), r"loop\(body\) is not complete.*for_n\(n\)"),
+    (lambda: start().loop(nn.Linear(8, 8)).for_n(0), r"for_n\(0\) must be a whole number of at least 1"),
+    (lambda: start().loop(nn.Linear(8, 8)).until(lambda x: x.sum(1)).build(X), "condition must give one bool"),
+    (lambda: start().loop(nn.Linear(8, 7)).for_n(2).build(X), "node 'loop_1'"),
+    (lambda: start().gate(nn.Linear(8, 3), [F.relu, F.gelu]).build(X), "3 scores for 2 experts"),
+    (lambda: start().gate(nn.Linear(8, 2), [F.relu, F.gelu], weighting="max"), "must be one of softmax, sigmoid, none"),
+    (lambda: start().gate(nn.Linear(8, 2), []), "gate takes a list of parts"),
+    (lambda: start().switch(lambda x: 2, [F.relu, F.gelu]).build(X), "chose branch 2 of 2"),
+    (lambda: start().switch(nn.Linear(8, 3), [F.relu, F.gelu]).build(X), r"scores have shape \(2, 3\)"),
+    (lambda: start().switch(lambda x: x[:, :1].long(), [F.relu]).build(X), "not for each of 2 samples"),
+    (lambda: start().map(F.relu).through(F.relu), r"map\(body\) is not complete.*slices\(n\)"),
+    (lambda: start().map(F.relu).each(0).build(X), "0 is the batch"),
+    (lambda: start().map(F.relu).slices(3).build(X), "8 elements, which 3 slices do not divide"),
+    (lambda: start().map(F.relu).over("tokens").build(), "unknown tag 'tokens'"),
+    (lambda: FlowBuilder("a.b"), "a name is a word without dots"),
+    (
+        lambda: (
+            start().through(FlowBuilder("part").through(F.relu)).through(FlowBuilder("part").through(F.gelu)).build()
+        ),
+        "in",
+    ),
+    (
+        lambda: start().through(FlowBuilder().input("m").through(torch.mul).using("m")).build(),
+        "needs a label",
+    ),
+    (lambda: start().build(X, X), "the example has 2 inputs, the graph 1"),
+    (lambda: start().through(start().split([F.relu])), r"open split"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG)
+def test_a_wrong_use_is_told(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_fault_inside_a_sub_graph_is_told_with_its_path() -> None:
+    inner = FlowBuilder("inner").through(nn.Linear(8, 8)).through(nn.Linear(9, 2)).tag("scores")
+    with pytest.raises(InputError, match=r"node 'inner\.scores' \(Linear 9 to 2\) cannot take 'linear_1' \(2, 8\)"):
+        start().through(inner).build(X)
+
+
+def test_a_sum_that_would_broadcast_is_refused() -> None:
+    with pytest.raises(InputError, match=r"node 'add' \(add\) cannot take 'hidden' \(2, 8\), 'linear_1' \(2, 1\)"):
+        start().also(nn.Linear(8, 1)).build(X)
+
+
+def test_a_dry_run_leaves_nothing_behind() -> None:
+    norm = nn.BatchNorm1d(8)
+    flow = start().through(norm).through(nn.Dropout())
+    before = torch.random.get_rng_state()
+    graph = flow.build(X)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert graph.training
+    assert norm.training
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(norm.running_mean, torch.zeros(8))

@@ -1,0 +1,69 @@
+"""A graph's parts in words: short names of modules, sizes, tables."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from uneven.graph.function import Function
+from uneven.graph.graph import Graph
+
+
+def short(module: nn.Module) -> str:
+    """A module in a few words, as `Conv2d 3x3, 16 to 32, stride 2`."""
+    if isinstance(module, Function):
+        return module.name.strip("_")
+    kind = type(module).__name__
+    if isinstance(module, Graph):
+        return module.plan.label or "flow"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        size, stride = "x".join(map(str, module.kernel_size)), max(module.stride)
+        return f"{kind} {size}, {module.in_channels} to {module.out_channels}" + (
+            f", stride {stride}" if stride > 1 else ""
+        )
+    if isinstance(module, nn.Linear):
+        return f"{kind} {module.in_features} to {module.out_features}"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return f"{kind} {module.num_features}"
+    if any(True for _ in module.children()):
+        return kind
+    inner = module.extra_repr()
+    return f"{kind} {inner}" if inner and len(inner) <= 24 else kind
+
+
+def inner_graphs(module: nn.Module) -> Iterator[tuple[str, Graph]]:
+    """The graphs that run inside a module, the outermost of them, with their paths in it ("" for itself)."""
+    if isinstance(module, Graph):
+        yield "", module
+        return
+    for name, child in module.named_children():
+        for path, graph in inner_graphs(child):
+            yield f"{name}.{path}".rstrip("."), graph
+
+
+def is_inner(module: nn.Module) -> bool:
+    """Whether nodes of a graph of its own run inside it."""
+    return next(inner_graphs(module), None) is not None
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest entry; those of numbers stand right."""
+    columns = list(zip(head, *lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_number = [all(not entry or entry[0].isdigit() or entry[0] == "(" for entry in column[1:]) for column in columns]
+    rows = []
+    for line in (head, *lines):
+        cells = [
+            entry.rjust(width) if right else entry.ljust(width)
+            for entry, width, right in zip(line, widths, is_number, strict=True)
+        ]
+        rows.append("  ".join(cells).rstrip())
+    return "\n".join(rows)

@@ -1,0 +1,56 @@
+"""A graph run node by node, so that somebody can look on: the dry run for faults, the profile for times."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from uneven.graph.graph import Graph
+from uneven.graph.plan import Node
+
+Compute = Callable[[], Any]
+Observer = Callable[
+    [str, Graph, Node, tuple[Any, ...], Compute], Any
+]  # path of the node, ..., its inputs, how to run it
+
+
+class _Observed(fx.Interpreter):
+    """fx's own interpreter, with every node handed to the observer."""
+
+    def __init__(self, graph: Graph, path: str, observer: Observer) -> None:
+        super().__init__(graph, graph=graph.fx)
+        self.extra_traceback = False  # it would write its own story into the message of an error
+        self._graph, self._path, self._observer = graph, path, observer
+
+    def run_node(self, n: fx.Node) -> Any:
+        def compute() -> Any:
+            return super(_Observed, self).run_node(n)
+
+        if "node" not in n.meta:
+            return compute()
+        node = self._graph.plan.node(n.meta["node"])
+        inputs = tuple(self.env[source] for source in n.all_input_nodes)
+        return self._observer(f"{self._path}{node.name}", self._graph, node, inputs, compute)
+
+
+@contextmanager
+def observed(graph: Graph, observer: Observer) -> Iterator[None]:
+    """Inside, calls of the graph and of the graphs in it go through the observer, innermost nodes included."""
+    graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, Graph)]
+    saved = [one._run for _, one in graphs]
+    for path, one in graphs:
+        one._run = _walk(f"{path}." if path else "", observer)
+    try:
+        yield
+    finally:
+        for (_, one), run in zip(graphs, saved, strict=True):
+            one._run = run
+
+
+def _walk(path: str, observer: Observer) -> Callable[..., Any]:
+    def run(graph: Graph, *inputs: Any, **named: Any) -> Any:
+        places = [*inputs, *(named[name] for name in graph.plan.inputs[len(inputs) :])]
+        return _Observed(graph, path, observer).run(*places)
+
+    return run
