@@ -15,22 +15,22 @@ train_set = TensorDataset(images, torch.from_numpy(digits.train_labels))
 scores = nn.Linear(64, 10)
 
 
-def sure(hidden):
+def sure(found):
     """One truth per sample; a sample that is done keeps its value while others go on."""
-    return scores(hidden).softmax(1).amax(1) > 0.9
+    return found.softmax(1).amax(1) > 0.9
 
 
 body = FlowBuilder().also(FlowBuilder.from_(nn.Linear(64, 64)).through(nn.Tanh()))
 graph = (
     FlowBuilder("halt")
     .through(nn.Linear(784, 64)).through(nn.Tanh())
-    .loop(body).until(sure, most=5)
+    .loop(body).until(FlowBuilder.from_(scores).through(sure), most=5)
     .through(scores).tag("scores")
     .build(images[:2])
 )  # fmt: skip
 
-ddp = Ddp.setup(graph, lambda params: torch.optim.Adam(params, lr=3e-3), dataset=train_set, batch_size=32, epochs=2)
-for epoch in range(2):
+ddp = Ddp.setup(graph, lambda params: torch.optim.Adam(params, lr=3e-3), dataset=train_set, batch_size=32, epochs=3)
+for epoch in range(3):
     for x, y in ddp.batches(epoch):
         ddp.step(F.cross_entropy(ddp(x), y))
 state = ddp.finish()

@@ -1,6 +1,9 @@
 """A graph is an ordinary module: copies, state dicts, torch.compile, autocast; and it knows its structure and paths."""
 
 import copy
+import functools
+import inspect
+import operator
 import pickle
 import traceback
 from pathlib import Path
@@ -182,7 +185,12 @@ def test_a_profile_has_every_node_and_leaves_the_graph_alone() -> None:
     assert profile["linear_1"].param_bytes == (4 * 8 + 8) * 4
     assert profile["loop_1"].is_inner
     assert profile["loop_1"].ms >= profile["loop_1.body.again"].ms > 0
-    assert profile.node_ms == pytest.approx(sum(row.ms for row in profile.rows if not row.is_inner))
+    loop = profile["loop_1"]
+    assert loop.own_ms == pytest.approx(loop.ms - profile["loop_1.body.again"].ms)
+    others = [row.ms for row in profile.rows if not row.is_inner]
+    assert profile.node_ms == pytest.approx(sum(others) + loop.own_ms)
+    with pytest.raises(InputError, match="no node 'norm2'"):
+        profile["norm2"]
     assert graph.norm.num_batches_tracked == 0
     assert "loop_1.body.again" in str(profile)
 
@@ -198,3 +206,58 @@ def test_the_summary_counts_params_and_shows_shapes() -> None:
     both = FlowBuilder().gate(nn.Linear(4, 2), experts).build().summary()
     assert "gate_1.experts.0.narrow" in both
     assert "gate_1.experts.1.other" in both
+
+
+def test_many_graphs_compile_each_for_itself() -> None:
+    for many in range(1, 11):  # torch.compile gives up on one function after eight versions of it
+        chain = FlowBuilder()
+        for _ in range(many):
+            chain.through(nn.Linear(4, 4))
+        graph = chain.build()
+        torch.testing.assert_close(torch.compile(graph, backend="eager", fullgraph=True)(X), graph(X))
+
+
+def test_its_signature_is_that_of_its_inputs() -> None:
+    graph = FlowBuilder().input("other").through(TwoInputs()).using("other").build()
+    assert list(inspect.signature(graph.forward).parameters) == ["x", "other"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.TransformerEncoderLayer(8, 2, norm_first=True), nn.TransformerEncoderLayer(8, 4, norm_first=False)),
+        (operator.itemgetter(0), operator.itemgetter(1)),
+        (functools.partial(torch.mul, other=2), functools.partial(torch.mul, other=3)),
+        (lambda x: x + 1, lambda x: x - 1),
+        (nn.Dropout(0.1), nn.Dropout(0.2)),
+    ],
+)
+def test_parts_that_compute_something_else_make_another_structure(one: object, other: object) -> None:
+    first, second = (FlowBuilder.from_(part).build().structural_hash for part in (one, other))  # type: ignore[arg-type]
+    assert first != second
+    assert FlowBuilder.from_(one).build().structural_hash == first  # type: ignore[arg-type]
+
+
+def test_shared_params_and_starts_of_states_count_and_numbers_do_not() -> None:
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    tied = FlowBuilder().through(FlowBuilder("p").through(a)).through(FlowBuilder("q").through(a)).build()
+    apart = FlowBuilder().through(FlowBuilder("p").through(a)).through(FlowBuilder("q").through(b)).build()
+    assert tied.structural_hash != apart.structural_hash
+    zeros = FlowBuilder.from_(TwoInputs()).using("h").tag("h").build(X)
+    ones = FlowBuilder.from_(TwoInputs()).using("h", start=torch.ones_like).tag("h").build(X)
+    assert zeros.structural_hash != ones.structural_hash
+    before = zeros.structural_hash
+    zeros(X)
+    assert zeros.half().eval().structural_hash == before
+    norm = FlowBuilder.from_(nn.BatchNorm1d(4)).build()
+    before = norm.structural_hash
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(norm).structural_hash == before
+    assert tied.at("q.linear_1") is a, "both names of a shared module lead to it"
+
+
+def test_files_that_are_none_are_told(tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"12345678{")
+    with pytest.raises(InputError, match="is no safetensors file"):
+        make().load(tmp_path / "broken.safetensors")
+    with pytest.raises(InputError, match="cannot write"):
+        make().save(tmp_path / "missing" / "net.safetensors")

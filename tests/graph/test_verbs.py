@@ -180,6 +180,30 @@ def map_each_batched() -> tuple[FlowBuilder, ByHand]:
     return flow, lambda x: torch.stack([a(x[:, :2]), a(x[:, 2:])], 1)
 
 
+def map_each_from_behind() -> tuple[FlowBuilder, ByHand]:
+    a = linear(2, 3)
+    flow = FlowBuilder.from_(lambda x: x.view(-1, 2, 2)).map(FlowBuilder.from_(a).through(lambda y: y.sum(-1))).each(-2)
+    return flow, lambda x: torch.stack([a(x[:, :2]).sum(-1), a(x[:, 2:]).sum(-1)], 1)
+
+
+def loop_until_per_sample_using() -> tuple[FlowBuilder, ByHand]:
+    a, first = TwoInputs(), linear()
+
+    def by_hand(x: Tensor) -> Tensor:
+        rows = []
+        for row in x:
+            value, start = first(row), first(row)
+            for _ in range(3):
+                value = a(value, start)
+                if value[0] > 0.2:
+                    break
+            rows.append(value)
+        return torch.stack(rows)
+
+    flow = FlowBuilder.from_(first).tag("start").loop(a).until(lambda x: x[:, 0] > 0.2, most=3).using("start")
+    return flow, by_hand
+
+
 def map_over() -> tuple[FlowBuilder, ByHand]:
     a, b = linear(2, 3), linear()
     flow = FlowBuilder.from_(b).fork(lambda x: x.view(-1, 2, 2)).tag("pairs").map(a).over("pairs")
@@ -210,7 +234,17 @@ def a_labelled_flow() -> tuple[FlowBuilder, ByHand]:
 CASES = [
     *(through, also, also_with, also_a_flow, fork, split_add, split_mean, split_cat, split_function, split_tags),
     *(using_an_earlier_tag, also_using, loop_for, loop_using, loop_while_for_the_batch, loop_until_per_sample),
-    *(gate, gate_sigmoid, switch_per_sample, switch_by_integers, switch_for_the_batch, map_each, map_each_batched),
+    *(
+        map_each_from_behind,
+        loop_until_per_sample_using,
+        gate,
+        gate_sigmoid,
+        switch_per_sample,
+        switch_by_integers,
+        switch_for_the_batch,
+        map_each,
+        map_each_batched,
+    ),
     *(map_over, map_slices, map_slices_batched_using, a_module_twice, a_labelled_flow),
 ]
 
@@ -260,3 +294,26 @@ def test_outputs_are_the_stream_then_the_tags() -> None:
     main, aside = graph(x)
     assert torch.equal(main, F.relu(a(x)))
     assert torch.equal(aside, b(a(x)))
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        lambda: FlowBuilder().switch(lambda x: (x[:, 0] > 0).long(), [linear(), linear()]),
+        lambda: FlowBuilder().switch(linear(4, 2), [linear(), linear()]),
+        lambda: FlowBuilder().loop(linear()).until(lambda x: x[:, 0] > 0, most=3),
+        lambda: FlowBuilder().gate(linear(4, 2), [linear(), linear()]),
+        lambda: FlowBuilder().map(linear(2, 2)).slices(2),
+    ],
+)
+@pytest.mark.parametrize("samples", [0, 1])
+def test_empty_batches_and_single_samples_pass(flow: Callable[[], FlowBuilder], samples: int) -> None:
+    assert flow().build()(torch.randn(samples, 4)).shape == (samples, 4)
+
+
+def test_samples_that_are_done_keep_their_gradient() -> None:
+    x = torch.tensor([[2.0], [30.0]], requires_grad=True)
+    graph = FlowBuilder().loop(lambda v: (v - 1).sqrt()).until(lambda v: v[:, 0] <= 1.0, most=2).build()
+    graph(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()

@@ -40,9 +40,9 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         r"node 'add'.*Branches that merge need one shape",
     ),
     (lambda: FlowBuilder().tag("early"), "comes before anything was computed"),
-    (lambda: start().tag("a.b"), "a name is a word without dots"),
-    (lambda: start().tag('a"b'), "a name is a word without dots and blanks"),
-    (lambda: FlowBuilder("two words"), "a name is a word without dots and blanks"),
+    (lambda: start().tag("a.b"), "a name is a word of letters"),
+    (lambda: start().tag('a"b'), "a name is a word of letters"),
+    (lambda: FlowBuilder("two words"), "a name is a word of letters"),
     (lambda: start().tag("pass"), "none of Python's own"),
     (lambda: start().tag("self"), "a graph has an attribute of that name"),
     (lambda: start().tag("forward"), "a graph has an attribute of that name"),
@@ -69,7 +69,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().map(F.relu).each(0).build(X), "0 is the batch"),
     (lambda: start().map(F.relu).slices(3).build(X), "8 elements, which 3 slices do not divide"),
     (lambda: start().map(F.relu).over("tokens").build(), "unknown tag 'tokens'"),
-    (lambda: FlowBuilder("a.b"), "a name is a word without dots"),
+    (lambda: FlowBuilder("a.b"), "a name is a word of letters"),
     (
         lambda: (
             start().through(FlowBuilder("part").through(F.relu)).through(FlowBuilder("part").through(F.gelu)).build()
@@ -79,6 +79,44 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (
         lambda: start().through(FlowBuilder().input("m").through(torch.mul).using("m")).build(),
         "needs a label",
+    ),
+    (
+        lambda: (
+            FlowBuilder()
+            .also_with(FlowBuilder.from_(nn.Linear(4, 4)).tag("s"), FlowBuilder.from_(torch.add).using("s"))
+            .build()
+        ),
+        r"using\('s'\): the tag is set in the skip",
+    ),
+    (lambda: start().map(F.relu).over("late").through(F.relu).tag("late").build(), "'late' is set only later"),
+    (
+        lambda: start().through(FlowBuilder("sub").input("m").through(torch.mul).using("m")).build(),
+        "'sub' takes 1 further",
+    ),
+    (
+        lambda: start().through(FlowBuilder("sub").through(F.relu).using("mask")).build(),
+        "in the flow 'sub': unknown tag 'mask'",
+    ),
+    (lambda: start().build(outputs="hidden"), r"must be a list of tags, as in outputs=\['hidden'\]"),
+    (lambda: start().through(nn.Linear(8, 8).forward), "a method of Linear hides its params"),
+    (
+        lambda: start().also(nn.ReLU(inplace=True)).build(X),
+        r"changes 'hidden' in place, which 'add' reads.*inplace=False",
+    ),
+    (lambda: FlowBuilder.from_(nn.ReLU(inplace=True)).build(X), "changes 'x' in place"),
+    (lambda: FlowBuilder.from_(nn.LSTM(4, 4)).through(nn.Linear(4, 2)).build(torch.ones(3, 2, 4)), "itemgetter"),
+    (lambda: start().input("torch"), "must be a name of its own"),
+    (lambda: start().input("type"), "a graph has an attribute of that name"),
+    (lambda: start().tag("_run"), "a name is a word of letters"),
+    (
+        lambda: start().through(torch.add).using("h").tag("h").fork(torch.add).using("h").build(),
+        "nobody uses the branch",
+    ),
+    (
+        lambda: (
+            start().switch(lambda x: x[:, 0].long() * 0, [torch.add]).using("w").input("w").build(X, torch.ones(3, 8))
+        ),
+        "it must have a row for each",
     ),
     (lambda: start().build(X, X), "the example has 2 inputs, the graph 1"),
     (lambda: start().through(start().split([F.relu])), r"open split"),
@@ -112,3 +150,21 @@ def test_a_dry_run_leaves_nothing_behind() -> None:
     assert norm.training
     assert norm.num_batches_tracked == 0
     assert torch.equal(norm.running_mean, torch.zeros(8))
+
+
+def test_a_flow_is_complete_once_it_is_placed() -> None:
+    inner = FlowBuilder.from_(nn.Linear(8, 8))
+    start().loop(inner).for_n(2)
+    with pytest.raises(InputError, match="complete it before it is placed"):
+        inner.through(nn.ReLU())
+    own = FlowBuilder.from_(nn.ReLU())
+    with pytest.raises(InputError, match="complete it before it is placed"):
+        own.through(own)
+
+
+def test_the_example_is_left_alone_and_no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("a GPU was opened"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    start().through(nn.ReLU(inplace=True)).build(x)
+    assert torch.equal(x, torch.linspace(-1, 1, 8).view(2, 4))

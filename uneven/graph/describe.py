@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from uneven.graph.function import Function
 from uneven.graph.graph import Graph
@@ -43,6 +44,12 @@ def inner_graphs(module: nn.Module) -> Iterator[tuple[str, Graph]]:
 def is_inner(module: nn.Module) -> bool:
     """Whether nodes of a graph of its own run inside it."""
     return next(inner_graphs(module), None) is not None
+
+
+def count(module: nn.Module, only_trained: bool = False) -> int:
+    """Params; those whose shape is not known yet count nothing."""
+    found = [param for param in module.parameters() if param.requires_grad or not only_trained]
+    return sum(param.numel() for param in found if not is_lazy(param))
 
 
 def in_bytes(count: float) -> str:

@@ -14,7 +14,7 @@ from textwrap import wrap
 from torch import nn
 
 from uneven.errors import InputError
-from uneven.graph.describe import in_bytes, is_inner, short
+from uneven.graph.describe import count, in_bytes, is_inner, short
 from uneven.graph.function import Function
 from uneven.graph.graph import Graph
 from uneven.graph.layout import Edge, Item, Scene, arrange
@@ -117,7 +117,7 @@ class _Sketch:
         self._hottest = max(shares, default=0.0)
 
     def sheet(self) -> Sheet:
-        many = sum(param.numel() for param in self._root.parameters())
+        many = count(self._root)
         subtitle = f"{many:,} params" + ("; shapes are those of the example" if self._root.shapes else "")
         title = cut(self._root.plan.label or "graph", 80)
         if self._profile is None:
@@ -164,7 +164,7 @@ class _Sketch:
 
     def _row(self, path: str, lines: tuple[str, ...], what: nn.Module | str, name: str = "", shape: str = "") -> Row:
         """The words of a node, in full as its title, with its time where there is a profile."""
-        many = 0 if isinstance(what, str) else sum(param.numel() for param in what.parameters())
+        many = 0 if isinstance(what, str) else count(what)
         title = [path, what if isinstance(what, str) else _in_full(what)]
         title += [f"value {shape}"] * bool(shape) + [f"{many:,} params"] * bool(many)
         time, ms, heat = self._times.get(path), "", None

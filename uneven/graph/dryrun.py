@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from uneven.errors import InputError
 from uneven.graph.describe import short
 from uneven.graph.graph import Graph
+from uneven.graph.memory import Memory
 from uneven.graph.observe import Compute, observed
 from uneven.graph.plan import ENTRY, Node
 
@@ -15,29 +17,48 @@ from uneven.graph.plan import ENTRY, Node
 def dry_run(graph: Graph, example: tuple[Any, ...]) -> None:
     """InputError where a node cannot take what it gets; otherwise notes the shapes of all values.
 
-    Nothing else is left behind: modules are in eval mode meanwhile, the random state and the memories are put back.
+    Params, buffers, memories, modes and random states are as before, and so is the example. Hooks are called, and of a
+    switch only the branches that the example chooses.
     """
     if len(example) != len(graph.plan.inputs):
-        raise InputError(
-            f"the example has {len(example)} inputs, the graph {len(graph.plan.inputs)}: {', '.join(graph.plan.inputs)}"
-        )
+        names = ", ".join(graph.plan.inputs)
+        raise InputError(f"the example has {len(example)} inputs, the graph {len(graph.plan.inputs)}: {names}")
     modes = [(module, module.training) for module in graph.modules()]
+    memories = [(one, one.value, one.samples) for one in graph.modules() if isinstance(one, Memory)]
+    buffers = [(buffer, buffer.clone()) for buffer in graph.buffers() if not is_lazy(buffer)]
     graph.eval()
+    graph.reset_state()
     try:
-        with torch.random.fork_rng(), torch.no_grad(), observed(graph, _watch):
-            graph(*example)
-            graph(*example)  # state across calls must fit, too
+        with torch.random.fork_rng(_cuda_devices(graph, example)), torch.no_grad(), observed(graph, _watch):
+            # State across calls must fit, too.
+            for _ in range(2 if memories else 1):
+                graph(*(one.clone() if isinstance(one, Tensor) else one for one in example))
     finally:
-        graph.reset_state()
+        for memory, value, samples in memories:
+            memory.value, memory.samples = value, samples
         for module, mode in modes:
             module.training = mode
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+
+
+def _cuda_devices(graph: Graph, example: tuple[Any, ...]) -> list[int]:
+    """Those whose random state the run can touch; asking for all would open every GPU of the machine."""
+    held = [*graph.parameters(), *graph.buffers(), *(one for one in example if isinstance(one, Tensor))]
+    return sorted({one.device.index or 0 for one in held if one.device.type == "cuda"})
 
 
 def _watch(path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
+    before = [one._version for one in inputs if isinstance(one, Tensor)]
     try:
         if node.kind in ("add", "mean"):
             _refuse_broadcast(inputs)
         value = compute()
+        if [one._version for one in inputs if isinstance(one, Tensor)] != before:
+            _refuse_in_place(graph, node)
+    except RecursionError:
+        raise
     except InputError as error:
         raise error if str(error).startswith("node ") else _told(path, graph, node, error) from error
     except Exception as error:
@@ -46,6 +67,17 @@ def _watch(path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute
     if isinstance(value, Tensor):
         graph.shapes[node.name] = tuple(value.shape)
     return value
+
+
+def _refuse_in_place(graph: Graph, node: Node) -> None:
+    """A part that writes into what it was given spoils it for others who read it."""
+    plan = graph.plan
+    for source in node.sources:
+        users = [other.name for other in plan.nodes if source in other.sources and other.name != node.name]
+        is_input = plan.node(source).kind == "input"
+        if users or is_input or source in plan.outputs:
+            reader = users[0] if users else "the caller"
+            raise InputError(f"it changes {source!r} in place, which {reader!r} reads, too: use inplace=False")
 
 
 def _refuse_broadcast(inputs: tuple[Any, ...]) -> None:
@@ -66,11 +98,16 @@ def _told(path: str, graph: Graph, node: Node, error: Exception) -> InputError:
 
 def _fix(node: Node, graph: Graph) -> str:
     if node.verb == "also":
-        return "Give the skip a part of its own, so that both have one shape: .also_with(skip, part)"
+        return (
+            "Give the skip a part of its own, so that both have one shape: .also_with(skip, part); a sum that is meant "
+            "to broadcast is .split([a, b]).merge(torch.add)"
+        )
     if node.verb == "merge":
         return "Branches that merge need one shape ('cat': but for its dimension): change them, or merge by a function"
     recalled = [source for source in node.sources if graph.plan.node(source).kind == "recall"]
     if recalled:
         tag = recalled[0].removeprefix("recall_")
         return f"If the state {tag!r} starts with another shape than the stream, say how: .using({tag!r}, start=...)"
+    if any(source not in graph.shapes for source in node.sources):
+        return "If the part before it gives a tuple, pick one: .through(operator.itemgetter(0))"
     return "Change this part, or the one before it, so that they fit"

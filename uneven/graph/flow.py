@@ -101,9 +101,11 @@ class FlowBuilder(Flow):
 
     def input(self, *names: str) -> "Self":
         """Further inputs of the graph: forward takes them after the stream, by place or by name."""
+        self._refuse_if_placed("input")
         for name in names:
-            if not (isinstance(name, str) and name.isidentifier()) or name == "x" or name in self.inputs:
+            if not (isinstance(name, str) and name.isidentifier()) or name in (*self.inputs, "x", "torch"):
                 raise InputError(f"input {name!r} must be a name of its own, such as 'mask' ('x' is the stream)")
+            named(name, "input")
         self.inputs.extend(names)
         return self
 
@@ -138,14 +140,22 @@ class FlowBuilder(Flow):
         With an example of its inputs the graph runs once, in eval mode, and a clash of shapes is told with its node.
         With `outputs` forward returns a tuple: the stream's end, then these tagged values.
         """
+        if isinstance(outputs, str):
+            raise InputError(f"outputs={outputs!r} must be a list of tags, as in outputs=[{outputs!r}]")
         graph = wire(self, tuple(outputs))
         if example:
             dry_run(graph, example)
         return graph
 
     def _call(self, call: Call) -> "Self":
+        self._refuse_if_placed(call.verb)
         self.notes.append(call)
         return self
+
+    def _refuse_if_placed(self, verb: str) -> None:
+        """What a flow is must not depend on when another one took it in."""
+        if self.is_placed:
+            raise InputError(f"{verb}: this flow is a part of another one by now; complete it before it is placed")
 
 
 class _Open:
@@ -251,6 +261,11 @@ class MapVerb(_Open):
 def checked(part: Part, verb: str) -> Part:
     if isinstance(part, _Open):
         raise InputError(f"{verb}: its part is a flow with an open {part._verb}: close it by {part._closing}")
+    owner = getattr(part, "__self__", None)
+    if isinstance(owner, nn.Module):
+        raise InputError(f"{verb}: a method of {type(owner).__name__} hides its params; pass the module itself")
+    if isinstance(part, Flow):
+        part.is_placed = True
     if isinstance(part, type) or not (isinstance(part, nn.Module | Flow) or callable(part)):
         hint = f"; make one: {part.__name__}(...)" if isinstance(part, type) else ""
         raise InputError(f"{verb}({part!r}): a part is a module, a function or a flow{hint}")
@@ -266,8 +281,8 @@ def as_module(part: Part, verb: str) -> nn.Module:
 
 
 def named(name: str, verb: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or keyword.iskeyword(name):
-        raise InputError(f"{verb}({name!r}): a name is a word without dots and blanks, and none of Python's own")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w-]*", name) or keyword.iskeyword(name):
+        raise InputError(f"{verb}({name!r}): a name is a word of letters, digits, - and _, and none of Python's own")
     if hasattr(Graph, name) or name in RESERVED:
         raise InputError(f"{verb}({name!r}): a graph has an attribute of that name; choose another")
     return name

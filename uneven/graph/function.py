@@ -1,5 +1,7 @@
 """A plain function as a module, so that a graph has one kind of part."""
 
+import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,4 +23,25 @@ class Function(nn.Module):
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
     def extra_repr(self) -> str:
-        return self.name
+        return identity(self.function)
+
+
+def identity(function: Any) -> str:
+    """What tells one function from another: its name and module; for a lambda its code, else how it shows itself."""
+    if isinstance(function, functools.partial):
+        given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{identity(function.func)}({', '.join(given)})"
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        return repr(function)
+    code = getattr(function, "__code__", None)
+    if "<" in name and code is not None:
+        # A lambda's name says nothing. The code differs between versions of Python, as a name would not.
+        told = hashlib.sha256(repr((code.co_code, code.co_names, _constants(code.co_consts))).encode()).hexdigest()[:8]
+        return f"{function.__module__}.{name} {told}"
+    return f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
+
+
+def _constants(constants: tuple[Any, ...]) -> list[Any]:
+    """Without what shows its address: the code of inner functions counts by its own constants."""
+    return [_constants(one.co_consts) if hasattr(one, "co_consts") else repr(one) for one in constants]

@@ -5,9 +5,10 @@ import hashlib
 import linecache
 from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import fx, nn
 
@@ -38,9 +39,6 @@ class Graph(nn.Module):
             self.add_module(name, module)
         self._write()
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self._run(self, *inputs, **named)
-
     @property
     def fx(self) -> fx.Graph:
         """The computation as torch.fx sees it; `fx.GraphModule(graph, graph.fx)` is for its tools."""
@@ -68,7 +66,7 @@ class Graph(nn.Module):
 
     def at(self, path: str) -> nn.Module:
         """The module under a dotted path of labels, tags and names; "" is the graph itself."""
-        known = dict(self.named_modules())
+        known = dict(self.named_modules(remove_duplicate=False))
         if path not in known:
             close = difflib.get_close_matches(path, list(known), 3)
             hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(n for n in known if n)}"
@@ -90,16 +88,22 @@ class Graph(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Params and buffers as safetensors under their names, with the structure they belong to."""
-        save_model(self, str(path), {"structure": self.structure})
+        try:
+            save_model(self, str(path), {"structure": self.structure})
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write {path}: {error}") from error
 
     def load(self, path: str | Path) -> "Self":
         """What `save` wrote, if it was this structure; else InputError with the difference."""
         if not Path(path).is_file():
             raise InputError(f"there is no file {path}")
-        with safe_open(str(path), framework="pt") as file:
-            self.check_structure((file.metadata() or {}).get("structure"), str(path))
         try:
+            with safe_open(str(path), framework="pt") as file:
+                structure = (file.metadata() or {}).get("structure")
+            self.check_structure(structure, str(path))
             load_model(self, path)
+        except SafetensorError as error:
+            raise InputError(f"{path} is no safetensors file: {error}") from error
         except RuntimeError as error:
             raise InputError(f"{path} does not fit the graph: {error}") from error
         return self
@@ -135,18 +139,29 @@ class Graph(nn.Module):
         return self.plan.label
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_fx", "_run")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_fx", "forward")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._write()
 
     def _write(self) -> None:
-        """Make the fx graph of the plan, and the function of it that forward calls."""
+        """Make the fx graph of the plan, and its code this graph's forward."""
         self._fx = to_fx(self.plan)
-        code = self._fx.python_code("self")
-        file = f"<graph {self.plan.label or 'without label'} {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"
+        # In the instance, so that its signature is seen and torch.compile keeps graphs apart by their code.
+        self.__dict__["forward"] = MethodType(_function(self._fx, self.plan.label), self)
+
+
+def _function(graph: fx.Graph, label: str) -> Any:
+    """The forward of an fx graph. Graphs of one code share it, as objects of one class share their methods."""
+    code = graph.python_code("self")
+    if code.src not in _FUNCTIONS:
+        file = f"<graph {label or 'without label'} {hashlib.sha256(code.src.encode()).hexdigest()[:8]}>"
         linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)  # for tracebacks
         names = dict(code.globals)
         exec(compile(code.src, file, "exec"), names)
-        self._run = names["forward"]
+        _FUNCTIONS[code.src] = names["forward"]
+    return _FUNCTIONS[code.src]
+
+
+_FUNCTIONS: dict[str, Any] = {}  # by source

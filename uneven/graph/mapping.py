@@ -1,9 +1,12 @@
 """One body applied to every element, or slice, of a value."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from uneven.errors import InputError
+from uneven.graph.rows import per_sample
 
 
 class Map(nn.Module):
@@ -20,15 +23,18 @@ class Map(nn.Module):
         self.slices = slices
         self.batched = batched
 
-    def forward(self, x: Tensor, *extra: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *extra: Any) -> Tensor:
         elements = self._elements(x)
         if self.batched:
             many, samples = len(elements), len(x)
-            widened = [one.expand(many, *one.shape).flatten(0, 1) for one in extra]
+            widened = [
+                one.expand(many, *one.shape).flatten(0, 1) if per_sample(one, samples, "map") else one for one in extra
+            ]
             results = self.body(torch.cat(elements), *widened).unflatten(0, (many, samples)).unbind(0)
         else:
             results = [self.body(one, *extra) for one in elements]
-        return torch.stack(tuple(results), self.dim) if self.slices is None else torch.cat(tuple(results), self.dim)
+        dim = self.dim % x.dim()  # a body may change the number of dimensions, behind it
+        return torch.stack(tuple(results), dim) if self.slices is None else torch.cat(tuple(results), dim)
 
     def _elements(self, x: Tensor) -> tuple[Tensor, ...]:
         if not -x.dim() <= self.dim < x.dim() or self.dim % x.dim() == 0:

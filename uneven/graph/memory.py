@@ -1,6 +1,7 @@
 """State across calls: what a tag's value was in the last call."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,48 +10,82 @@ from uneven.errors import InputError
 
 
 class Memory(nn.Module):
-    """Gives the remembered value, or remembers a new one.
+    """Gives the remembered value, or remembers a new one: a tensor, or tuples, lists and dicts of them.
 
     It is no buffer: it belongs to the batches that this process sees, so it is neither saved with the params nor
     averaged over ranks. Its address stays, so that a captured step finds what the step before left.
     """
 
-    def __init__(self, tag: str, start: Callable[[Tensor], Tensor] | None = None, detach: bool = True) -> None:
+    _is_impure = True  # for torch.fx: what is remembered is used, though no node of this call reads it
+
+    def __init__(self, tag: str, start: Callable[[Tensor], Any] | None = None, detach: bool = True) -> None:
         super().__init__()
         self.tag = tag
         self.start = torch.zeros_like if start is None else start
         self.detach = detach
-        self.value: Tensor | None = None
+        self.value: Any = None
+        self.samples = 0  # of the batch that the value belongs to
 
-    def forward(self, stream: Tensor, new: Tensor | None = None) -> Tensor:
+    def forward(self, stream: Tensor, new: Any = None) -> Any:
         if new is not None:
+            self.samples = _samples(stream)
             self._remember(new)
             return new
         if self.value is None:
             return self.start(stream)
-        if stream.dim() and self.value.dim() and len(self.value) != len(stream):
+        if self.samples != _samples(stream):
             raise InputError(
-                f"state '{self.tag}' is of {len(self.value)} samples and this batch has {len(stream)}: "
+                f"state '{self.tag}' is of {self.samples} samples and this batch has {_samples(stream)}: "
                 "call graph.reset_state() before batches of another size"
             )
         # A copy, since the place is written again before backward has run.
-        return self.value.to(stream.device).clone() if self.detach else self.value
+        return _each(lambda one: one.to(stream.device).clone(), self.value) if self.detach else self.value
 
-    def _remember(self, new: Tensor) -> None:
+    def _remember(self, new: Any) -> None:
         if not self.detach:
             self.value = new
-            return
-        kept = new.detach()
-        if self.value is not None and (self.value.shape, self.value.device) == (kept.shape, kept.device):
-            self.value.copy_(kept)
+        elif _alike(self.value, new):
+            for place, one in zip(_tensors(self.value), _tensors(new), strict=True):
+                place.copy_(one.detach())
         else:
-            self.value = kept.clone()
+            self.value = _each(lambda one: one.detach().clone(), new)
 
     def reset(self) -> None:
         self.value = None
 
     def extra_repr(self) -> str:
-        return self.tag
+        begins = getattr(self.start, "__qualname__", None) or type(self.start).__name__
+        return f"{self.tag}, start={begins}, detach={self.detach}"
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "value": None}
+
+
+def _samples(stream: Any) -> int:
+    return len(stream) if isinstance(stream, Tensor) and stream.dim() else 0
+
+
+def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _each(function, one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_each(function, one) for one in value)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _each(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether the new value can be written where the old one is."""
+    if old is None:
+        return False
+    kinds = [[(one.shape, one.dtype, one.device) for one in _tensors(value)] for value in (old, new)]
+    # What was made in inference mode cannot be written outside it; torch.compile cannot ask, and does not need to.
+    is_fixed = not torch.compiler.is_compiling() and any(one.is_inference() for one in _tensors(old))
+    return kinds[0] == kinds[1] and not is_fixed

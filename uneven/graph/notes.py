@@ -51,3 +51,4 @@ class Flow:
         self.notes: list[Call | Branches | Tag] = []
         self.inputs: list[str] = []
         self.name = ""
+        self.is_placed = False  # a part of another flow, and so complete

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from uneven.errors import InputError
 from uneven.graph.graph import Graph
 from uneven.graph.plan import Node
 
@@ -38,19 +39,22 @@ class _Observed(fx.Interpreter):
 def observed(graph: Graph, observer: Observer) -> Iterator[None]:
     """Inside, calls of the graph and of the graphs in it go through the observer, innermost nodes included."""
     graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, Graph)]
-    saved = [one._run for _, one in graphs]
+    saved = [one.__dict__["forward"] for _, one in graphs]
     for path, one in graphs:
-        one._run = _walk(f"{path}." if path else "", observer)
+        one.__dict__["forward"] = _walk(one, f"{path}." if path else "", observer)
     try:
         yield
     finally:
-        for (_, one), run in zip(graphs, saved, strict=True):
-            one._run = run
+        for (_, one), forward in zip(graphs, saved, strict=True):
+            one.__dict__["forward"] = forward
 
 
-def _walk(path: str, observer: Observer) -> Callable[..., Any]:
-    def run(graph: Graph, *inputs: Any, **named: Any) -> Any:
+def _walk(graph: Graph, path: str, observer: Observer) -> Callable[..., Any]:
+    def forward(*inputs: Any, **named: Any) -> Any:
+        missing = [name for name in graph.plan.inputs[len(inputs) :] if name not in named]
+        if missing:
+            raise InputError(f"it takes {', '.join(graph.plan.inputs)}, and {missing[0]!r} is not given")
         places = [*inputs, *(named[name] for name in graph.plan.inputs[len(inputs) :])]
         return _Observed(graph, path, observer).run(*places)
 
-    return run
+    return forward

@@ -1,6 +1,7 @@
 """The plan of a graph: its nodes in the order of execution. Plain data, so it can be pickled, compared and drawn."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 ENTRY = "x"  # the node where the stream enters, and forward's first argument
 
@@ -34,8 +35,12 @@ class Plan:
     def inputs(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.nodes if node.kind == "input")
 
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
     def node(self, name: str) -> Node:
-        return next(node for node in self.nodes if node.name == name)
+        return self._by_name[name]
 
     def tags_of(self, name: str) -> tuple[str, ...]:
         return tuple(tag for tag, node in self.tags.items() if node == name)

@@ -3,12 +3,14 @@
 import copy
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from uneven.errors import InputError
 from uneven.graph.describe import in_bytes, is_inner, short, table
 from uneven.graph.graph import Graph
 from uneven.graph.observe import Compute, observed
@@ -27,6 +29,7 @@ class Row:
     output_bytes: int
     param_bytes: int
     is_inner: bool  # it holds nodes that have rows of their own
+    own_ms: float = 0.0  # what an inner one takes besides them
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,15 @@ class Profile:
     forward_ms: float  # of the whole, as it runs without anybody looking on
 
     def __getitem__(self, path: str) -> Row:
-        return next(row for row in self.rows if row.path == path)
+        found = next((row for row in self.rows if row.path == path), None)
+        if found is None:
+            raise InputError(f"the profile has no node {path!r}: it has {', '.join(row.path for row in self.rows)}")
+        return found
 
     @property
     def node_ms(self) -> float:
-        """What all nodes take that hold no others."""
-        return sum(row.ms for row in self.rows if not row.is_inner)
+        """What all nodes take, nothing counted twice."""
+        return sum(row.own_ms if row.is_inner else row.ms for row in self.rows)
 
     def share(self, row: Row) -> float:
         return row.ms / max(self.node_ms, 1e-9)
@@ -59,7 +65,9 @@ def profile(graph: Graph, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
     subject = copy.deepcopy(graph)
     watch = _Watch()
     whole_ms = []
-    with torch.no_grad():
+    batch = tuple(one.clone() if isinstance(one, Tensor) else one for one in batch)
+    devices = sorted({one.device.index or 0 for one in batch if isinstance(one, Tensor) and one.is_cuda})
+    with torch.random.fork_rng(devices), torch.no_grad():
         for run in range(WARM_UP + repeats):
             started = _now(batch)
             subject(*batch)
@@ -67,18 +75,20 @@ def profile(graph: Graph, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
             with observed(subject, watch):
                 subject(*batch)
             watch.end_run(is_counted=run >= WARM_UP)
+    ms = {path: 1e3 * statistics.median(times) for path, times in watch.times.items() if times}
     rows = tuple(
-        Row(
-            path,
-            watch.what[path],
-            1e3 * statistics.median(times),
-            watch.output_bytes[path],
-            watch.param_bytes[path],
-            watch.is_inner[path],
-        )
-        for path, times in watch.times.items()
+        Row(path, watch.what[path], ms[path], watch.output_bytes[path], watch.param_bytes[path], watch.is_inner[path])
+        for path in ms
     )
+    rows = tuple(replace(row, own_ms=_own_ms(row, rows)) if watch.has_own_work[row.path] else row for row in rows)
     return Profile(rows, statistics.median(whole_ms[WARM_UP:]))
+
+
+def _own_ms(row: Row, rows: tuple[Row, ...]) -> float:
+    """What a gate, loop, switch or map does besides the graphs in it: its router, its condition, its plain experts."""
+    inside = [one for one in rows if one.path.startswith(f"{row.path}.")]
+    direct = [one for one in inside if not any(one.path.startswith(f"{other.path}.") for other in inside)]
+    return max(0.0, row.ms - sum(one.ms for one in direct))
 
 
 class _Watch:
@@ -94,6 +104,7 @@ class _Watch:
         self.output_bytes: dict[str, int] = {}
         self.param_bytes: dict[str, int] = {}
         self.is_inner: dict[str, bool] = {}
+        self.has_own_work: dict[str, bool] = {}
 
     def __call__(self, path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
         if node.kind == "input":
@@ -105,8 +116,11 @@ class _Watch:
         module = graph.get_submodule(node.target) if node.target else nn.Identity()
         self.what[path] = short(module) if node.target else node.kind
         self.output_bytes[path] = value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-        self.param_bytes[path] = sum(param.numel() * param.element_size() for param in module.parameters())
+        self.param_bytes[path] = sum(
+            param.numel() * param.element_size() for param in module.parameters() if not is_lazy(param)
+        )
         self.is_inner[path] = is_inner(module)
+        self.has_own_work[path] = is_inner(module) and not isinstance(module, Graph)
         return value
 
     def end_run(self, is_counted: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.errors import InputError
+from uneven.graph.rows import rows_of
 
 WEIGHTINGS = ("softmax", "sigmoid", "none")
 
@@ -43,7 +44,8 @@ class Switch(nn.Module):
 
     The selector gives a branch for the whole batch (an int), one per sample (integers of shape (batch,)), or scores
     of shape (batch, branches) of which the highest wins. No gradient flows through the choice. A branch that nobody
-    chose does not run, and its params get no gradient.
+    chose does not run, and its params get no gradient. Further inputs have a row for each sample, or go whole if they
+    are no tensors.
     """
 
     def __init__(self, selector: Any, branches: Sequence[nn.Module]) -> None:
@@ -56,10 +58,13 @@ class Switch(nn.Module):
         if not isinstance(choice, Tensor) or choice.dim() == 0:
             result: Tensor = self.branches[self._checked(int(choice))](x, *extra)
             return result
+        if len(x) == 0:
+            nobody: Tensor = self.branches[0](x, *extra)  # its shape is what the others would give
+            return nobody
         chosen = self._per_sample(choice, len(x))
         rows = [(chosen == branch).nonzero().flatten() for branch in range(len(self.branches))]
         results = [
-            branch(x[mine], *(_rows(one, mine, len(x)) for one in extra))
+            branch(x[mine], *rows_of(extra, mine, len(x), "switch"))
             for branch, mine in zip(self.branches, rows, strict=True)
             if len(mine)
         ]
@@ -84,8 +89,3 @@ class Switch(nn.Module):
         if not 0 <= branch < len(self.branches):
             raise InputError(f"the selector chose branch {branch} of {len(self.branches)} (they count from 0)")
         return branch
-
-
-def _rows(one: Any, mine: Tensor, samples: int) -> Any:
-    """Those of an extra input that has one row per sample."""
-    return one[mine] if isinstance(one, Tensor) and one.dim() and len(one) == samples else one

@@ -1,43 +1,73 @@
 """What makes a graph the same graph: its nodes, modules and sources, without the values of params."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
+from uneven.graph.function import Function, identity
+from uneven.graph.memory import Memory
 from uneven.graph.plan import Plan
 
 if TYPE_CHECKING:
     from uneven.graph.graph import Graph
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
-def structure_of(graph: "Graph", indent: str = "") -> Iterator[str]:
-    """Lines such that two graphs compute the same function of their params if they have the same lines.
 
-    Custom modules count by type, `extra_repr` and shapes of params: two that differ in nothing of this look alike.
+def structure_of(graph: "Graph") -> Iterator[str]:
+    """Lines that are the same for two graphs only if they compute the same function of the same params.
+
+    A module counts by its type, the plain values and functions it holds, and the shapes of its params and buffers; what
+    it hides elsewhere (in objects of its own, in closures) is not seen. Params that are one and the same are told.
     """
+    yield from _lines(graph, "", {})
+
+
+def _lines(graph: "Graph", indent: str, known: dict[int, str], path: str = "") -> Iterator[str]:
     for node in graph.plan.nodes:
-        yield f"{indent}{node.name} = {_kind(graph, node.target, node.kind)}({', '.join(node.sources)})" + (
-            f" along {node.dim}" if node.kind == "cat" else ""
-        )
+        along = f" along {node.dim}" if node.kind == "cat" else ""
         if node.kind == "call":
-            yield from _inside(graph.get_submodule(node.target), indent + "  ")
+            module = graph.get_submodule(node.target)
+            yield f"{indent}{node.name} = {node.target}: {_kind(module)}({', '.join(node.sources)})"
+            yield from _inside(module, indent + "  ", known, f"{path}{node.target}.")
+        else:
+            memory = f" {_kind(graph.get_submodule(node.target))}" if node.kind == "recall" else ""
+            yield f"{indent}{node.name} = {node.kind}{memory}({', '.join(node.sources)}){along}"
     yield f"{indent}-> {', '.join(graph.plan.outputs)}"
 
 
-def _kind(graph: "Graph", target: str, kind: str) -> str:
-    if kind != "call":
-        return f"{kind} {target}".strip()
-    module = graph.get_submodule(target)
-    return f"{target}: {type(module).__name__}[{module.extra_repr()}]"
-
-
-def _inside(module: nn.Module, indent: str) -> Iterator[str]:
+def _inside(module: nn.Module, indent: str, known: dict[int, str], path: str) -> Iterator[str]:
     if isinstance(getattr(module, "plan", None), Plan):
-        yield from structure_of(cast("Graph", module), indent)
+        yield from _lines(cast("Graph", module), indent, known, path)
         return
-    for name, param in module.named_parameters(recurse=False):
-        yield f"{indent}{name} {tuple(param.shape)}"
+    for name, param in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        shape = "not known yet" if is_lazy(param) else str(tuple(param.shape))
+        first = known.setdefault(id(param), f"{path}{name}")
+        yield f"{indent}{name} {shape}" + ("" if first == f"{path}{name}" else f", the same as {first}")
     for name, child in module.named_children():
-        yield f"{indent}{name}: {type(child).__name__}[{child.extra_repr()}]"
-        yield from _inside(child, indent + "  ")
+        yield f"{indent}{name}: {_kind(child)}"
+        yield from _inside(child, indent + "  ", known, f"{path}{name}.")
+
+
+def _kind(module: nn.Module) -> str:
+    """A module's type and what it holds; synchronised BatchNorm computes the same function as the plain one."""
+    name = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
+    if isinstance(module, Function | Memory | _BatchNorm):
+        return f"{name}[{module.extra_repr()}]"
+    held = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
+    facts = [f"{key}={value!r}" for key, value in sorted(held.items()) if _is_plain(value)]
+    facts += [f"{key}={identity(value)}" for key, value in sorted(held.items()) if _is_function(value)]
+    return f"{name}[{', '.join(facts)}]"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module | type)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from uneven.graph.describe import inner_graphs, is_inner, short, table
+from uneven.graph.describe import count, inner_graphs, is_inner, short, table
 from uneven.graph.graph import Graph
 
 
 def summary(graph: Graph) -> str:
     """Shapes are those of the example that `build` was given; without one they are left out."""
-    params = sum(param.numel() for param in graph.parameters())
-    trained = sum(param.numel() for param in graph.parameters() if param.requires_grad)
+    params = count(graph)
+    trained = count(graph, only_trained=True)
     total = f"{params:,} params" + (f", {trained:,} of them trained" if trained != params else "")
     name = graph.plan.label or "graph"
     return table(("node", "module", "from", "value", "params"), list(_rows(graph, ""))) + (
@@ -24,7 +24,7 @@ def _rows(graph: Graph, path: str) -> Iterator[tuple[str, ...]]:
             yield (path + node.name, node.kind, ", ".join(node.sources), shape, "")
             continue
         module = graph.get_submodule(node.target)
-        many = sum(param.numel() for param in module.parameters())
+        many = count(module)
         own = f"{many:,}" if many and not is_inner(module) else ""
         yield (path + node.name, short(module), ", ".join(node.sources), shape, own)
         for inner, child in inner_graphs(module):

@@ -15,8 +15,10 @@ def to_fx(plan: Plan) -> fx.Graph:
     values: dict[str, fx.Node] = {}
     for node in plan.nodes:
         values[node.name] = _lay(graph, node, [values[source] for source in node.sources])
-        for laid in graph.nodes:
-            laid.meta.setdefault("node", node.name)
+        for laid in reversed(graph.nodes):
+            if "node" in laid.meta:
+                break
+            laid.meta["node"] = node.name
     ends = tuple(values[name] for name in plan.outputs)
     graph.output(ends if len(ends) > 1 else ends[0])
     return graph
