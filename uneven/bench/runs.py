@@ -15,6 +15,7 @@ from uneven.timeline.export import Timeline
 
 SUMMARY_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")
+SWEEP = "sweep.json"  # a sweep's word about itself, in its folder
 FAILURE = "failure.json"  # what a sweep leaves in the place of a run that did not end well
 
 
@@ -69,8 +70,8 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
     """What a run folder holds."""
-    failure = _read_json(folder / FAILURE)
-    summary = _read_json(folder / "summary.json")
+    failure = read_json(folder / FAILURE)
+    summary = read_json(folder / "summary.json")
     if not (folder / "summary.json").is_file():
         if isinstance(failure, dict):
             return BrokenRun(folder, str(failure.get("reason", "failed")))
@@ -89,12 +90,20 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
 
 
+def last_words(stderr: str, code: int) -> str:
+    """What a process that failed said last: our own one-line message, or the end of a traceback."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("uneven: ")]
+    return (ours or lines or [f"ended with exit code {code} and no word"])[-1].removeprefix("uneven: ")
+
+
 def _is_run(path: Path) -> bool:
     # An older run that was moved aside is seed-0.1, and counts no more.
     return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """A file's content; None where it is missing or no JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

@@ -59,6 +59,7 @@ class Order:
     global_batch_size: int | None = None  # of all devices together, in an exact mode
     epochs: int | None = None
     samples: int | None = None  # train on the first so many samples of the set
+    eval_samples: int | None = None  # evaluate on the first so many of the test set
     seed: int = 0
     precision: str = "fp32"
     compile: str = "off"
@@ -95,6 +96,7 @@ def make_task(order: Order) -> Task:
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
     _check_fit(recipe, order.data or recipe.data, data)
+    test = data.test if order.eval_samples is None else _first(data.test, order.eval_samples, "--eval-samples")
     if data.vocabulary is not None:
         make_model = partial(make_model, data.vocabulary)
     return Task(
@@ -103,7 +105,7 @@ def make_task(order: Order) -> Task:
         recipe.train_step,
         data.train if order.samples is None else _first(data.train, order.samples),
         recipe.make_scheduler,
-        Evaluation(data.test, recipe.eval_step, 1 if order.eval_every is None else order.eval_every, EVAL_BATCH),
+        Evaluation(test, recipe.eval_step, 1 if order.eval_every is None else order.eval_every, EVAL_BATCH),
     )
 
 
@@ -189,6 +191,7 @@ def _summary(
         "precision": config.precision,
         "compile": config.compile,
         "lr_scale": config.lr_scale,
+        "eval_samples": order.eval_samples,
         "metric": recipe.metric,
         "quality": quality,
         "published": recipe.published.value if recipe.published else None,
@@ -268,9 +271,9 @@ def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
         raise InputError(f"{recipe.name} is made for {recipe.data} ({fitting}), not for {name} ({data.kind})")
 
 
-def _first(data: TensorData, samples: int) -> TensorData:
+def _first(data: TensorData, samples: int, flag: str = "--samples") -> TensorData:
     if samples < 1:
-        raise InputError(f"--samples {samples} must be at least 1 (the set has {len(data):,})")
+        raise InputError(f"{flag} {samples} must be at least 1 (the set has {len(data):,})")
     return data.first(samples)
 
 

@@ -75,6 +75,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     samples: Annotated[int | None, typer.Option(help="Train on the first N samples of the set only.")] = None,
+    eval_samples: Annotated[int | None, typer.Option(help="Evaluate on the first N test samples only.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
     compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",

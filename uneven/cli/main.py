@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.cli import bench, data
+from uneven.cli import bench, data, scaling, sweep  # noqa: F401  scaling and sweep add their verbs to bench
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose

@@ -55,6 +55,8 @@ class LocalPace:
         self._broken: list[int] = []  # ranks whose params were not finite in the last round
         self._is_scaled = False
         self._delay = 0.0  # of the last merge, in steps of the slowest rank
+        self._trip_ns = (0, 0, 0)  # when the last round left, met the others' and came back
+        self._wire_bytes = [0, 0]  # put on the wire for rounds: before the last one, and with it
 
     def meet(self, costs: Sequence[Cost]) -> None:
         """Round 0: everyone knows everyone's cost; the first window and the learning rate follow from them."""
@@ -239,6 +241,7 @@ class LocalPace:
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
             samples=[int(row.samples) for row in rows],
+            **self._trip(),
         )
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
@@ -311,6 +314,15 @@ class LocalPace:
             divergence=arrived.divergence,
         )
         self._delay = (here_ns - arrived.left_ns) / 1e6 * min(self.windows.speeds)
+        self._trip_ns = (arrived.left_ns, arrived.met_ns, arrived.back_ns)
+        self._wire_bytes = [self._wire_bytes[1], self.average.traffic.payload_bytes]
+
+    def _trip(self) -> dict[str, float]:
+        """The last round's way for the timeline, in ms before now: ranks' clocks are put together only later."""
+        now_ns = self.rig.recorder.clock()
+        left, met, back = ((now_ns - ns) / 1e6 for ns in self._trip_ns)
+        before, after = self._wire_bytes
+        return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
     def _note_broken(self, broken: list[int], rows: Sequence[Row]) -> None:
         """Params that are not finite were left out of the average; once is said, twice running ends the run."""

@@ -1,4 +1,4 @@
-"""A run's timeline, and its two plain forms: JSON (complete, versioned) and CSV (one row per thing).
+"""A run's timeline, and its plain forms: JSON (complete, versioned) and CSV (one row per thing).
 
 JSON, version 1:
   version, unit ("ns since the run's start"), states,
@@ -7,6 +7,7 @@ JSON, version 1:
   events: [{t, rank, kind, ...fields}],
   samples: [{t, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
 CSV columns: t_ms, rank, kind, ms, fields (JSON). `kind` is a state, an event's kind or "sample".
+Beside them lies trace.json (see trace.py), to be looked at.
 """
 
 import csv
@@ -154,3 +155,6 @@ class Timeline:
     def save(self, folder: Path) -> None:
         (folder / "timeline.json").write_text(json.dumps(self.to_json()))
         (folder / "timeline.csv").write_text(self.to_csv())
+        from uneven.timeline.trace import to_trace  # it reads timelines, so it cannot be imported by their module
+
+        (folder / "trace.json").write_text(json.dumps(to_trace(self), separators=(",", ":")))

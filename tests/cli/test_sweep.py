@@ -1,0 +1,75 @@
+"""The verbs about many runs, as a user types them; what they compute is tested in tests/bench."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.bench.folders import make_run
+from uneven.cli.main import app
+from uneven.errors import InputError, RankError
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, words)])
+
+
+def runs(root: Path, shift: float = 0.0) -> Path:
+    for seed, quality in enumerate((0.970, 0.972)):
+        make_run(root, "lenet", "solo-0", seed, quality)
+        make_run(root, "lenet", "cpu-async", seed, quality + shift, 1300.0)
+    return root
+
+
+def test_a_dry_run_lists_what_would_run(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.9)
+    done = call(
+        "sweep", "--models", "lenet", "--modes", "solo-0,cpu-async", "--seeds", 1, "--out", tmp_path, "--dry-run"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == ["kept  lenet solo-0 seed 0", "run   lenet cpu-async seed 0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (("sweep", "--quick", "--full"), InputError, "choose one"),
+        (("sweep", "--models", "lenett", "--dry-run"), InputError, "unknown model"),
+        (("report", "nowhere"), InputError, "there is no folder nowhere"),
+        (("report", "nowhere", "--out", "report.pdf"), InputError, "a report is .md or .html"),
+        (("compare", "nowhere", "elsewhere"), InputError, "there is no folder"),
+        (("check", "nowhere"), InputError, "either --baseline FILE, to check, or --save FILE"),
+        (("policies", "nowhere.py"), InputError, "there is no script"),
+        (("scaling", "--ranks", "two"), InputError, "must be numbers"),
+        (("scaling", "--ranks", "2,4"), InputError, "with 1 among them"),
+    ],
+)
+def test_what_is_wrong_is_told(words: tuple[object, ...], error: type[Exception], message: str) -> None:
+    done = call(*words)
+    assert isinstance(done.exception, error)
+    assert message in str(done.exception)
+
+
+def test_a_report_goes_to_the_screen_or_into_a_file(tmp_path: Path) -> None:
+    root = runs(tmp_path / "runs")
+    assert "| cpu-async | 2 |" in call("report", root).output
+    assert call("report", root, "--out", tmp_path / "new" / "report.md").exit_code == 0
+    assert (tmp_path / "new" / "report.md").read_text().startswith("# Benchmark report")
+    assert call("report", root, "--out", tmp_path / "report.html").exit_code == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads(call("report", root, "--json").output)["models"][0]["model"] == "lenet"
+
+
+def test_two_sweeps_are_compared_and_held_against_a_baseline(tmp_path: Path) -> None:
+    first, second = runs(tmp_path / "a"), runs(tmp_path / "b", shift=-0.1)
+    lines = call("compare", first, second).output.splitlines()
+    assert lines[0].startswith("lenet cpu-async: quality -0.1000 +- 0.0000, speed x1.000")
+    assert "quality worse" in lines[0]
+    assert json.loads(call("compare", first, second, "--json").output)[0]["mode"] == "cpu-async"
+    baseline = tmp_path / "baseline.json"
+    assert call("check", first, "--save", baseline).exit_code == 0
+    assert "no worse than the baseline" in call("check", first, "--baseline", baseline).output
+    failed = call("check", second, "--baseline", baseline)
+    assert isinstance(failed.exception, RankError)
+    assert "lenet cpu-async: accuracy 0.8710" in str(failed.exception)

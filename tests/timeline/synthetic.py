@@ -1,0 +1,79 @@
+"""Runs that never were: timelines of any size, with everything in them that a page can show."""
+
+import random
+from typing import Any
+
+from uneven.timeline.device import account_of
+from uneven.timeline.export import Lane, Timeline
+from uneven.timeline.record import Event
+from uneven.timeline.sample import Sample
+
+MS = 1_000_000
+
+
+def lanes_of(*lanes: list[tuple[str, int]]) -> Timeline:
+    """Lanes by states and lengths, all from 0."""
+    made = []
+    for rank, pieces in enumerate(lanes):
+        spans, at = [], 0
+        for state, length in pieces:
+            spans.append((state, at, at + length))
+            at += length
+        made.append(Lane(rank, f"cpu@{rank}", spans))
+    return Timeline(made, [account_of(lane.rank, lane.spans) for lane in made], [], [])
+
+
+def make_run(ranks: int = 2, steps: int = 120, epochs: int = 3, seed: int = 0) -> Timeline:
+    """Set-up, then steps of data, compute and wait with a round now and then, and an evaluation after every epoch."""
+    rng = random.Random(seed)
+    lanes = []
+    for rank in range(ranks):
+        pieces = [("setup", 40 * MS + rank * MS), ("compile", 30 * MS), ("communication", 5 * MS)]
+        for step in range(steps):
+            pieces += [("data", rng.randrange(50_000, 200_000)), ("compute", rng.randrange(4 * MS, 9 * MS))]
+            pieces += [("wait", rng.randrange(10_000, 3 * MS)), ("communication", rng.randrange(10_000, 900_000))]
+            if (step + 1) * epochs % steps < epochs:
+                pieces += [("evaluation", 20 * MS), ("other", 300_000)]
+        lanes.append(pieces)
+    timeline = lanes_of(*lanes)
+    end = min(lane.spans[-1][2] for lane in timeline.lanes)
+    events = [event for lane in timeline.lanes for event in _events(lane.rank, ranks, end, epochs)]
+    samples = [
+        Sample(t, 50.0 + t % 50, 90.0 + t % 70, 10**9, 10**8, ((0, float(t % 100), 10**9),))
+        for t in range(100 * MS, end, 100 * MS)
+    ]
+    return Timeline(timeline.lanes, timeline.accounts, sorted(events, key=lambda event: event.t_ns), samples)
+
+
+def _events(rank: int, ranks: int, end: int, epochs: int) -> list[Event]:
+    shares = [10 * (ranks - place) for place in range(ranks)]
+    events = [Event(end // 20, rank, "shares", {"slot": 0, "shares": shares, "alone": []})]
+    events.append(Event(end // 20, rank, "lr_scale", {"scale": 1.5}))
+    for number in range(1, 9):
+        t = end // 20 + number * end // 10 - rank * 1000
+        fields: dict[str, Any] = {"round": number, "due": 30 * number, "steps_late": 1, "delay": 0.5, "wait_ms": 0.1}
+        fields |= {"transfer_ms": 0.8, "latency_ms": 6.0, "divergence": 0.02, "samples": shares}
+        fields |= {"left_ms_ago": 9.0, "met_ms_ago": 7.0, "back_ms_ago": 3.0, "bytes": 178_500}
+        events.append(Event(t, rank, "round", fields))
+        events.append(Event(t, rank, "counts", {"slot": 30 * number, "counts": shares, "anchor": 10.0 + number}))
+        shares = [share + number % 3 for share in shares]
+    events += [
+        Event((epoch + 1) * end // epochs - 1, rank, "epoch", entry) for epoch, entry in enumerate(history(epochs))
+    ]
+    return events
+
+
+def history(epochs: int = 3) -> list[dict[str, Any]]:
+    return [
+        {
+            "epoch": epoch + 1,
+            "samples": 10_000 * (epoch + 1),
+            "train_loss": 1.0 / (epoch + 1),
+            "lr": 0.1,
+            "train_seconds": 2.0 * (epoch + 1),
+            "samples_per_s": 5_000.0,
+            "accuracy": 0.9 + 0.01 * epoch,
+            "loss": 1.1 / (epoch + 1),
+        }
+        for epoch in range(epochs)
+    ]

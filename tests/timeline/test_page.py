@@ -1,0 +1,179 @@
+"""The page as a file: one, small, safe, complete; its colours can be told apart. What a browser makes of it: see
+test_page_browser.py."""
+
+import json
+import re
+import sys
+from importlib.machinery import PathFinder
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+import uneven.timeline.page
+from tests.timeline.synthetic import MS, history, lanes_of, make_run
+from uneven.errors import InputError, MachineError
+from uneven.timeline.export import Timeline
+from uneven.timeline.page import write_page
+from uneven.timeline.record import TRAINING, Event
+from uneven.timeline.sample import Sample
+
+pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
+
+STYLE = Path(uneven.timeline.page.__file__).with_name("page.css").read_text()
+
+
+def page(tmp_path: Path, timeline: Timeline, *, epochs: int = 3, title: str = "A run", **facts: str) -> str:
+    path = tmp_path / "page.html"
+    write_page(path, timeline, history(epochs), title, facts)
+    return path.read_text()
+
+
+def test_a_page_names_what_it_shows(tmp_path: Path) -> None:
+    text = page(tmp_path, make_run(), title="lenet async", model="lenet", devices="cpu, cpu@0.4")
+    assert "<title>lenet async</title>" in text
+    for name, fact in (("model", "lenet"), ("devices", "cpu, cpu@0.4")):
+        assert f"<dt>{name}</dt><dd>{fact}</dd>" in text
+    figures = ["lanes", "busy", "shares", "anchor", "loss-time", "loss-samples", "quality-time", "quality-samples"]
+    assert re.findall(r'<figure id="([\w-]+)"', text) == figures
+    keys = [re.sub("<.*?>", "", key) for key in re.findall(r'<button[^>]*class="key".*?</button>', text)]
+    assert keys[: len(TRAINING)] == list(TRAINING)
+    assert {"setup, compile, evaluation", "idle gap", "round", "lr scale", "accuracy", "train loss"} <= set(keys)
+    assert "NaN" not in json.dumps(keys)
+
+
+def test_the_table_counts_all_of_a_lane(tmp_path: Path) -> None:
+    lane = [
+        ("setup", 100 * MS),
+        ("compute", 700 * MS),
+        ("data", 50 * MS),
+        ("compute", 50 * MS),
+        ("evaluation", 100 * MS),
+    ]
+    text = page(tmp_path, lanes_of(lane))
+    head = re.findall(r"<th>([^<]+)</th>", text.partition('<table id="idle">')[2].partition("</thead>")[0])
+    cells = re.findall(r"<td[^>]*>([\d.]+) s<small>([\d.]+) %", text)
+    assert dict(zip(head, [("0: cpu@0", ""), *cells], strict=True)) == {
+        "device": ("0: cpu@0", ""),
+        "computes": ("0.75", "75.0"),
+        "start-up": ("0.10", "10.0"),
+        "evaluation": ("0.10", "10.0"),
+        "data": ("0.05", "5.0"),
+    }
+
+
+def test_a_run_without_shares_anchor_or_epochs_says_so(tmp_path: Path) -> None:
+    text = page(tmp_path, lanes_of([("compute", 50 * MS)]), epochs=0)
+    assert re.findall(r'<figure id="([\w-]+)"', text) == ["lanes", "busy"]
+    for sentence in ("there are no shares", "There is no anchor", "No epoch has ended"):
+        assert sentence in text
+    base = lanes_of([("compute", 50 * MS)], [("compute", 50 * MS)])
+    fixed = Timeline(
+        base.lanes, base.accounts, [Event(5, 0, "shares", {"slot": 0, "shares": [64, 64], "alone": []})], []
+    )
+    assert "The shares stayed as they were: 50 % / 50 %." in page(tmp_path, fixed)
+
+
+def test_odd_runs_have_a_page_too(tmp_path: Path) -> None:
+    """Nothing but set-up, no events; a loss that is not finite; a metric that only some epochs have."""
+    write_page(tmp_path / "one.html", lanes_of([("setup", 5)]))
+    entries = history(3)
+    entries[1]["train_loss"] = float("nan")
+    del entries[0]["accuracy"]
+    entries[2]["note"] = "words"
+    write_page(tmp_path / "two.html", make_run(), entries, "odd", {})
+    with pytest.raises(InputError, match="no spans"):
+        write_page(tmp_path / "three.html", Timeline([], [], [], []))
+
+
+def test_nothing_in_a_page_comes_from_elsewhere(tmp_path: Path) -> None:
+    text = page(tmp_path, make_run())
+    markup = re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"""\b(?:src|href|action)\s*=|url\(|@import|https?://""", markup)
+    assert not re.search(r"<script[^>]+\bsrc\b|<link\b|<iframe\b|<img\b", text.partition("<body>")[2])
+    assert not re.search(r"<script[^>]+\bsrc\s*=", text)
+    assert "default-src 'none'" in text
+
+
+def test_what_a_user_wrote_stays_text(tmp_path: Path) -> None:
+    nasty = "</script><script>alert(1)</script>"
+    run = make_run()
+    lanes = [type(lane)(lane.rank, nasty, lane.spans) for lane in run.lanes]
+    events = [*run.events, Event(5, 0, "alert", {"what": nasty})]
+    text = page(tmp_path, Timeline(lanes, run.accounts, events, run.samples), title=nasty, fact=nasty)
+    assert "<script>alert(1)" not in text
+
+
+def test_a_million_spans_of_eight_ranks_make_a_small_page(tmp_path: Path) -> None:
+    run = make_run(ranks=8, steps=31_250, epochs=90)
+    assert sum(len(lane.spans) for lane in run.lanes) > 1_000_000
+    rounds = [
+        Event(event.t_ns + shift, event.rank, event.kind, event.fields)
+        for event in run.events
+        for shift in range(0, 100_000 if event.kind == "round" else 1, 1_000)
+    ]
+    samples = [
+        Sample(t * MS, 50.0, 90.0, 10**9, 10**8, tuple((i, 9.0, 9) for i in range(8))) for t in range(0, 200_000, 5)
+    ]
+    big = Timeline(run.lanes, run.accounts, sorted(rounds, key=lambda event: event.t_ns), samples)
+    text = page(tmp_path, big, epochs=90)
+    assert len(text) < 3_000_000
+    assert "stay together however far one zooms in" in text
+    assert "longest of" in text
+    assert "rounds are marked" in text
+
+
+def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoBokeh(PathFinder):
+        @classmethod
+        def find_spec(cls, fullname: str, path: object = None, target: object = None) -> None:  # type: ignore[override]
+            return None
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bokeh"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NoBokeh])
+    with pytest.raises(MachineError, match=r"pip install 'uneven\[pages\]'"):
+        write_page(tmp_path / "page.html", make_run())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="a part of the path is a file"):
+        write_page(tmp_path / "file" / "page.html", make_run(steps=5))
+
+
+# Colour vision deficiencies at full strength, in linear RGB (Machado, Oliveira and Fernandes, 2009).
+VISION = {
+    "full": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+WHITE = (0.9505, 1.0, 1.089)
+
+
+def times(matrix: tuple[tuple[float, ...], ...], vector: list[float]) -> list[float]:
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def lab(colour: str, vision: str) -> tuple[float, float, float]:
+    srgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in srgb]
+    seen = [min(1.0, max(0.0, c)) for c in times(VISION[vision], linear)]
+    x, y, z = (c / w for c, w in zip(times(XYZ, seen), WHITE, strict=True))
+    fx, fy, fz = (c ** (1 / 3) if c > 0.008856 else 7.787 * c + 16 / 116 for c in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_everyone_can_tell_the_states_apart(vision: str, is_dark: bool) -> None:
+    light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", dark.partition("* {")[0] if is_dark else light))
+    named = [*TRAINING, "apart", "paper"]
+    for one, other in combinations(named, 2):
+        pair = zip(lab(colours[one], vision), lab(colours[other], vision), strict=True)
+        distance = sum((a - b) ** 2 for a, b in pair) ** 0.5
+        assert distance > 20, f"{one} and {other}: {distance:.0f}"

@@ -1,0 +1,144 @@
+"""`uneven bench policies train.py`: the user's own script under each policy, side by side, and which one to take.
+
+Every policy trains in a fresh process by `uneven run`, from the same seed. Efficiency needs no solo runs here: it is
+the samples/s of all devices together over the sum of what each of them does while it computes.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.bench.runs import last_words, read_json
+from uneven.config import POLICIES
+from uneven.errors import InputError
+from uneven.timeline.export import Timeline
+
+ALL: tuple[str, ...] = POLICIES
+NEAR = 0.02  # of the lowest loss: as good, as far as one run can say
+_KNOWN = ("epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoliciesOrder:
+    script: Path
+    args: tuple[str, ...] = ()
+    devices: str = "auto"
+    epochs: int = 3
+    policies: tuple[str, ...] = ALL
+    seed: int = 0
+    out: Path = Path("runs") / "policies"
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One policy's run."""
+
+    policy: str
+    loss: float  # of training, in the last epoch
+    train_s: float
+    samples_per_s: float
+    efficiency: float | None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, where the script has one
+
+
+@dataclass
+class Trial:
+    """What came out, so far."""
+
+    rows: list[PolicyRow] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # policy -> why
+
+    @property
+    def recommended(self) -> tuple[str, str] | None:
+        return recommend(self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.recommended
+        return {
+            "version": 1,
+            "policies": [asdict(row) for row in self.rows],
+            "failed": self.failed,
+            "recommended": None if found is None else {"policy": found[0], "reason": found[1]},
+        }
+
+
+def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]) -> None:
+    """Fill the trial, policy by policy; what is finished stays if somebody interrupts it."""
+    for policy in order.policies:
+        if policy not in ALL:
+            raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
+    if not order.script.is_file():
+        raise InputError(f"there is no script {order.script}")
+    for policy in order.policies:
+        tell(policy)
+        out = order.out / policy
+        done = subprocess.run(_command(order, policy, out), capture_output=True, text=True, check=False)
+        if done.returncode in (130, -2):
+            raise KeyboardInterrupt
+        if done.returncode:
+            trial.failed[policy] = last_words(done.stderr, done.returncode)
+            continue
+        row = read_row(policy, out)
+        if isinstance(row, str):
+            trial.failed[policy] = row
+        else:
+            trial.rows.append(row)
+
+
+def _command(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
+    settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    own = ["--", *order.args] if order.args else []
+    return [sys.executable, "-m", "uneven", "run", str(order.script), *flags, "--progress", "off", *own]
+
+
+def read_row(policy: str, out: Path) -> PolicyRow | str:
+    """What a run of the script left, or what is missing."""
+    state, log, record = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
+    if not isinstance(state, dict) or not isinstance(record, dict):
+        return f"the script left no state in {out}: does it train by uneven, and to the end?"
+    if not state.get("history"):
+        return "no epoch was finished"
+    timeline = Timeline.from_json(record)
+    last = state["history"][-1]
+    seconds = max(account.training_s for account in timeline.accounts)
+    metrics = {k: float(v) for k, v in last.items() if k not in _KNOWN and isinstance(v, int | float)}
+    counts = [sum(part[2] for part in parts) for parts in log["ranks"]] if isinstance(log, dict) else []
+    return PolicyRow(
+        policy,
+        float(last["train_loss"]),
+        seconds,
+        state["samples"] / seconds,
+        busy_efficiency(timeline, counts),
+        metrics,
+    )
+
+
+def busy_efficiency(timeline: Timeline, counts: Sequence[int]) -> float | None:
+    """Joint speed over the sum of the speeds while computing; None where a device did nothing."""
+    busy = {account.rank: account.seconds["compute"] for account in timeline.accounts}
+    if len(counts) < 2 or len(busy) != len(counts) or not all(busy[rank] and many for rank, many in enumerate(counts)):
+        return None
+    seconds = max(account.training_s for account in timeline.accounts)
+    return sum(counts) / seconds / sum(many / busy[rank] for rank, many in enumerate(counts))
+
+
+def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
+    """The fastest of those whose loss is near the lowest, and why; needs two to compare."""
+    if len(rows) < 2:
+        return None
+    lowest = min(rows, key=lambda row: row.loss)
+    good = [row for row in rows if row.loss <= lowest.loss + NEAR * abs(lowest.loss)]
+    best = max(good, key=lambda row: row.samples_per_s)
+    slowest = min(rows, key=lambda row: row.samples_per_s)
+    loss = (
+        "its loss is the lowest" if best is lowest else f"its loss is within {NEAR:.0%} of the lowest ({lowest.policy})"
+    )
+    speed = f"{best.samples_per_s / slowest.samples_per_s:.2f}x as fast as {slowest.policy}"
+    faster = [row.policy for row in rows if row.samples_per_s > best.samples_per_s]
+    other = f"; {' and '.join(faster)} would be faster, at a higher loss" if faster else ""
+    speed = "nothing is slower" if best is slowest else speed
+    return best.policy, f"{speed}, {loss}{other}. One seed says nothing of chance: repeat it with --seed 1"

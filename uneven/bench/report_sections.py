@@ -1,0 +1,171 @@
+"""A report in words and tables, before it is Markdown or a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from uneven.bench.report import MARGIN, ModelReport, Report, Row
+
+NOTES = (
+    "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
+    "Time is training alone: no start-up, no evaluation.",
+    "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
+    "an interval stands beside it, else (~) an estimate from runs one after the other.",
+    "Busy is the share of the training time in which a device computes (a time-weighted mean); PyTorch's DDP waits for "
+    "the others inside backward, which counts as computing there. Samples: each device's share of them, in percent.",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; columns that are empty in every row are left out."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+        return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: list[str | Table] = field(default_factory=list)
+    model: ModelReport | None = None  # the one it is about
+
+
+def sections_of(report: Report) -> list[Section]:
+    """The report from top to end; the first section has the hardware and what the figures mean."""
+    return [
+        Section("Benchmark report", [*_hardware(report), *NOTES]),
+        *map(_model, report.models),
+        _failed(report),
+        *(
+            [Section("How to make it again", [f"$ {command}" for command in report.commands])]
+            if report.commands
+            else []
+        ),
+    ]
+
+
+def _hardware(report: Report) -> list[str]:
+    return [
+        f"{one.get('processor', 'unknown processor')}, torch {one.get('torch', '?')}, uneven {one.get('uneven', '?')}"
+        for one in report.hardware
+    ]
+
+
+def _model(model: ModelReport) -> Section:
+    settings = model.settings
+    facts = (
+        f"{settings['data']}, {settings['epochs']} epochs, batch {settings['batch_size']}, {settings['precision']}, "
+        f"compile {settings['compile']}"
+    )
+    if settings.get("eval_samples"):
+        facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
+    published = f" Published: {model.published:g} ({model.source})." if model.published is not None else ""
+    solo = (
+        f" Measured gap of the devices {model.gap:.2f}: equal batches could reach {model.sync_bound:.0%} at most."
+        if model.gap and model.sync_bound
+        else ""
+    )
+    blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model)]
+    if model.best is not None:
+        margin = MARGIN.get(model.metric, 0.0)
+        blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
+    return Section(f"{model.title} ({model.model})", blocks, model)
+
+
+def _quality(model: ModelReport) -> Table:
+    target = f"s to {model.metric} {_value(model, model.target)}"
+    head = ["mode", "seeds", model.metric, "vs published", "train s", "samples/s", "speed-up", "efficiency", target]
+    head.append("loss gap")
+    return Table.of(head, [_quality_row(model, row) for row in model.rows])
+
+
+def _quality_row(model: ModelReport, row: Row) -> list[str]:
+    if row.is_for_speed:
+        quality = "(for its speed only)"
+    else:
+        quality = _value(model, row.quality)
+        quality += f" +- {_value(model, row.quality_half)}" if row.quality_half is not None else ""
+    reached = "" if row.target_s is None else f"{row.target_s:.1f}"
+    if row.target_s is not None and row.target_seeds < row.seeds:
+        reached += f" ({row.target_seeds} of {row.seeds} seeds)"
+    return [
+        row.mode,
+        str(row.seeds),
+        quality,
+        "" if row.vs_published is None else _signed(model, row.vs_published),
+        _number(row.train_s, ".1f") if row.has_speed else "(takes turns)",
+        _number(row.samples_per_s, ",.0f"),
+        _number(row.speedup, ".2f", "x"),
+        _efficiency(row),
+        reached,
+        _number(row.loss_gap, "+.4f"),
+    ]
+
+
+def _time(model: ModelReport) -> Table:
+    causes = sorted({cause for row in model.rows for cause in row.idle_s})
+    head = [
+        "mode",
+        "busy",
+        "rounds",
+        "transfer ms",
+        "wait ms",
+        *(f"idle s: {cause}" for cause in causes),
+        "peak memory",
+    ]
+    return Table.of(head, [_time_row(row, causes) for row in model.rows])
+
+
+def _time_row(row: Row, causes: Sequence[str]) -> list[str]:
+    busy = ", ".join(f"{share:.0%}" for share in row.utilisation.values())
+    memory = "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB"
+    idle = [_number(row.idle_s.get(cause), ".2f") for cause in causes]
+    shares = ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares)
+    anchor = "" if row.anchor is None else f"{row.anchor:.0f}"
+    rounds = "" if row.rounds is None else f"{row.rounds:,}"
+    return [
+        row.mode,
+        busy,
+        shares,
+        anchor,
+        rounds,
+        _number(row.transfer_ms, ".2f"),
+        _number(row.wait_ms, ".2f"),
+        *idle,
+        memory,
+    ]
+
+
+def _efficiency(row: Row) -> str:
+    if row.efficiency is None:
+        return ""
+    if row.efficiency_half is None:
+        return f"~{row.efficiency:.2f}"
+    return f"{row.efficiency:.3f} +- {row.efficiency_half:.3f} ({row.efficiency_pairs} pairs)"
+
+
+def _failed(report: Report) -> Section:
+    blocks: list[str | Table] = ["No run failed."]
+    if report.failed:
+        blocks = [Table.of(["run", "reason"], [[one["folder"], one["reason"]] for one in report.failed])]
+    blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]
+    return Section("What failed, and what could not be", blocks)
+
+
+def _value(model: ModelReport, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.2f} %" if model.metric == "accuracy" else f"{value:.4f}"
+
+
+def _signed(model: ModelReport, value: float) -> str:
+    return f"{100 * value:+.2f} pp" if model.metric == "accuracy" else f"{value:+.3f}"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit

@@ -1,0 +1,98 @@
+"""`uneven bench scaling`: throughput against the number of ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from uneven.cli.bench import app
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from uneven.bench.scaling import Scaling
+
+
+@app.command("scaling")
+def scaling(
+    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")] = "lenet",
+    data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (cores shared out) or cuda (one GPU per rank).")] = "cpu",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with 1 among them.")] = "1,2",
+    policy: Annotated[str, typer.Option(help="sync, balanced, cadence or async.")] = "balanced",
+    samples: Annotated[int, typer.Option(min=1, help="Of each run.")] = 4096,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Per rank; default: the model's own.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each number of ranks, in turn.")] = 3,
+    compiles: Annotated[
+        str | None, typer.Option(help="Also the cold start, as in off,default,graph.", show_default="none")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A page with the plot, as in scaling.html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")] = False,
+) -> None:
+    """Samples/s of 1, 2, ... ranks and the law Speedup = N / (1 + alpha (N - 1)) that fits them.
+
+    Examples:
+
+      uneven bench scaling --model lenet --data mnist-mini --ranks 1,2
+
+      uneven bench scaling --model gpt-nano --samples 512 --compiles off,default --out scaling.html
+    """
+    from uneven.bench.scaling import ScalingOrder, measure_scaling
+
+    try:
+        numbers = tuple(sorted({int(word) for word in ranks.split(",")}))
+    except ValueError:
+        raise InputError(f"--ranks {ranks!r} must be numbers with commas between them, as in 1,2,4") from None
+    order = ScalingOrder(
+        model=model,
+        data=data,
+        device=device,
+        ranks=numbers,
+        policy=policy,
+        samples=samples,
+        batch_size=batch_size,
+        repeats=repeats,
+        compiles=tuple(compiles.split(",")) if compiles else (),
+    )
+    found = measure_scaling(order, lambda what: None if as_json else print(what, file=sys.stderr))
+    if as_json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        _print(found)
+    if out is not None:
+        from uneven.bench.scaling_page import write_scaling_page
+
+        write_scaling_page(found, f"{model}, {policy}", out)
+
+
+def _print(found: "Scaling") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, header_style="bold")
+    for heading in ("ranks", f"{found.unit}/s", "speed-up", "predicted", "off by"):
+        table.add_column(heading, justify="right")
+    for one in found.points:
+        half = "" if one.half_width == float("inf") else f" +- {one.half_width:,.0f}"
+        off = one.speedup / one.predicted - 1.0
+        table.add_row(
+            f"{one.ranks}",
+            f"{one.samples_per_s:,.0f}{half}",
+            f"{one.speedup:.2f}",
+            f"{one.predicted:.2f}",
+            f"{off:+.1%}",
+        )
+    console.print(table)
+    if found.alpha is not None:
+        console.print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
+    if found.cold_starts:
+        starts = Table(box=None, header_style="bold")
+        for heading in ("compile", "before the first step, s", "a step, ms", "pays after steps"):
+            starts.add_column(heading, justify="left" if heading == "compile" else "right")
+        for row in found.cold_starts:
+            even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
+            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.steady_ms:.1f}", even)
+        console.print()
+        console.print(starts)

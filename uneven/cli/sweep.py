@@ -1,0 +1,295 @@
+"""`uneven bench sweep`, `report`, `compare`, `check`, `policies`: many runs, and what they say together."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from uneven.cli.bench import app
+from uneven.errors import InputError, RankError
+
+if TYPE_CHECKING:
+    from uneven.bench.policies import Trial
+    from uneven.bench.sweep import Outcome, SweepOrder
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
+
+
+@app.command("sweep")
+def sweep(
+    models: Annotated[str | None, typer.Option(help="Only these, as in lenet,mlp.", show_default="all")] = None,
+    modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model and mode.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="LeNet and gpt-nano, a few samples, one seed.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All models with their own data and epochs (default).")] = False,
+    devices: Annotated[str, typer.Option(help="Two or more, as in cuda:0,cuda:1.")] = "cpu,cpu@0.4",
+    data: Annotated[str | None, typer.Option(help="In place of mnist, such as mnist-mini.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Train on the first N samples only.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Default: each model's own; 2 with --quick.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Per device; default: each model's own.")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Of all devices together, in the exact modes and torch-ddp.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
+    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    efficiency: Annotated[
+        bool, typer.Option("--efficiency", help="Measure it by pairs too, once per model and mode (minutes each).")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
+    force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Every model in every mode that the hardware allows, one fresh process per run; then: uneven bench report.
+
+    Finished runs are kept, so a sweep that was interrupted goes on where it stopped. Examples:
+
+      uneven bench sweep --quick
+
+      uneven bench sweep --models logistic,mlp,lenet --global-batch-size 64 --efficiency --out runs/mnist
+
+      uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
+    """
+    from uneven.bench.sweep import SweepOrder, plan_sweep
+    from uneven.bench.sweep import sweep as run_sweep
+
+    if quick and full:
+        raise InputError("--quick and --full: choose one")
+    order = SweepOrder(
+        models=_words(models),
+        modes=_words(modes),
+        seeds=seeds,
+        devices=devices,
+        is_quick=quick,
+        data=data,
+        samples=samples,
+        epochs=epochs,
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        precision=precision,
+        compile=compile,
+        has_efficiency=efficiency,
+        out=out,
+        is_forced=force,
+        command=shlex.join(["uneven", *sys.argv[1:]]),
+    )
+    if dry:
+        cells, skipped = plan_sweep(order)
+        lines = [f"{'kept' if cell.is_done and not force else 'run '}  {cell.name}" for cell in cells]
+        print("\n".join([*lines, *(f"not   {one.mode}: {one.reason}" for one in skipped)]))
+        return
+    with _Bar(is_quiet=as_json) as bar:
+        outcome = run_sweep(order, bar.tell)
+    _print_outcome(order, outcome, as_json)
+    if outcome.failed:
+        raise RankError(f"{len(outcome.failed)} of {len(outcome.failed) + len(outcome.done)} runs failed")
+
+
+def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(outcome.to_json(), indent=1))
+        return
+    print(f"{len(outcome.done)} runs done, {len(outcome.kept)} kept, {len(outcome.failed)} failed, in {order.out}")
+    for one in outcome.skipped:
+        print(f"not run: {one.mode}: {one.reason}")
+    for name, reason in outcome.failed.items():
+        print(f"failed: {name}: {reason}")
+    print(f"next: uneven bench report {order.out}")
+
+
+class _Bar:
+    """The sweep's progress with the time left, on a terminal as a bar, elsewhere a line per run."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console(file=sys.stderr, highlight=False, quiet=is_quiet)
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._progress.add_task("", total=None, left="")
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def tell(self, name: str, number: int, many: int, seconds: float) -> None:
+        """Called before each run."""
+        left = f"about {seconds / number * (many - number) / 60:.0f} min left" if number else ""
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=number, total=many, description=name, left=left)
+        else:
+            self._console.print(f"{number + 1}/{many} {name} {left}".rstrip())
+
+
+@app.command("report")
+def report(
+    runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="report.md or report.html; default: Markdown on the screen.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Quality over seeds, speed, efficiency and where the time went, per model and mode.
+
+    Examples:
+
+      uneven bench report runs
+
+      uneven bench report runs --out report.html
+    """
+    from uneven.bench.report import build_report, write_report
+    from uneven.bench.report_markdown import render_markdown
+
+    if out is not None and out.suffix not in (".md", ".html"):
+        raise InputError(f"--out {out}: a report is .md or .html")
+    found = build_report(runs)
+    if as_json:
+        text = json.dumps(found.to_json(), indent=1) + "\n"
+    elif out is not None and out.suffix == ".html":
+        from uneven.bench.report_page import render_page
+
+        text = render_page(found, out.parent)
+    else:
+        text = render_markdown(found)
+    if out is None:
+        print(text, end="")
+        return
+    write_report(out, text)
+    print(f"wrote {out}", file=sys.stderr)
+
+
+@app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(help="A run folder or a sweep's.")],
+    second: Annotated[Path, typer.Argument(help="The one that may be better.")],
+    as_json: Json = False,
+) -> None:
+    """Is the second better? Quality and speed, paired over the seeds that both have.
+
+    Examples:
+
+      uneven bench compare runs/before runs/after
+
+      uneven bench compare runs/lenet/cpu-async/seed-0 runs/lenet/cpu-cadence/seed-0
+    """
+    from uneven.bench.compare import compare as differences
+
+    found = differences(first, second)
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=1))
+        return
+    for one in found:
+        half = "" if one.quality_half == float("inf") else f" +- {one.quality_half:.4f}"
+        spread = "" if one.speed_half == float("inf") else f" +- {one.speed_half:.3f}"
+        pairs = f"{one.pairs} pair{'s' * (one.pairs > 1)}"
+        figures = f"quality {one.quality:+.4f}{half}, speed x{one.speed:.3f}{spread} ({pairs})"
+        print(f"{one.model} {one.mode}: {figures}; {one.verdict}")
+
+
+@app.command("check")
+def check(
+    runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
+    baseline: Annotated[Path | None, typer.Option(help="What the runs are held against.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write these runs as a baseline instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A gate: fails (exit code 1) where a model and mode is worse than the baseline in quality or efficiency.
+
+    Examples:
+
+      uneven bench check runs --save baseline.json
+
+      uneven bench check runs --baseline baseline.json
+    """
+    from uneven.bench.compare import check as faults_of
+    from uneven.bench.compare import write_baseline
+
+    if (baseline is None) == (save is None):
+        raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")
+    if save is not None:
+        write_baseline(runs, save)
+        print(f"wrote {save}", file=sys.stderr)
+        return
+    assert baseline is not None
+    faults = faults_of(runs, baseline)
+    if as_json:
+        print(json.dumps({"faults": faults}, indent=1))
+    elif not faults:
+        print("no worse than the baseline")
+    if faults:
+        raise RankError("worse than the baseline:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+@app.command("policies")
+def policies(
+    script: Annotated[Path, typer.Argument(help="A script of yours that trains by uneven.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
+    devices: Annotated[str, typer.Option(help="As in cpu,cpu@0.4 or auto.")] = "auto",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data, in each policy.")] = 3,
+    policies: Annotated[str | None, typer.Option(help="Only these, as in balanced,async.", show_default="all")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same for all.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder; a run goes into POLICY below it.")] = Path("runs") / "policies",
+    as_json: Json = False,
+) -> None:
+    """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
+
+    The epochs given here stand above those in the script; a loop of your own must ask for them (ddp.epochs). Examples:
+
+      uneven bench policies train.py --devices cuda:0,cuda:1 --epochs 3
+
+      uneven bench policies examples/fit.py --devices cpu,cpu@0.4 --policies balanced,async
+    """
+    from uneven.bench.policies import ALL, PoliciesOrder, Trial, try_policies
+
+    chosen = _words(policies) or ALL
+    order = PoliciesOrder(
+        script=script, args=tuple(args or ()), devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out
+    )
+    trial = Trial()
+    is_cut = False
+    try:
+        try_policies(order, trial, lambda policy: None if as_json else print(f"training: {policy}", file=sys.stderr))
+    except KeyboardInterrupt:
+        is_cut = True
+    if as_json:
+        print(json.dumps(trial.to_json(), indent=1))
+    else:
+        _print_trial(trial)
+    if is_cut:
+        raise typer.Exit(130)
+    if trial.failed:
+        raise RankError("\n".join(f"{policy}: {why}" for policy, why in trial.failed.items()))
+
+
+def _print_trial(trial: "Trial") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for row in trial.rows for name in row.metrics))
+    table = Table(box=None, header_style="bold")
+    for heading in ("policy", "loss", *names, "train s", "samples/s", "efficiency"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for row in trial.rows:
+        found = [f"{row.metrics[name]:.4f}" if name in row.metrics else "" for name in names]
+        efficiency = "" if row.efficiency is None else f"~{row.efficiency:.2f}"
+        figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
+        table.add_row(row.policy, f"{row.loss:.4f}", *found, *figures)
+    console = Console(highlight=False)
+    console.print(table)
+    if trial.recommended is not None:
+        policy, reason = trial.recommended
+        console.print(f"\nRecommended: {policy} ({reason}).")
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())

@@ -1,0 +1,96 @@
+// Paints the charts in the style sheet's colours, follows light and dark, and shows what is asked for and can be seen.
+(() => {
+  "use strict";
+  const PIECES_PER_PIXEL = 0.4; // more of them blend into each other: from afar the coarse ones are shown
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const coarse = matchMedia("(pointer: coarse)");
+  const hidden = new Set(); // names that their keys have switched off
+
+  function figures() {
+    return Bokeh.documents.flatMap((doc) => doc.roots());
+  }
+
+  function paint() {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue("--" + name).trim();
+    for (const fig of figures()) {
+      fig.outline_line_color = colour("line");
+      for (const axis of [...fig.below, ...fig.left]) {
+        axis.axis_label_text_color = colour("faint");
+        axis.major_label_text_color = colour("ink");
+        axis.axis_line_color = colour("line");
+        axis.major_tick_line_color = colour("line");
+      }
+      for (const thing of fig.center) {
+        if (thing.grid_line_color !== undefined) thing.grid_line_color = colour("line");
+      }
+      for (const tool of fig.toolbar.tools) {
+        if (tool.overlay?.tags?.length) tool.overlay.line_color = colour(tool.overlay.tags[0]);
+      }
+      for (const drawn of fig.renderers) {
+        if (drawn.tags.length) paintGlyph(drawn.glyph, drawn.tags, colour);
+      }
+    }
+  }
+
+  function paintGlyph(glyph, [name, level], colour) {
+    const own = { value: colour(name) };
+    if (glyph.text_color !== undefined) glyph.text_color = own;
+    if (glyph.fill_color !== undefined) glyph.fill_color = own;
+    if (glyph.hatch_color !== undefined) glyph.hatch_color = own;
+    if (glyph.line_color === undefined) return;
+    // A marker has the paper around it, to stand out from what lies below; boxes have no line, but those from afar.
+    if (glyph.marker !== undefined) glyph.line_color = { value: colour("paper") };
+    else if (glyph.fill_color === undefined || level === "coarse") glyph.line_color = own;
+  }
+
+  function level(fig) {
+    const [piecesPerSecond] = fig.tags;
+    const seconds = fig.x_range.end - fig.x_range.start;
+    return piecesPerSecond * seconds > PIECES_PER_PIXEL * (fig.inner_width || 1) ? "coarse" : "fine";
+  }
+
+  function show() {
+    for (const fig of figures()) {
+      const now = fig.tags.length ? level(fig) : "";
+      for (const drawn of fig.renderers) {
+        const visible = !hidden.has(drawn.name) && (!drawn.tags[1] || drawn.tags[1] === now);
+        if (drawn.visible !== visible) drawn.visible = visible;
+      }
+    }
+  }
+
+  function toggle(key) {
+    const shown = key.getAttribute("aria-pressed") !== "true";
+    for (const name of JSON.parse(key.dataset.names)) shown ? hidden.delete(name) : hidden.add(name);
+    key.setAttribute("aria-pressed", String(shown));
+    show();
+  }
+
+  function leaveTouchToThePage() {
+    for (const fig of figures()) {
+      for (const tool of fig.toolbar.tools) {
+        if (tool.event_types?.some((type) => ["pan", "pinch", "scroll"].includes(type))) tool.active = false;
+      }
+    }
+  }
+
+  function begin() {
+    if (!Bokeh.documents.length) {
+      requestAnimationFrame(begin);
+      return;
+    }
+    paint();
+    show();
+    if (coarse.matches) leaveTouchToThePage();
+    dark.addEventListener("change", paint);
+    for (const fig of figures().filter((fig) => fig.tags.length)) {
+      fig.x_range.change.connect(show);
+      fig.properties.inner_width.change.connect(show);
+    }
+    for (const key of document.querySelectorAll(".key")) key.addEventListener("click", () => toggle(key));
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  begin();
+})();

@@ -1,0 +1,188 @@
+"""A run as one page to look at: lanes, idle gaps, utilisation, shares, anchor, and what was learned.
+
+The file needs nothing else: bokeh's script, the style sheet and the data lie in it, thinned to what a screen can show,
+and a policy in its head forbids the browser to fetch anything. bokeh is an extra, imported when a page is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uneven.errors import InputError, MachineError
+from uneven.files import folder_error, write_atomically
+from uneven.timeline.export import Timeline
+from uneven.timeline.idle import LEAST_NS, idle_gaps, sum_by_cause
+from uneven.timeline.record import APART
+from uneven.timeline.trips import trips_of
+
+if TYPE_CHECKING:
+    from uneven.timeline.charts import Chart
+
+SHOWN_CAUSES = 12  # a table of many more columns is no table: with many ranks the smallest are put together
+
+_HINT = (
+    "Drag over a chart to zoom in; Ctrl and the wheel zoom too, the double arrow pans, the round arrow shows all "
+    "again. Charts over time move together. The names above a chart show and hide; point at anything to read it."
+)
+_TOUCH_HINT = "Tap a chart's tool (zoom, pan) to use it, and again to scroll. The names above a chart show and hide."
+
+
+def write_page(
+    path: Path,
+    timeline: Timeline,
+    history: Sequence[Mapping[str, Any]] = (),
+    title: str = "A run",
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the page. `history` has an entry per epoch (a line of metrics.jsonl), `facts` is shown on top.
+
+    MachineError where bokeh is missing or the file cannot be written.
+    """
+    if find_spec("bokeh") is None:
+        raise MachineError("a page needs bokeh, which is not installed: pip install 'uneven[pages]'")
+    if not any(lane.spans for lane in timeline.lanes):
+        raise InputError(f"no page of {title!r}: its timeline has no spans")
+    content = _html(timeline, history, title, facts or {})
+    try:
+        write_atomically(path, content.encode())
+    except OSError as error:
+        raise folder_error(path.parent, error) from error
+
+
+def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, facts: Mapping[str, str]) -> str:
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    from uneven.timeline.charts import Chart, TimeAxis
+    from uneven.timeline.curves import anchor_chart, busy_chart, learned_charts, shares_chart
+    from uneven.timeline.lanes import lane_chart, lane_label
+
+    axis = TimeAxis.until(
+        max(lane.spans[-1][2] for lane in timeline.lanes) / 1e9, [lane_label(lane) for lane in timeline.lanes]
+    )
+    ends = _epoch_ends(timeline)
+    gaps = idle_gaps(timeline, at_least_ns=0)
+    long = [gap for gap in gaps if gap.length_ns >= LEAST_NS]
+    lanes = lane_chart(timeline, long, trips_of(timeline.events), ends, axis)
+    busy = busy_chart(timeline, ends, axis)
+    moved = [shares_chart(timeline, ends, axis), anchor_chart(timeline, ends, axis)]
+    learned = learned_charts(history, ends, axis)
+    drawn = [lanes, busy, *(one for one in moved if isinstance(one, Chart)), *learned]
+    script, places = components({str(chart.figure.name): chart.figure for chart in drawn})
+    held = {str(chart.figure.name): _framed(chart, places[str(chart.figure.name)]) for chart in drawn}
+    sections = [
+        _section("What each device did", held["lanes"] + _idle_table(timeline, sum_by_cause(gaps))),
+        _section("How busy the devices were", held["busy"]),
+        _section("Who got how much", "".join(_part(one, held) for one in moved)),
+        _section("What was learned", _learned(learned, held)),
+    ]
+    here = Path(__file__)
+    return _PAGE.format(
+        title=escape(title),
+        style=here.with_name("page.css").read_text(),
+        bokeh=Resources(mode="inline", minified=True, components=["bokeh"]).render_js(),
+        script=here.with_name("page.js").read_text(),
+        charts=script,
+        facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items()),
+        hint=escape(_HINT),
+        touch_hint=escape(_TOUCH_HINT),
+        sections="\n".join(sections),
+    )
+
+
+def _epoch_ends(timeline: Timeline) -> dict[int, float]:
+    """When each epoch had ended on all ranks, in seconds."""
+    ends: dict[int, float] = {}
+    for event in timeline.events:
+        if event.kind == "epoch" and "epoch" in event.fields:
+            ends[int(event.fields["epoch"])] = event.t_ns / 1e9
+    return ends
+
+
+def _section(heading: str, body: str) -> str:
+    return f"<section>\n<h2>{escape(heading)}</h2>\n{body}\n</section>"
+
+
+def _part(chart: Chart | str, held: Mapping[str, str]) -> str:
+    return f'<p class="note">{escape(chart)}</p>' if isinstance(chart, str) else held[str(chart.figure.name)]
+
+
+def _learned(charts: Sequence[Chart], held: Mapping[str, str]) -> str:
+    if not charts:
+        return '<p class="note">No epoch has ended, so there is no curve.</p>'
+    return '<div class="pairs">' + "".join(held[str(chart.figure.name)] for chart in charts) + "</div>"
+
+
+def _framed(chart: Chart, place: str) -> str:
+    keys = "".join(
+        f'<button type="button" class="key" aria-pressed="true" data-names="{escape(json.dumps(key.renderers))}">'
+        f'<i class="{key.look}" style="--own: var(--{key.colour})"></i>{escape(key.label)}</button>'
+        for key in chart.keys
+    )
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in chart.notes)
+    return f'<figure id="{chart.figure.name}"><div class="keys">{keys}</div>{place}{notes}</figure>'
+
+
+def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -> str:
+    """Seconds by cause for every device; the rows add up to the time of its lane."""
+    totals: dict[str, float] = {}
+    for seconds in causes.values():
+        for cause, value in seconds.items():
+            totals[cause] = totals.get(cause, 0.0) + value
+    names = sorted(totals, key=lambda cause: -totals[cause])
+    shown, rest = names[:SHOWN_CAUSES], names[SHOWN_CAUSES:]
+    head = "".join(f"<th>{escape(name)}</th>" for name in ["device", "computes", *shown, *(["rest"] if rest else [])])
+    rows = []
+    for lane in timeline.lanes:
+        own = causes.get(lane.rank, {})
+        wall = max(1e-9, (lane.spans[-1][2] - lane.spans[0][1]) / 1e9)
+        values = [wall - sum(own.values()), *(own.get(name, 0.0) for name in shown)]
+        values += [sum(own.get(name, 0.0) for name in rest)] if rest else []
+        cells = "".join(
+            f'<td style="--part: {100 * value / wall:.1f}%">{value:.2f} s<small>{100 * value / wall:.1f} %</small></td>'
+            for value in values
+        )
+        rows.append(f"<tr><th>{lane.rank}: {escape(lane.device)}</th>{cells}</tr>")
+    return (
+        '<h3>Where the time went</h3><div class="wide"><table id="idle"><thead><tr>'
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<p class="note">Off the training clock: start-up, {", ".join(APART[1:])}. Each row is all of a lane.</p>'
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline' blob:; img-src data: blob:; font-src data:">
+<title>{title}</title>
+<style>
+{style}
+</style>
+{bokeh}
+</head>
+<body>
+<main>
+<header>
+<h1>{title}</h1>
+<dl>{facts}</dl>
+<p class="hint fine">{hint}</p>
+<p class="hint coarse">{touch_hint}</p>
+</header>
+{sections}
+</main>
+{charts}
+<script>
+{script}
+</script>
+</body>
+</html>
+"""
