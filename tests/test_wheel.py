@@ -25,6 +25,7 @@ def test_the_wheel_carries_types_licences_and_data_and_stays_small(wheel: Path) 
     names = zipfile.ZipFile(wheel).namelist()
     assert "uneven/py.typed" in names
     assert "uneven/data/embedded/mnist-mini.xz" in names
+    assert {"uneven/timeline/page.css", "uneven/timeline/page.js"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("LICENSE-mnist-mini.txt") for name in names)
     assert not any(name.startswith("tests") for name in names)

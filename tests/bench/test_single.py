@@ -29,6 +29,7 @@ def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp
         "state.safetensors",
         "summary.json",
         "timeline.csv",
+        "timeline.html",
         "timeline.json",
         "trace.json",
     }

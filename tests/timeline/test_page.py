@@ -104,6 +104,7 @@ def test_what_a_user_wrote_stays_text(tmp_path: Path) -> None:
     assert "<script>alert(1)" not in text
 
 
+@pytest.mark.soak
 def test_a_million_spans_of_eight_ranks_make_a_small_page(tmp_path: Path) -> None:
     run = make_run(ranks=8, steps=31_250, epochs=90)
     assert sum(len(lane.spans) for lane in run.lanes) > 1_000_000

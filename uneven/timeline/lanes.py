@@ -117,9 +117,11 @@ def _draw_level(fig: figure, level: str, pieces: Sequence[tuple[int, Piece]], ba
 
 def _draw_state(fig: figure, state: str, level: str, own: Sequence[tuple[int, Piece]], base: dict[int, int]) -> None:
     low, height = LANE[0], LANE[1] - LANE[0]
+    # Neighbouring columns overlap by a hair, or the paper would shine through between them.
+    hair = 0.3 * min(piece.end_ns - piece.start_ns for _, piece in own) if level == "coarse" else 0.0
     columns = {
         "left": [piece.start_ns / 1e9 for _, piece in own],
-        "right": [piece.end_ns / 1e9 for _, piece in own],
+        "right": [(piece.end_ns + hair) / 1e9 for _, piece in own],
         "bottom": np.array([base[rank] + low + height * piece.low for rank, piece in own], dtype=np.float32),
         "top": np.array([base[rank] + low + height * piece.high for rank, piece in own], dtype=np.float32),
         "ms": np.array([piece.state_ns / 1e6 for _, piece in own], dtype=np.float32),
@@ -127,8 +129,7 @@ def _draw_state(fig: figure, state: str, level: str, own: Sequence[tuple[int, Pi
         "rank": np.array([rank for rank, _ in own], dtype=np.uint16),
     }
     boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns))
-    # Neighbouring stacks overlap by a hair, or the paper would shine through between them.
-    boxes.glyph.update(line_width=0.6, fill_alpha=1.0) if level == "coarse" else boxes.glyph.update(line_color=None)
+    boxes.glyph.update(line_color=None)
     if state in APART:
         boxes.glyph.update(fill_alpha=0.35, hatch_pattern="right_diagonal_line", hatch_scale=7, hatch_weight=1)
     paint(boxes, f"state-{state}", "apart" if state in APART else state, level)

@@ -28,20 +28,20 @@
         if (tool.overlay?.tags?.length) tool.overlay.line_color = colour(tool.overlay.tags[0]);
       }
       for (const drawn of fig.renderers) {
-        if (drawn.tags.length) paintGlyph(drawn.glyph, drawn.tags, colour);
+        if (drawn.tags.length) paintGlyph(drawn.glyph, drawn.tags[0], colour);
       }
     }
   }
 
-  function paintGlyph(glyph, [name, level], colour) {
+  function paintGlyph(glyph, name, colour) {
     const own = { value: colour(name) };
     if (glyph.text_color !== undefined) glyph.text_color = own;
     if (glyph.fill_color !== undefined) glyph.fill_color = own;
     if (glyph.hatch_color !== undefined) glyph.hatch_color = own;
     if (glyph.line_color === undefined) return;
-    // A marker has the paper around it, to stand out from what lies below; boxes have no line, but those from afar.
+    // A marker has the paper around it, to stand out from what lies below; boxes have no line.
     if (glyph.marker !== undefined) glyph.line_color = { value: colour("paper") };
-    else if (glyph.fill_color === undefined || level === "coarse") glyph.line_color = own;
+    else if (glyph.fill_color === undefined) glyph.line_color = own;
   }
 
   function level(fig) {
