@@ -98,6 +98,8 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
     assert "Best: cpu-async, the fastest mode" in text
     assert "equal batches could reach 57% at most" in text
     assert "No run failed." in text
+    assert "Doubtful" not in text
+    assert "| mode | busy | rounds | transfer ms | wait ms |" in text
     assert "`uneven bench sweep`" in text
     assert "Not run: nccl-sync (no CUDA)." in text
     assert text.isascii()
@@ -115,3 +117,13 @@ def test_the_page_stands_alone_and_links_the_timelines(tmp_path: Path) -> None:
     assert not re.search(r'(src|href)="https?://', re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL))
     assert not re.search(r"<script[^>]*src=", page)
     assert len(page) < 3_000_000
+
+
+def test_an_impossible_estimate_is_doubted_and_every_column_has_its_head(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97, 1000.0)
+    make_run(tmp_path, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
+    make_run(tmp_path, "lenet", "cpu-async", 0, 0.97, 2000.0, sample_shares=[0.7, 0.3])
+    text = render_markdown(build_report(tmp_path))
+    assert "Doubtful: ~1.43 of what the devices do alone cannot be" in text
+    assert "| mode | busy | samples | rounds |" in text
+    assert "| cpu-async | 75%, 75% | 70:30 | 2 |" in text

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from uneven.bench.report import MARGIN, ModelReport, Report, Row
 
+IMPOSSIBLE = 1.05  # more than devices can do together, and than runs differ by chance
 NOTES = (
     "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
     "Time is training alone: no start-up, no evaluation.",
@@ -24,6 +25,7 @@ class Table:
 
     @classmethod
     def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        assert all(len(row) == len(head) for row in rows), "a cell for every column"
         kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
         return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
@@ -71,6 +73,12 @@ def _model(model: ModelReport) -> Section:
         else ""
     )
     blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model)]
+    most = max((row.efficiency or 0.0 for row in model.rows if row.efficiency_half is None), default=0.0)
+    if most > IMPOSSIBLE:
+        blocks.append(
+            f"Doubtful: ~{most:.2f} of what the devices do alone cannot be. Other programs may have had the cores "
+            "during some runs; repeat them on an idle machine, or measure by pairs (--efficiency)."
+        )
     if model.best is not None:
         margin = MARGIN.get(model.metric, 0.0)
         blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
@@ -112,6 +120,8 @@ def _time(model: ModelReport) -> Table:
     head = [
         "mode",
         "busy",
+        "samples",
+        "anchor",
         "rounds",
         "transfer ms",
         "wait ms",
