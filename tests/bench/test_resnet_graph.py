@@ -135,6 +135,7 @@ for policy in ("sync", "balanced", "cadence", "async"):
 """
 
 
+@pytest.mark.soak
 def test_an_own_loop_trains_the_graph_in_every_policy_on_devices_that_do_not_match(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     root = Path(__file__).parent.parent.parent
