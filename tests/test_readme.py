@@ -28,7 +28,11 @@ def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> N
     assert sum(line.startswith("+") for line in changes) <= 5
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.soak] * path.name.startswith("graph_")) for path in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_every_example_runs(path: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     assert float(done.stdout.split()[-1]) > 0.88
