@@ -18,9 +18,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from uneven.bench.interval import interval
 from uneven.bench.models.resnet20 import ResNet20
 from uneven.bench.models.resnet_graph import make_graph
-from uneven.bench.segments import Pairs
 
 BATCH = 32
 WARM_UP = 3
@@ -45,7 +45,7 @@ def compare(one: Forward, other: Forward, images: torch.Tensor, is_training: boo
 
 
 def words(ratios: list[float]) -> str:
-    mean, half = Pairs(ratios=ratios).interval()
+    mean, half = interval(ratios)
     return f"{mean:.4f} +- {half:.4f}"
 
 

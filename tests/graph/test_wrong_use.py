@@ -152,11 +152,26 @@ def test_a_dry_run_leaves_nothing_behind() -> None:
     assert torch.equal(norm.running_mean, torch.zeros(8))
 
 
+def test_one_state_has_one_start() -> None:
+    flow = start().through(torch.add).using("h").through(torch.add).using("h", start=torch.ones_like).tag("h")
+    with pytest.raises(InputError, match="the state 'h' is used twice with different start"):
+        flow.build()
+
+
 def test_a_flow_is_complete_once_it_is_placed() -> None:
     inner = FlowBuilder.from_(nn.Linear(8, 8))
     start().loop(inner).for_n(2)
-    with pytest.raises(InputError, match="complete it before it is placed"):
-        inner.through(nn.ReLU())
+    late = [
+        lambda: inner.through(nn.ReLU()),
+        lambda: inner.tag("late"),
+        lambda: inner.using("late"),
+        lambda: inner.input("late"),
+        lambda: inner.label("late"),
+        lambda: inner.split([F.relu, F.gelu]).merge("add"),
+    ]
+    for verb in late:
+        with pytest.raises(InputError, match="complete it before it is placed"):
+            verb()
     own = FlowBuilder.from_(nn.ReLU())
     with pytest.raises(InputError, match="complete it before it is placed"):
         own.through(own)

@@ -20,12 +20,12 @@ from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
-from uneven.timeline.idle import idle_by_cause, mean_utilisation
+from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
+from uneven.timeline.trips import trips_of
 
 VERSION = 1
 MARGIN = {"accuracy": 0.004, "loss": 0.05}  # how much worse than solo a mode may be and still be as good
 NEAR = 0.99  # a target that solo surely passes: this share of its accuracy, or a loss that much larger
-APART = ("start-up", "compile", "evaluation", "checkpoint", "epoch end")  # off the training clock
 OUTSIDE = "outside training"
 RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
 
@@ -233,8 +233,8 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
         return {"rounds": None, "transfer_ms": None, "wait_ms": None}
-    rounds = [[event.fields for event in one.events if event.kind == "round" and event.rank == 0] for one in timelines]
-    every = [fields for one in rounds for fields in one]
+    rounds = [[trip for trip in trips_of(one.events) if trip.rank == 0] for one in timelines]
+    every = [trip for one in rounds for trip in one]
     anchors = [
         found[-1] for one in timelines if (found := [e.fields["anchor"] for e in one.events if "anchor" in e.fields])
     ]
@@ -245,12 +245,12 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
             computing.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
         for causes in idle_by_cause(one).values():
             for cause, seconds in causes.items():
-                name = OUTSIDE if cause in APART else cause
+                name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
     return {
         "rounds": round(statistics.mean(len(one) for one in rounds)) if every else None,
-        "transfer_ms": _mean([fields["transfer_ms"] for fields in every if "transfer_ms" in fields]),
-        "wait_ms": _mean([fields["wait_ms"] for fields in every if "wait_ms" in fields]),
+        "transfer_ms": _mean([trip.cost_ms for trip in every]),
+        "wait_ms": _mean([trip.wait_ms for trip in every]),
         "anchor": _mean(anchors),
         "utilisation": {device: statistics.mean(found) for device, found in computing.items()},
         "idle_s": idle,

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from uneven.errors import InputError
 from uneven.graph.dryrun import dry_run
-from uneven.graph.function import Function
 from uneven.graph.graph import Graph
 from uneven.graph.loop import Loop
 from uneven.graph.mapping import Map
 from uneven.graph.notes import Branches, Call, Flow, Part, Tag, Use
 from uneven.graph.routing import WEIGHTINGS, Gate, Switch
-from uneven.graph.wiring import wire
+from uneven.graph.wiring import made, wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,8 +82,7 @@ class FlowBuilder(Flow):
             raise InputError(
                 f"tag({name!r}) comes before anything was computed: tag the result of a part, or use .input"
             )
-        self.notes.append(Tag(named(name, "tag")))
-        return self
+        return self._note(Tag(named(name, "tag")), "tag")
 
     def using(self, *tags: str, start: Callable[[Tensor], Tensor] | None = None, detach: bool = True) -> "Self":
         """Further inputs for the last part: tagged values, or inputs of the graph.
@@ -93,6 +91,7 @@ class FlowBuilder(Flow):
         call, and after `graph.reset_state()`, it is start(stream): zeros like the stream where no start is given.
         `detach=False` lets gradients flow into earlier calls.
         """
+        self._refuse_if_placed("using")
         last = next((note for note in reversed(self.notes) if not isinstance(note, Tag)), None)
         if not isinstance(last, Call):
             raise InputError(f"using{tags} has no part to give them to: it follows through, also, fork, loop, ...")
@@ -131,6 +130,7 @@ class FlowBuilder(Flow):
 
     def label(self, name: str) -> "Self":
         """Name the flow: as a part of another it becomes a sub-graph under this name."""
+        self._refuse_if_placed("label")
         self.name = named(name, "label")
         return self
 
@@ -148,8 +148,11 @@ class FlowBuilder(Flow):
         return graph
 
     def _call(self, call: Call) -> "Self":
-        self._refuse_if_placed(call.verb)
-        self.notes.append(call)
+        return self._note(call, call.verb)
+
+    def _note(self, note: Call | Branches | Tag, verb: str) -> "Self":
+        self._refuse_if_placed(verb)
+        self.notes.append(note)
         return self
 
     def _refuse_if_placed(self, verb: str) -> None:
@@ -197,8 +200,7 @@ class Split(_Open):
                 f"merge({how!r}) must be one of {', '.join(MERGES)}, or a function of the branches' results"
             )
         self._branches.merge, self._branches.dim = how, dim
-        self._flow.notes.append(self._branches)
-        return self._flow
+        return self._flow._note(self._branches, "merge")
 
 
 class LoopVerb(_Open):
@@ -274,10 +276,7 @@ def checked(part: Part, verb: str) -> Part:
 
 def as_module(part: Part, verb: str) -> nn.Module:
     """A part as a module of its own, for verbs that decide by themselves when it runs."""
-    part = checked(part, verb)
-    if isinstance(part, Flow):
-        return wire(part)
-    return part if isinstance(part, nn.Module) else Function(part)
+    return made(checked(part, verb))
 
 
 def named(name: str, verb: str) -> str:

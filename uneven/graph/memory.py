@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from uneven.errors import InputError
 
@@ -39,7 +40,9 @@ class Memory(nn.Module):
                 "call graph.reset_state() before batches of another size"
             )
         # A copy, since the place is written again before backward has run.
-        return _each(lambda one: one.to(stream.device).clone(), self.value) if self.detach else self.value
+        return (
+            tree_map_only(Tensor, lambda one: one.to(stream.device).clone(), self.value) if self.detach else self.value
+        )
 
     def _remember(self, new: Any) -> None:
         if not self.detach:
@@ -48,7 +51,7 @@ class Memory(nn.Module):
             for place, one in zip(_tensors(self.value), _tensors(new), strict=True):
                 place.copy_(one.detach())
         else:
-            self.value = _each(lambda one: one.detach().clone(), new)
+            self.value = tree_map_only(Tensor, lambda one: one.detach().clone(), new)
 
     def reset(self) -> None:
         self.value = None
@@ -65,20 +68,8 @@ def _samples(stream: Any) -> int:
     return len(stream) if isinstance(stream, Tensor) and stream.dim() else 0
 
 
-def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _each(function, one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_each(function, one) for one in value)
-    return value
-
-
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _each(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
-    return found
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
 
 
 def _alike(old: Any, new: Any) -> bool:

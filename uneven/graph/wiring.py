@@ -192,7 +192,7 @@ class _Wiring:
         """The name of a part's module: the same one where the same part stands again."""
         if id(part) in self._homes:
             return self._homes[id(part)]
-        module = _made(part)
+        module = made(part)
         wanted = (part.name if isinstance(part, Flow) else wanted) or _label(part)
         if wanted in self._tags:
             self._refuse_second(wanted)
@@ -225,13 +225,14 @@ class _Wiring:
         return node.name
 
 
-def _made(part: Part) -> nn.Module:
+def made(part: Part) -> nn.Module:
+    """A part as a module of its own; a fault in a flow with a label is told with it."""
     if not isinstance(part, Flow):
         return part if isinstance(part, nn.Module) else Function(part)
     try:
         return wire(part)
     except InputError as error:
-        raise InputError(f"in the flow {part.name!r}: {error}") from error
+        raise InputError(f"in the flow {part.name!r}: {error}" if part.name else str(error)) from error
 
 
 def _refuse_unused(plan: Plan, modules: dict[str, nn.Module]) -> None:

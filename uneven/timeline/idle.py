@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from uneven.timeline.device import Span, account_of
 from uneven.timeline.export import Lane, Timeline
-from uneven.timeline.record import STATES
+from uneven.timeline.record import APART, STATES
 
 START_UP, EPOCH_END, TRANSFER, UNEXPLAINED = "start-up", "epoch end", "transfer", "unexplained"
+OFF_THE_CLOCK = (START_UP, *APART[1:])  # causes that are no loss of training time
 LEAST_NS = 1_000_000
 
 # In these a rank does nothing that another one would have to wait for.

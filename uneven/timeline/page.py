@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, write_atomically
 from uneven.timeline.export import Timeline
-from uneven.timeline.idle import LEAST_NS, idle_gaps, sum_by_cause
-from uneven.timeline.record import APART
+from uneven.timeline.idle import LEAST_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
 from uneven.timeline.trips import trips_of
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -
     return (
         '<h3>Where the time went</h3><div class="wide"><table id="idle"><thead><tr>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        f'<p class="note">Off the training clock: start-up, {", ".join(APART[1:])}. Each row is all of a lane.</p>'
+        f'<p class="note">Off the training clock: {", ".join(OFF_THE_CLOCK)}. Each row is all of a lane.</p>'
     )
 
 
