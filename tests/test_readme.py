@@ -14,8 +14,11 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> None:
@@ -45,8 +48,8 @@ def test_python_blocks_run() -> None:
 
 
 def commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("uneven ")]
+    lines = [line.split("#")[0].strip() for block in blocks("sh", README + DOCS) for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line.startswith("uneven ")))
 
 
 @pytest.mark.parametrize("command", commands())

@@ -1,5 +1,4 @@
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +6,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import scaling as module
+from uneven.bench.process import Ended
 from uneven.bench.scaling import ScalingOrder, fit_alpha, measure_scaling, predict
 from uneven.bench.scaling_page import write_scaling_page
 from uneven.errors import InputError, RankError
@@ -28,12 +28,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Runs that train 1,000 samples/s on one rank and 1,600 on two; compiled in 3 s and twice as fast."""
     asked: list[dict[str, str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        words = command[command.index("run") + 1 : -1]
+    def run(told: list[str], cores: list[int]) -> Ended:
+        words = told[2:-1]  # without "bench run" and "--json"
         given = dict(zip(words[::2], words[1::2], strict=True))
-        asked.append(given)
+        asked.append({**given, "cores": str(cores)})
         if given["--compile"] == "graph":
-            return subprocess.CompletedProcess(command, 1, "", "uneven: needs a GPU")
+            return Ended(1, "", "uneven: needs a GPU")
         ranks = len(given["--devices"].split(","))
         speed = {1: 1000.0, 2: 1600.0}[ranks] * (2 if given["--compile"] == "default" else 1)
         folder = make_run(Path(given["--out"]), "lenet", given["--mode"], 0, 0.9, speed)
@@ -41,9 +41,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
             timeline = json.loads((folder / "timeline.json").read_text())
             timeline["accounts"][0]["seconds"]["compile"] = 3.0
             (folder / "timeline.json").write_text(json.dumps(timeline))
-        return subprocess.CompletedProcess(command, 0, (folder / "summary.json").read_text(), "")
+        return Ended(0, (folder / "summary.json").read_text(), "")
 
-    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module, "run_uneven", run)
     monkeypatch.setattr(module, "available_cores", lambda: (0, 1, 2, 3))
     return asked
 
@@ -52,6 +52,7 @@ def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, st
     found = measure_scaling(order(compiles=("off", "default")), lambda _: None)
     assert [given["--devices"] for given in machine[:4]] == ["cpu", "cpu,cpu", "cpu", "cpu,cpu"]
     assert [given["--mode"] for given in machine[:2]] == ["solo-0", "cpu-balanced"]
+    assert [given["cores"] for given in machine[:2]] == ["[0, 1]", "[0, 1, 2, 3]"], "two cores for every rank"
     assert [(one.ranks, one.speedup) for one in found.points] == [(1, 1.0), (2, 1.6)]
     assert found.alpha == pytest.approx(0.25)
     assert found.points[1].predicted == pytest.approx(1.6)

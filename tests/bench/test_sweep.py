@@ -1,5 +1,4 @@
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +6,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import sweep as module
+from uneven.bench.process import Ended
 from uneven.bench.runs import FAILURE
 from uneven.bench.sweep import SweepOrder, plan_sweep, sweep
 from uneven.errors import InputError
@@ -21,26 +21,27 @@ class Machine:
         self.fails: set[str] = set()  # modes
         self.interrupts_at: int | None = None
 
-    def run(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        words = command[command.index("bench") + 1 : -1]
+    def run(self, told: list[str]) -> Ended:
+        words = told[1:-1]  # without "bench" and "--json"
         given = dict(zip(words[1::2], words[2::2], strict=True))
         if self.interrupts_at == len(self.asked):
-            return subprocess.CompletedProcess(command, 130, "", "")
+            raise KeyboardInterrupt
         self.asked.append(words)
         mode = given.get("--mode", "")
         if mode in self.fails:
-            return subprocess.CompletedProcess(command, 1, "", "Traceback ...\nuneven: rank 1 was killed")
+            return Ended(1, "", "Traceback ...\nuneven: rank 1 was killed")
         if words[0] == "efficiency":
-            return subprocess.CompletedProcess(command, 0, json.dumps({"efficiency": 0.9}), "")
+            return Ended(0, json.dumps({"efficiency": 0.9}), "")
         epochs, data = int(given["--epochs"]), given.get("--data", "mnist")
-        make_run(self.out, given["--model"], mode, int(given["--seed"]), 0.9, epochs=epochs, data=data)
-        return subprocess.CompletedProcess(command, 0, "{}", "")
+        asked = {flag[2:].replace("-", "_"): int(value) if value.isdigit() else value for flag, value in given.items()}
+        make_run(self.out, given["--model"], mode, int(given["--seed"]), 0.9, epochs=epochs, data=data, asked=asked)
+        return Ended(0, "{}", "")
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path)
-    monkeypatch.setattr(module.subprocess, "run", machine.run)
+    monkeypatch.setattr(module, "run_uneven", machine.run)
     return machine
 
 
@@ -123,8 +124,15 @@ def test_a_failing_run_is_recorded_and_the_sweep_goes_on(machine: Machine) -> No
 
 def test_kept_runs_of_other_settings_are_refused(machine: Machine) -> None:
     sweep(order(machine, seeds=1, epochs=3), quiet)
-    with pytest.raises(InputError, match="holds a run with epochs 3, this sweep has 4"):
-        sweep(order(machine, seeds=1, epochs=4), quiet)
+    for changes, message in [
+        ({"epochs": 4}, "holds a run with epochs 3, this sweep has 4"),
+        ({"samples": 100}, "samples None, this sweep has 100"),
+        ({"batch_size": 32}, "batch_size None, this sweep has 32"),
+        ({"devices": "cpu,cpu"}, "devices 'cpu,cpu@0.4', this sweep has 'cpu,cpu'"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            sweep(order(machine, **{"seeds": 1, "epochs": 3, **changes}), quiet)
+    assert sweep(order(machine, seeds=1, epochs=3), quiet).done == []
 
 
 def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> None:

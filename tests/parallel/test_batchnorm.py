@@ -15,7 +15,7 @@ from uneven import TrainedState, fit
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.parallel.batchnorm import synced_buffers, synchronise
+from uneven.parallel.batchnorm import Circle, describe_batchnorm, synced_buffers, synchronise
 from uneven.worker import RankResult, Seat, Worker
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -244,3 +244,10 @@ def test_on_processes_two_ranks_equal_one() -> None:
     assert any(samples == 0 for _, _, samples in ours.log[1])
     for name, value in {**dense.params, **dense.buffers}.items():
         torch.testing.assert_close({**ours.params, **ours.buffers}[name], value, **EXACT)
+
+
+def test_the_way_out_is_named_only_where_it_is_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    told = [describe_batchnorm(model, Circle(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
+    assert "sync_batchnorm=True makes it see all 16" in told[0]
+    assert told[1] == "  BatchNorm sees 11 and 5 samples"

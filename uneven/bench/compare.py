@@ -99,13 +99,11 @@ def check(root: Path, baseline: Path) -> list[str]:
     Quality fails when it is not shown to be within the margin of the baseline (one-sided: better never fails);
     efficiency, where both measured it by pairs, when it fell by more than the slack and both intervals.
     """
-    try:
-        held = json.loads(baseline.read_text())
-        assert held["version"] == VERSION
-    except (OSError, ValueError, KeyError, AssertionError, TypeError) as error:
+    held = read_json(baseline)
+    if not isinstance(held, dict) or held.get("version") != VERSION or "rows" not in held:
         raise InputError(
             f"{baseline} is no baseline of version {VERSION}: make one by 'uneven bench check RUNS --save {baseline}'"
-        ) from error
+        )
     now = make_baseline(root)["rows"]
     faults = []
     for name, row in held["rows"].items():

@@ -4,14 +4,13 @@ Every policy trains in a fresh process by `uneven run`, from the same seed. Effi
 the samples/s of all devices together over the sum of what each of them does while it computes.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.runs import last_words, read_json
+from uneven.bench.process import flags, run_uneven
+from uneven.bench.runs import read_json
 from uneven.config import POLICIES
 from uneven.errors import InputError
 from uneven.timeline.export import Timeline
@@ -75,11 +74,9 @@ def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]
     for policy in order.policies:
         tell(policy)
         out = order.out / policy
-        done = subprocess.run(_command(order, policy, out), capture_output=True, text=True, check=False)
-        if done.returncode in (130, -2):
-            raise KeyboardInterrupt
-        if done.returncode:
-            trial.failed[policy] = last_words(done.stderr, done.returncode)
+        ended = run_uneven(_words(order, policy, out))
+        if ended.code:
+            trial.failed[policy] = ended.last_words
             continue
         row = read_row(policy, out)
         if isinstance(row, str):
@@ -88,11 +85,10 @@ def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]
             trial.rows.append(row)
 
 
-def _command(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
+def _words(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
     settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     own = ["--", *order.args] if order.args else []
-    return [sys.executable, "-m", "uneven", "run", str(order.script), *flags, "--progress", "off", *own]
+    return ["run", str(order.script), *flags({**settings, "progress": "off"}), *own]
 
 
 def read_row(policy: str, out: Path) -> PolicyRow | str:

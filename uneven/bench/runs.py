@@ -90,13 +90,6 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
 
 
-def last_words(stderr: str, code: int) -> str:
-    """What a process that failed said last: our own one-line message, or the end of a traceback."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("uneven: ")]
-    return (ours or lines or [f"ended with exit code {code} and no word"])[-1].removeprefix("uneven: ")
-
-
 def _is_run(path: Path) -> bool:
     # An older run that was moved aside is seed-0.1, and counts no more.
     return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None

@@ -6,9 +6,6 @@ of ranks, so that a machine that drifts does not favour one of them.
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +14,8 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.runs import RunRecord, last_words, read_run
+from uneven.bench.process import flags, run_uneven
+from uneven.bench.runs import RunRecord, read_run
 from uneven.errors import InputError, RankError
 from uneven.hardware.cores import available_cores
 
@@ -129,32 +127,22 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
     names = ["cpu"] * ranks if order.device == "cpu" else [f"cuda:{place}" for place in range(ranks)]
     given = {
-        "--model": order.model,
-        "--mode": mode,
-        "--devices": ",".join(names),
-        "--data": order.data,
-        "--samples": order.samples,
-        "--batch-size": order.batch_size,
-        "--epochs": 1,
-        "--compile": compile,
-        "--out": out,
+        "model": order.model,
+        "mode": mode,
+        "devices": ",".join(names),
+        "data": order.data,
+        "samples": order.samples,
+        "batch_size": order.batch_size,
+        "epochs": 1,
+        "compile": compile,
+        "out": out,
     }
-    flags = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-    cores = available_cores()
-    mine = sorted(cores)[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else sorted(cores)
-    done = subprocess.run(
-        [sys.executable, "-m", "uneven", "bench", "run", *flags, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: os.sched_setaffinity(0, mine),
-    )
-    if done.returncode in (130, -2):
-        raise KeyboardInterrupt
-    if done.returncode:
-        raise RankError(f"{ranks} ranks, compile {compile}: {last_words(done.stderr, done.returncode)}")
-    summary = json.loads(done.stdout)
-    record = read_run(out / order.model / mode / f"seed-{summary['seed']}")
+    cores = sorted(available_cores())
+    mine = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
+    ended = run_uneven(["bench", "run", *flags(given), "--json"], mine)
+    if ended.code:
+        raise RankError(f"{ranks} ranks, compile {compile}: {ended.last_words}")
+    record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")
     assert isinstance(record, RunRecord), "a run that ended well left its folder"
     return record
 

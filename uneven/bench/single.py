@@ -192,6 +192,7 @@ def _summary(
         "compile": config.compile,
         "lr_scale": config.lr_scale,
         "eval_samples": order.eval_samples,
+        "asked": {name: value for name, value in vars(order).items() if name not in ("out", "progress")},
         "metric": recipe.metric,
         "quality": quality,
         "published": recipe.published.value if recipe.published else None,

@@ -6,9 +6,6 @@ runs alone for its speed only: one seed, one epoch.
 """
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,8 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.modes import OWN_LOOP, PAIR, TOGETHER, resolve_mode
-from uneven.bench.runs import FAILURE, SWEEP, BrokenRun, RunRecord, last_words, read_json, read_run
+from uneven.bench.process import flags, run_uneven
+from uneven.bench.runs import FAILURE, SWEEP, BrokenRun, RunRecord, read_json, read_run
 from uneven.errors import InputError
 from uneven.files import write_atomically
 from uneven.hardware.device import Device, parse_devices
@@ -59,7 +57,7 @@ class Cell:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
-    asked: tuple[tuple[str, Any], ...] = ()  # of the summary, what must be so for a finished run to count
+    asked: dict[str, Any]  # the same by name; a finished run counts only if it was asked for so
     result: Path | None = None  # where the printed JSON goes, for a measurement that writes no folder
 
     @property
@@ -152,37 +150,36 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
     quick = QUICK.get(model, {}) if order.is_quick else {}
     batch, is_whole = _batch(order, mode)
     given = {
-        "--model": model,
-        "--mode": mode,
-        "--devices": order.devices,
-        "--seed": seed,
-        "--epochs": epochs,
-        "--samples": order.samples or quick.get("samples"),
-        "--eval-samples": quick.get("eval"),
-        "--data": _data(order, recipe.data),
-        ("--global-batch-size" if is_whole else "--batch-size"): batch or quick.get("batch"),
-        "--precision": order.precision,
-        "--compile": "off" if mode == "torch-ddp" else order.compile,
-        "--eval-every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
-        "--out": order.out,
+        "model": model,
+        "mode": mode,
+        "devices": order.devices,
+        "seed": seed,
+        "epochs": epochs,
+        "samples": order.samples or quick.get("samples"),
+        "eval_samples": quick.get("eval"),
+        "data": _data(order, recipe.data),
+        "batch_size": None if is_whole else batch or quick.get("batch"),
+        "global_batch_size": batch if is_whole else None,
+        "precision": order.precision,
+        "compile": "off" if mode == "torch-ddp" else order.compile,
+        "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
-    asked = {"epochs": epochs, "data": _data(order, recipe.data) or recipe.data, "precision": order.precision}
     folder = order.out / model / mode / f"seed-{seed}"
-    return Cell(model, mode, seed, folder, ("run", *_flags(given)), tuple(asked.items()))
+    return Cell(model, mode, seed, folder, ("run", *flags({**given, "out": order.out})), given)
 
 
 def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
     recipe = models.get(model)
     given = {
-        "--model": model,
-        "--policy": mode.removeprefix("cpu-"),
-        "--devices": order.devices,
-        "--data": _data(order, recipe.data),
-        "--batch-size": order.batch_size,
-        "--compile": "off" if mode == "torch-ddp" else order.compile,
+        "model": model,
+        "policy": mode.removeprefix("cpu-"),
+        "devices": order.devices,
+        "data": _data(order, recipe.data),
+        "batch_size": order.batch_size,
+        "compile": "off" if mode == "torch-ddp" else order.compile,
     }
     place = order.out / model / mode
-    return Cell(model, mode, 0, place, ("efficiency", *_flags(given)), result=place / "efficiency.json")
+    return Cell(model, mode, 0, place, ("efficiency", *flags(given)), given, place / "efficiency.json")
 
 
 def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
@@ -199,10 +196,6 @@ def _data(order: SweepOrder, own: str) -> str | None:
     if own != "mnist":
         return None
     return order.data or ("mnist-mini" if order.is_quick else None)
-
-
-def _flags(given: dict[str, Any]) -> list[str]:
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
 def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Outcome:
@@ -241,30 +234,28 @@ def _check_same(cell: Cell) -> None:
         return
     record = read_run(cell.folder)
     assert isinstance(record, RunRecord), "only finished runs are kept"
-    for key, value in cell.asked:
-        found = record.summary.get(key)
-        if found != value:
+    before = record.summary.get("asked", {})
+    for key, value in cell.asked.items():
+        if before.get(key) != value:
             raise InputError(
-                f"{cell.folder} holds a run with {key} {found!r}, this sweep has {value!r}: "
+                f"{cell.folder} holds a run with {key} {before.get(key)!r}, this sweep has {value!r}: "
                 "choose another --out, or repeat all by --force"
             )
 
 
 def _run(cell: Cell) -> str | None:
     """One run in a process of its own; what went wrong, or None."""
-    command = [sys.executable, "-m", "uneven", "bench", *cell.arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
-    if done.returncode in (130, -2):
-        raise KeyboardInterrupt
-    if done.returncode == 0 and cell.result is not None:
+    words = ["bench", *cell.arguments, "--json"]
+    ended = run_uneven(words)
+    if ended.code == 0 and cell.result is not None:
         cell.result.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cell.result, done.stdout.encode())
-    if done.returncode == 0 and cell.is_done:
+        write_atomically(cell.result, ended.stdout.encode())
+    if ended.code == 0 and cell.is_done:
         (cell.folder / FAILURE).unlink(missing_ok=True)
         return None
-    reason = last_words(done.stderr, done.returncode) if done.returncode else _broken(cell)
+    reason = ended.last_words if ended.code else _broken(cell)
     cell.folder.mkdir(parents=True, exist_ok=True)
-    record = {"reason": reason, "exit_code": done.returncode, "command": command[1:], "stderr": done.stderr[-TAIL:]}
+    record = {"reason": reason, "exit_code": ended.code, "command": words, "stderr": ended.stderr[-TAIL:]}
     write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
     return reason
 

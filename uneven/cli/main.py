@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.cli import bench, data, scaling, sweep  # noqa: F401  scaling and sweep add their verbs to bench
+from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
 from uneven.cli.run import run
+from uneven.cli.scaling import scaling
+from uneven.cli.sweep import check, compare, policies, report, sweep
 from uneven.errors import InputError, MachineError, RankError
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo)
+for verb in (sweep, report, compare, check, policies, scaling):
+    bench.app.command(verb.__name__)(verb)
 
 
 def _print_version(asked: bool) -> None:

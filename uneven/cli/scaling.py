@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli.bench import app
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
     from uneven.bench.scaling import Scaling
 
 
-@app.command("scaling")
 def scaling(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")] = "lenet",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,

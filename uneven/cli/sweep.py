@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.cli.bench import app
 from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
 
 
-@app.command("sweep")
 def sweep(
     models: Annotated[str | None, typer.Option(help="Only these, as in lenet,mlp.", show_default="all")] = None,
     modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
@@ -133,7 +131,6 @@ class _Bar:
             self._console.print(f"{number + 1}/{many} {name} {left}".rstrip())
 
 
-@app.command("report")
 def report(
     runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
     out: Annotated[Path | None, typer.Option(help="report.md or report.html; default: Markdown on the screen.")] = None,
@@ -168,7 +165,6 @@ def report(
     print(f"wrote {out}", file=sys.stderr)
 
 
-@app.command("compare")
 def compare(
     first: Annotated[Path, typer.Argument(help="A run folder or a sweep's.")],
     second: Annotated[Path, typer.Argument(help="The one that may be better.")],
@@ -196,7 +192,6 @@ def compare(
         print(f"{one.model} {one.mode}: {figures}; {one.verdict}")
 
 
-@app.command("check")
 def check(
     runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
     baseline: Annotated[Path | None, typer.Option(help="What the runs are held against.")] = None,
@@ -230,7 +225,6 @@ def check(
         raise RankError("worse than the baseline:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-@app.command("policies")
 def policies(
     script: Annotated[Path, typer.Argument(help="A script of yours that trains by uneven.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,

@@ -76,7 +76,7 @@ class ExactPace:
         is_measured = rig.is_rehearsed and not shares_known
         alone = [1e3 * rig.config.batch_size / cost.time_ms(rig.config.batch_size) for cost in costs]
         rig.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
-        self.notes = describe_batchnorm(rig.model, rig.circle, rig.config.sync_batchnorm, shares)
+        self.notes = describe_batchnorm(rig.model, rig.circle, rig.config.sync_batchnorm, rig.is_rehearsed, shares)
         if sum(rig.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in rig.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")

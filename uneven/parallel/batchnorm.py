@@ -77,14 +77,17 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def describe_batchnorm(model: nn.Module, circle: Circle, is_asked: bool, samples: Sequence[int]) -> list[str]:
+def describe_batchnorm(
+    model: nn.Module, circle: Circle, is_asked: bool, can_ask: bool, samples: Sequence[int]
+) -> list[str]:
     """What to say about BatchNorm before ranks with these samples a step start; often nothing."""
     if is_asked and not circle.layers:
         return ["  sync_batchnorm=True changes nothing: the model has no BatchNorm layer"]
     if circle.layers or not has_batchnorm(model):
         return []
     seen = " and ".join(str(one) for one in samples)
-    return [f"  BatchNorm sees {seen} samples; sync_batchnorm=True makes it see all {sum(samples)}"]
+    way_out = f"; sync_batchnorm=True makes it see all {sum(samples)}" if can_ask else ""
+    return [f"  BatchNorm sees {seen} samples{way_out}"]
 
 
 class _Synced(nn.modules.batchnorm._BatchNorm):
