@@ -1,12 +1,11 @@
 """The wheel in an empty environment: with numpy alone the embedded data and the hardware report must work."""
 
-import os
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -33,21 +32,22 @@ def test_the_wheel_carries_types_licences_and_data_and_stays_small(wheel: Path) 
 
 
 def test_with_numpy_alone_the_data_and_the_hardware_report_work(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*install, "--no-deps", wheel], check=True)
-    subprocess.run([*install, "-c", ROOT / "constraints.txt", "numpy"], check=True)
-    script = """
+    """An interpreter that finds its own library, the wheel's files and numpy, and nothing else."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    installed = Path(numpy.__file__).parent.parent
+    for part in installed.glob("numpy*"):
+        (tmp_path / part.name).symlink_to(part)
+    script = f"""
 import sys
+sys.path.append({str(tmp_path)!r})
 from uneven.data import datasets
 from uneven.hardware.diagnosis import diagnose
 digits = datasets.load("mnist-mini")
 print(digits.train_images.shape, digits.test_labels.shape)
 print([problem.what for problem in diagnose().problems])
 """
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([python, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    isolated = [sys.executable, "-I", "-S", "-c", script]
+    done = subprocess.run(isolated, cwd=tmp_path, capture_output=True, text=True, check=True)
     shapes, problems = done.stdout.splitlines()
     assert shapes == "(10000, 1, 28, 28) (2000,)"
     assert "torch" in problems

@@ -19,7 +19,7 @@ def sweep(root: Path) -> Path:
         make_run(root, "lenet", "torch-ddp", seed, quality, 780.0)
     make_run(root, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
     (root / "lenet" / "cpu-async" / "efficiency.json").write_text(
-        json.dumps({"efficiency": 0.976, "half_width": 0.01, "pairs": 30})
+        json.dumps({"efficiency": 0.976, "half_width": 0.01, "pairs": 30, "batch_size": 128})
     )
     return root
 
@@ -64,6 +64,31 @@ def test_ranks_that_take_turns_on_one_gpu_have_no_speed(tmp_path: Path) -> None:
     assert "(takes turns)" in render_markdown(build_report(tmp_path))
 
 
+def test_batches_are_told_as_they_were(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97)
+    make_run(tmp_path, "lenet", "cpu-sync", 0, 0.97, global_batch_size=64)
+    make_run(tmp_path, "lenet", "torch-ddp", 0, 0.97, batch_size=32)
+    (model,) = build_report(tmp_path).models
+    assert {row.mode: row.batch for row in model.rows} == {
+        "solo-0": "64",
+        "torch-ddp": "2 x 32",
+        "cpu-sync": "64 in all",
+    }
+
+
+@pytest.mark.parametrize(("model", "best", "end"), [("lenet", 0.98, 0.97), ("gpt-nano", 1.5, 1.7)])
+def test_a_run_that_trained_past_its_best_is_told(tmp_path: Path, model: str, best: float, end: float) -> None:
+    for seed in range(2):
+        path = make_run(tmp_path, model, "solo-0", seed, end) / "metrics.jsonl"
+        metric = "accuracy" if model == "lenet" else "loss"
+        first, last = map(json.loads, path.read_text().splitlines())
+        first[metric] = best
+        path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    report = build_report(tmp_path)
+    assert report.models[0].rows[0].passed == pytest.approx(best)
+    assert "Trained too long" in render_markdown(report)
+
+
 def test_the_timelines_give_busy_rounds_and_idle_time(tmp_path: Path) -> None:
     (model,) = build_report(sweep(tmp_path)).models
     row = next(row for row in model.rows if row.mode == "cpu-async")
@@ -92,9 +117,12 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
     word = {"commands": ["uneven bench sweep"], "skipped": {"nccl-sync": "no CUDA"}}
     (root / "sweep.json").write_text(json.dumps(word))
     text = render_markdown(build_report(root))
-    assert "| cpu-async | 3 | 97.30 % +- 0.50 % | -1.70 pp | 1.5 | 1,330 | 1.33x | 0.976 +- 0.010 (30 pairs) |" in text
-    assert "| solo-1 | 1 | (for its speed only) |" in text
+    assert "| cpu-async | 3 | 2 x 64 | 97.30 % +- 0.50 % | -1.70 pp | 1.5 | 1,330 | 1.33x |" in text
+    assert "| 0.976 +- 0.010 (30 pairs) |" in text
+    assert "| solo-1 | 1 | 64 | (for its speed only) |" in text
     assert "~0.56" in text
+    assert "measured with 128 samples per device and step" in text
+    assert "too long" not in text
     assert "Best: cpu-async, the fastest mode" in text
     assert "equal batches could reach 57% at most" in text
     assert "No run failed." in text

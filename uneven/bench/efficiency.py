@@ -151,12 +151,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
             f"{result['efficiency']:.3f} +- {result['half_width']:.3f} times as fast (95 %, {result['pairs']} pairs); "
             f"{result['payload_bytes_per_step']:,} bytes a step and rank"
         ]
+    over = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
     lines = [
         f"{result['model']} {result['policy']} on {result['devices']}, batch {result['batch_size']}: efficiency "
         f"{result['efficiency']:.3f} +- {result['half_width']:.3f} (95 %, {result['pairs']} pairs)",
         f"  solo {' + '.join(f'{speed:,.0f}' for speed in result['solo_samples_per_s'])} samples/s, together "
-        f"{result['joint_samples_per_s']:,.0f}; gap {result['gap']:.2f}, equal-batch DDP at most "
-        f"{result['ddp_bound']:.2f}",
+        f"{result['joint_samples_per_s']:,.0f} ({over:+.0%} to the fastest alone); gap {result['gap']:.2f}, "
+        f"equal-batch DDP at most {result['ddp_bound']:.2f}",
     ]
     if result["merge_delay"] is not None:
         late = result["merge_delay"]

@@ -36,6 +36,7 @@ class Row:
 
     mode: str
     seeds: int
+    batch: str  # samples a step, as in "64", "2 x 64" or "64 in all"
     is_for_speed: bool  # a simulated device alone: its quality is that of another run
     has_speed: bool  # ranks that take turns on one GPU say nothing about speed
     quality: float | None
@@ -47,6 +48,7 @@ class Row:
     efficiency: float | None
     efficiency_half: float | None  # None: an estimate from runs one after the other
     efficiency_pairs: int | None
+    efficiency_batch: int | None  # samples per device and step that the pairs were measured with
     rounds: int | None
     transfer_ms: float | None  # mean of a round
     wait_ms: float | None
@@ -57,6 +59,7 @@ class Row:
     peak_memory_bytes: int | None = None
     target_s: float | None = None  # training until the target, mean over the seeds that reached it
     target_seeds: int = 0
+    passed: float | None = None  # the best quality on the way, mean over seeds, where the end is worse by the margin
     loss_gap: float | None = None  # of the training loss to solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
     folders: list[str] = field(default_factory=list)
@@ -70,7 +73,7 @@ class ModelReport:
     higher_is_better: bool
     published: float | None
     source: str | None
-    settings: dict[str, Any]  # data, epochs, batch size and devices of its runs
+    settings: dict[str, Any]  # data, epochs and devices of its runs
     gap: float | None
     sync_bound: float | None  # what equal batches could reach at most, of the sum of the solos
     target: float | None
@@ -150,10 +153,7 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         higher_is_better=recipe.higher_is_better,
         published=recipe.published.value if recipe.published else None,
         source=recipe.published.source if recipe.published else None,
-        settings={
-            key: first.get(key)
-            for key in ("data", "epochs", "batch_size", "devices", "precision", "compile", "eval_samples")
-        },
+        settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
         gap=gap(alone) if alone else None,
         sync_bound=ddp_bound(alone) if alone else None,
         target=target,
@@ -201,6 +201,7 @@ def _row(
     return Row(
         mode=mode,
         seeds=len(runs),
+        batch=_batch(runs[0].summary),
         is_for_speed=is_for_speed,
         has_speed=has_speed,
         quality=None if is_for_speed else mean,
@@ -212,15 +213,25 @@ def _row(
         efficiency=(paired["efficiency"] if paired else estimate) if has_speed else None,
         efficiency_half=paired["half_width"] if paired and has_speed else None,
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
+        efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
         **_times(runs),
         sample_shares=_sample_shares(runs),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=_mean(reached) if has_speed and not is_for_speed else None,
         target_seeds=len(reached),
+        passed=None if is_for_speed else _passed(recipe, runs),
         loss_gap=None if is_for_speed else _loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
         folders=[str(run.folder) for run in runs],
     )
+
+
+def _batch(summary: dict[str, Any]) -> str:
+    if summary.get("global_batch_size"):
+        return f"{summary['global_batch_size']} in all"
+    many = len(summary["devices"])
+    each = str(summary.get("batch_size", ""))
+    return f"{many} x {each}" if many > 1 and each else each
 
 
 def _sample_shares(runs: list[RunRecord]) -> list[float]:
@@ -280,6 +291,17 @@ def _reached(recipe: Recipe, run: RunRecord, target: float | None) -> float | No
         if value >= target if recipe.higher_is_better else value <= target:
             return float(entry["train_seconds"])
     return None
+
+
+def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
+    """The best evaluation of each run, on average, where training went on past it until the end was clearly worse."""
+    choose, sign = (max, 1.0) if recipe.higher_is_better else (min, -1.0)
+    seen = [[entry[recipe.metric] for entry in run.metrics if recipe.metric in entry] for run in runs]
+    if recipe.metric not in MARGIN or not all(seen):
+        return None
+    best = statistics.mean(choose(values) for values in seen)
+    lost = sign * (best - statistics.mean(run.quality for run in runs))
+    return best if lost > MARGIN[recipe.metric] else None
 
 
 def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:

@@ -60,10 +60,7 @@ def _hardware(report: Report) -> list[str]:
 
 def _model(model: ModelReport) -> Section:
     settings = model.settings
-    facts = (
-        f"{settings['data']}, {settings['epochs']} epochs, batch {settings['batch_size']}, {settings['precision']}, "
-        f"compile {settings['compile']}"
-    )
+    facts = f"{settings['data']}, {settings['epochs']} epochs, {settings['precision']}, compile {settings['compile']}"
     if settings.get("eval_samples"):
         facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
     published = f" Published: {model.published:g} ({model.source})." if model.published is not None else ""
@@ -79,6 +76,14 @@ def _model(model: ModelReport) -> Section:
             f"Doubtful: ~{most:.2f} of what the devices do alone cannot be. Other programs may have had the cores "
             "during some runs; repeat them on an idle machine, or measure by pairs (--efficiency)."
         )
+    batches = sorted({row.efficiency_batch for row in model.rows if row.efficiency_batch is not None})
+    if batches:
+        each = " or ".join(map(str, batches))
+        blocks.append(f"Efficiency by pairs was measured with {each} samples per device and step.")
+    passed = [f"{row.mode} {_value(model, row.passed)}" for row in model.rows if row.passed is not None]
+    if passed:
+        modes = ", ".join(passed)
+        blocks.append(f"Trained too long: on the way the {model.metric} was better than at the end ({modes}).")
     if model.best is not None:
         margin = MARGIN.get(model.metric, 0.0)
         blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
@@ -87,8 +92,8 @@ def _model(model: ModelReport) -> Section:
 
 def _quality(model: ModelReport) -> Table:
     target = f"s to {model.metric} {_value(model, model.target)}"
-    head = ["mode", "seeds", model.metric, "vs published", "train s", "samples/s", "speed-up", "efficiency", target]
-    head.append("loss gap")
+    head = ["mode", "seeds", "batch", model.metric, "vs published", "train s", "samples/s", "speed-up", "efficiency"]
+    head += [target, "loss gap"]
     return Table.of(head, [_quality_row(model, row) for row in model.rows])
 
 
@@ -104,6 +109,7 @@ def _quality_row(model: ModelReport, row: Row) -> list[str]:
     return [
         row.mode,
         str(row.seeds),
+        row.batch,
         quality,
         "" if row.vs_published is None else _signed(model, row.vs_published),
         _number(row.train_s, ".1f") if row.has_speed else "(takes turns)",
