@@ -24,15 +24,26 @@ class _Meeting:
         self.size = size
         self.done = threading.Event()
 
-    def bring(self, rank: int, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor]) -> None:
+    def bring(self, rank: int, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None) -> None:
+        """The result goes to all, or to the owner alone; the others then hold nothing that anybody may use."""
         self.brought[rank] = tensor
         if len(self.brought) == self.size:
             shapes = {(tuple(t.shape), t.dtype) for t in self.brought.values()}
             assert len(shapes) == 1, f"ranks brought different tensors: {shapes}"
             result = compute([self.brought[rank].clone() for rank in range(self.size)])
-            for tensor in self.brought.values():
-                tensor.copy_(result)
+            for place, tensor in self.brought.items():
+                if owner is None or place == owner:
+                    tensor.copy_(result)
+                elif tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
             self.done.set()
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class _Room:
@@ -58,6 +69,8 @@ class _ThreadWork:
 class ThreadGroup:
     """A Group whose ranks are threads of this process."""
 
+    pretends_nccl = False  # the road that collectives choose for NCCL, on threads
+
     def __init__(self, room: _Room, rank: int) -> None:
         self.rank = rank
         self.size = room.size
@@ -67,19 +80,19 @@ class ThreadGroup:
         self._twins = 0
 
     def sum_(self, tensor: Tensor) -> Work:
-        def in_rank_order(parts: list[Tensor]) -> Tensor:
-            total = parts[0]
-            for part in parts[1:]:
-                total += part
-            return total
-
         return self._meet(tensor, in_rank_order)
 
     def max_(self, tensor: Tensor) -> Work:
         return self._meet(tensor, lambda parts: torch.stack(parts).amax(0))
 
-    def broadcast_(self, tensor: Tensor) -> Work:
-        return self._meet(tensor, lambda parts: parts[0])
+    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+        return self._meet(tensor, lambda parts: parts[owner])
+
+    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+        return self._meet(tensor, in_rank_order, owner)
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        return self.pretends_nccl
 
     def another(self) -> "ThreadGroup":
         self._twins += 1
@@ -94,11 +107,11 @@ class ThreadGroup:
 
     def close(self) -> None: ...
 
-    def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor]) -> Work:
+    def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
         with self._room.lock:
             meeting = self._room.meetings.setdefault(self._count, _Meeting(self.size))
             self._count += 1
-            meeting.bring(self.rank, tensor, compute)
+            meeting.bring(self.rank, tensor, compute, owner)
         return Work(_ThreadWork(meeting), tensor, self.traffic)
 
 

@@ -4,9 +4,8 @@ A collective over tensors of different shapes does not fail, it corrupts or hang
 model looks like, all ranks read all posts, and all of them raise alike.
 """
 
-import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -26,14 +25,17 @@ def agree(
     store: Store, rank: int, size: int, lines: list[str], *, what: str = "built another model", where: str = "model"
 ) -> None:
     """InputError on every rank, naming the first rank that differs from rank 0 and how."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    store.set(f"fingerprint/{where}/{rank}", json.dumps({"digest": digest, "lines": lines}))
+    store.set(f"fingerprint/{where}/{rank}", json.dumps(lines))
     store.wait([f"fingerprint/{where}/{other}" for other in range(size)], PATIENCE)
-    posts = [json.loads(store.get(f"fingerprint/{where}/{other}")) for other in range(size)]
-    for other, post in enumerate(posts):
-        if post["digest"] != posts[0]["digest"]:
+    refuse_differences([json.loads(store.get(f"fingerprint/{where}/{other}")) for other in range(size)], what, where)
+
+
+def refuse_differences(told: Sequence[list[str]], what: str = "built another model", where: str = "model") -> None:
+    """InputError naming the first rank whose lines are not rank 0's; on every rank alike, since all heard the same."""
+    for rank, lines in enumerate(told):
+        if lines != told[0]:
             raise InputError(
-                f"rank {other} {what} than rank 0: {_difference(posts[0]['lines'], post['lines'])}; "
+                f"rank {rank} {what} than rank 0: {_difference(told[0], lines)}; "
                 f"the {where} must be the same on every rank"
             )
 

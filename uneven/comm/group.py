@@ -29,8 +29,16 @@ class Group(Protocol):
 
     def sum_(self, tensor: Tensor) -> Work: ...
     def max_(self, tensor: Tensor) -> Work: ...
-    def broadcast_(self, tensor: Tensor) -> Work:
-        """Rank 0's values to everyone."""
+    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+        """The owner's values to everyone."""
+        ...
+
+    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+        """Everyone's values summed at the owner; what the others then hold is undefined."""
+        ...
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        """Whether this tensor would travel over NCCL."""
         ...
 
     def another(self) -> "Group":
@@ -70,8 +78,14 @@ class TorchGroup:
     def max_(self, tensor: Tensor) -> Work:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
 
-    def broadcast_(self, tensor: Tensor) -> Work:
-        return self._start(dist.broadcast, tensor, src=0)
+    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+        return self._start(dist.broadcast, tensor, src=owner)
+
+    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+        return self._start(dist.reduce, tensor, dst=owner, op=dist.ReduceOp.SUM)
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        return self._nccl is not None and tensor.is_cuda
 
     def another(self) -> "TorchGroup":
         twin = copy.copy(self)
@@ -132,7 +146,16 @@ class SoloGroup:
         return Work(_Done(), tensor, Traffic())
 
     max_ = sum_
-    broadcast_ = sum_
+
+    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+        assert owner == 0
+        return self.sum_(tensor)
+
+    reduce_ = broadcast_
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        del tensor
+        return False
 
     def another(self) -> "SoloGroup":
         return SoloGroup()

@@ -74,3 +74,17 @@ def _forward(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: t
             future.set_result(tensor)
 
     own.add_done_callback(arrived)
+
+
+class Works:
+    """Several collectives that were started together."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

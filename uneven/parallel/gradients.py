@@ -14,24 +14,9 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.comm.work import Work
+from uneven.parallel.buckets import Bucket, cut_buckets
 
 BUCKET_BYTES = 4 << 20
-
-
-class _Bucket:
-    """A flat buffer and the params whose gradients are its views; `extra` numbers stand at its end."""
-
-    def __init__(self, params: list[nn.Parameter], extra: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.params = params
-        size = sum(p.numel() for p in params)
-        self.buffer = torch.zeros(size + extra, dtype=dtype, device=device)
-        self.extra = self.buffer[size:]
-        self.views = []
-        start = 0
-        for param in params:
-            self.views.append(self.buffer[start : start + param.numel()].view(param.shape))
-            start += param.numel()
-        self.missing = 0
 
 
 class GradientRoad:
@@ -54,7 +39,7 @@ class GradientRoad:
         self.overlaps = overlaps
         self._columns = columns
         self._num_rows = group.size * columns
-        self._buckets = _cut_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
+        self._buckets = _lay_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
         self._works: list[Work] = []
         self._is_open = False
         self._home = {p: bucket for bucket in self._buckets for p in bucket.params}
@@ -129,27 +114,12 @@ class GradientRoad:
         self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))
 
 
-def _cut_buckets(params: list[nn.Parameter], num_rows: int, bucket_bytes: int) -> list[_Bucket]:
-    """Params in reverse order, the order backward reaches them, cut by size and type."""
+def _lay_buckets(params: Sequence[nn.Parameter], num_rows: int, bucket_bytes: int) -> list[Bucket]:
+    """The last one has room for the rows, and for a flag per param."""
+    groups = cut_buckets(params, bucket_bytes)
     extra = num_rows + len(params)
-    groups: list[list[nn.Parameter]] = []
-    filled = 0
-    for param in reversed(params):
-        size = param.numel() * param.element_size()
-        fits = groups and filled + size <= bucket_bytes
-        if fits and groups[-1][0].dtype == param.dtype and groups[-1][0].device == param.device:
-            groups[-1].append(param)
-            filled += size
-        else:
-            groups.append([param])
-            filled = size
-    buckets = [_Bucket(group, 0, group[0].dtype, group[0].device) for group in groups[:-1]]
     last = groups[-1]
     if last[0].dtype in (torch.float32, torch.float64):
-        return [*buckets, _Bucket(last, extra, last[0].dtype, last[0].device)]
+        return [*map(Bucket, groups[:-1]), Bucket(last, extra)]
     # Halves would round the numbers: they travel by themselves.
-    return [
-        *buckets,
-        _Bucket(last, 0, last[0].dtype, last[0].device),
-        _Bucket([], extra, torch.float32, last[0].device),
-    ]
+    return [*map(Bucket, groups), Bucket([], extra, torch.float32, last[0].device)]

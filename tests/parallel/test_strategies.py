@@ -1,0 +1,180 @@
+"""Every strategy trains what one process trains: all pairs of what may differ here, the whole grid by `-m grid`."""
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.parity import KINDS, OPTIMIZERS, Case, Net, all_pairs, batches, check, loss_of
+from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import Group, SoloGroup
+from uneven.errors import InputError
+from uneven.parallel.ddp_bucketed import DDPBucketed
+from uneven.parallel.ddp_flat import DDPFlat
+from uneven.parallel.sharded_optimizer import ShardedOptimizer
+from uneven.parallel.strategy import MakeOptimizer, Strategy
+
+SHARES = (5.0, 0.0, 2.0)
+
+
+def sharded(make: MakeOptimizer, group: Group, shares: tuple[float, ...] | None, by_tensors: bool) -> MakeOptimizer:
+    own = None if shares is None else shares[: group.size]
+    return lambda params: ShardedOptimizer(make(params), group, shares=own, by_tensors=by_tensors)
+
+
+WRAPS: dict[str, Any] = {
+    "flat": DDPFlat,
+    "bucketed": DDPBucketed,
+    "bucketed, small": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=1e-4),
+    "bucketed, by param": lambda model, make, group: DDPBucketed(model, make, group, bucket_mb=0),
+}
+for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, SHARES), (False, True)):
+    WRAPS[f"{name}, sharded by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
+        lambda model, make, group, kind=WRAPS[name], shares=shares, by_tensors=by_tensors: kind(
+            model, sharded(make, group, shares, by_tensors), group
+        )
+    )
+FACTORS: dict[str, Any] = {
+    "wrap": list(WRAPS),
+    "samples": ("equal", "unequal", "zero"),
+    "accumulation": (1, 3),
+    "kind": KINDS,
+    "ranks": (1, 2, 3),
+    "optimizer": tuple(OPTIMIZERS),
+}
+GRID = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+PAIRS = all_pairs(**FACTORS)
+
+
+def named(cell: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in cell.values())
+
+
+def run(cell: dict[str, Any]) -> None:
+    rest = dict(cell)
+    check(wrap=WRAPS[rest.pop("wrap")], case=Case(**rest))
+
+
+@pytest.mark.parametrize("cell", PAIRS, ids=named)
+def test_what_one_process_trains(cell: dict[str, Any]) -> None:
+    run(cell)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", GRID, ids=named)
+def test_the_whole_grid(cell: dict[str, Any]) -> None:
+    run(cell)
+
+
+@pytest.mark.parametrize("wrap", ["flat", "bucketed, small", "bucketed, sharded by elements, uneven"])
+def test_gradients_zeroed_in_place_are_the_same(wrap: str) -> None:
+    check(Case(2, "unequal", 2, "unused", "adamw"), WRAPS[wrap], drops_grads=False)
+
+
+def dense_and_ours(micros: int) -> tuple[nn.Module, list[nn.Module]]:
+    """Gradients after several backward passes, each of them summed over two ranks."""
+    case = Case(2, "unequal", micros)
+    whole = Net("plain", 0)
+    for micro in batches(case)[0]:
+        loss_of(whole, micro, slice(None), 12).backward()
+
+    def rank(group: ThreadGroup) -> nn.Module:
+        strategy = DDPBucketed(Net("plain", group.rank), OPTIMIZERS["sgd"], group, bucket_mb=1e-4)
+        for micro in batches(case)[0]:
+            loss_of(strategy.module, micro, case.parts()[group.rank], 12).backward()
+        strategy.close()
+        return strategy.module
+
+    return whole, on_threads(2, rank)
+
+
+@pytest.mark.parametrize("micros", [1, 2, 3])
+def test_what_was_summed_before_counts_once(micros: int) -> None:
+    whole, ours = dense_and_ours(micros)
+    for one in ours:
+        for mine, theirs in zip(one.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("wrap", "sums"), [("flat", 1), ("bucketed", 1), ("bucketed, by param", 9)])
+def test_a_step_has_as_many_sums_as_buckets(wrap: str, sums: int) -> None:
+    def rank(group: ThreadGroup) -> tuple[int, int, int]:
+        strategy: Strategy = WRAPS[wrap](Net("plain", 0), OPTIMIZERS["sgd"], group)
+        micro = batches(Case(2))[0][0]
+        before = group.traffic.collectives, group.traffic.payload_bytes
+        with strategy.no_sync():
+            loss_of(strategy.module, micro, slice(0, 5), 12).backward()
+        silent = group.traffic.collectives - before[0]
+        loss_of(strategy.module, micro, slice(5, 12), 12).backward()
+        sent = group.traffic.payload_bytes - before[1]
+        return silent, group.traffic.collectives - before[0], sent
+
+    params = [p.numel() for p in Net("plain", 0).parameters()]
+    assert on_threads(2, rank) == [(0, sums, (sum(params) + len(params)) * 8)] * 2, "and a flag for each param"
+
+
+def test_a_full_bucket_leaves_while_backward_computes() -> None:
+    def rank(group: ThreadGroup) -> list[int]:
+        model = Net("plain", 0)
+        strategy = DDPBucketed(model, OPTIMIZERS["sgd"], group, bucket_mb=0)
+        before, seen = group.traffic.collectives, []
+        model.conv.weight.register_hook(lambda _: seen.append(group.traffic.collectives - before))
+        loss_of(strategy.module, batches(Case(2))[0][0], slice(None), 12).backward()
+        return seen
+
+    for (sent,) in on_threads(2, rank):
+        assert sent >= 4, "what lies behind the first layer was on its way when backward came to it"
+
+
+def test_ranks_with_different_models_are_told_apart() -> None:
+    def rank(group: ThreadGroup) -> None:
+        model = nn.Linear(2, 2 + group.rank)
+        DDPFlat(model, OPTIMIZERS["sgd"], group)
+
+    with pytest.raises(InputError, match=r"rank 1 built another model.*weight \(3, 2\)"):
+        on_threads(2, rank)
+
+
+def test_what_cannot_be_summed_is_told() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
+    strategy = DDPBucketed(model, OPTIMIZERS["sgd"], SoloGroup())
+    with pytest.raises(RuntimeError, match="make the embedding dense"):
+        strategy.module(torch.tensor([1])).sum().backward()
+    strategy = DDPBucketed(nn.Linear(2, 1), OPTIMIZERS["sgd"], SoloGroup())
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        strategy.module(torch.ones(1, 2)).sum().backward(create_graph=True)
+
+
+def test_gradients_inside_the_loss_are_no_sum_of_ranks() -> None:
+    strategy = DDPBucketed(nn.Linear(2, 1), OPTIMIZERS["sgd"], SoloGroup())
+    x = torch.ones(1, 2, requires_grad=True)
+    (slope,) = torch.autograd.grad(strategy.module(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert all(p.grad is not None for p in [strategy.module.weight])
+
+
+@pytest.mark.parametrize("wrap", ["flat", "bucketed", "bucketed, sharded by elements", "bucketed, sharded by tensors"])
+def test_nothing_is_left_of_a_strategy(wrap: str) -> None:
+    strategy: Strategy = WRAPS[wrap](Net("plain", 0), OPTIMIZERS["adamw"], SoloGroup())
+    loss_of(strategy.module, batches(Case(1))[0][0], slice(None), 12).backward()
+    strategy.optimizer.step()
+    watched = [weakref.ref(one) for one in (strategy, strategy.module, *strategy.module.parameters())]
+    del strategy
+    gc.collect()
+    assert [one() for one in watched] == [None] * len(watched)
+
+
+def test_a_strategy_that_is_gone_is_missed_and_a_closed_one_is_not() -> None:
+    model = nn.Linear(2, 1)
+    strategy = DDPFlat(model, OPTIMIZERS["sgd"], SoloGroup())
+    del strategy
+    with pytest.raises(RuntimeError, match="strategy of this model is gone"):
+        model(torch.ones(1, 2)).sum().backward()
+    model = nn.Linear(2, 1)
+    DDPFlat(model, OPTIMIZERS["sgd"], SoloGroup()).close()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None

@@ -1,0 +1,143 @@
+"""Gradients summed over ranks by backward itself: hooks on the params, buckets, and an end that nobody has to call.
+
+Every gradient is a view of a flat bucket. A bucket whose gradients have all arrived leaves at once, in one fixed order
+on every rank; when backward ends, the rest leaves, and backward returns with the sums. The last bucket carries a flag
+per param: one that no rank used has no gradient afterwards, as in a single process.
+
+Gradients that were summed before and not zeroed since (accumulation without `no_sync`) are counted once: each rank
+takes its N-th part of them into the next sum.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from uneven.comm.group import Group
+from uneven.comm.work import Work
+from uneven.parallel.buckets import Bucket, cut_buckets
+
+
+class Reducer:
+    """`is_syncing` says whether the next backward sums over ranks; `close()` takes all hooks away."""
+
+    def __init__(self, params: Iterable[nn.Parameter], group: Group, bucket_bytes: int, *, overlaps: bool) -> None:
+        trained = [param for param in params if param.requires_grad]
+        groups = cut_buckets(trained, bucket_bytes)
+        self._group = group
+        self._overlaps = overlaps
+        self._buckets = [Bucket(group, extra=len(trained) * (group is groups[-1])) for group in groups]
+        self._home = {param: bucket for bucket in self._buckets for param in bucket.params}
+        self._views = {p: view for one in self._buckets for p, view in zip(one.params, one.views, strict=True)}
+        self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward
+        self._works: list[Work] = []
+        self._is_running = False
+        self.is_syncing = True
+        self._hooks: list[Any] = []
+        for param in trained:
+            self._hooks.append(param.register_hook(_weakly(self._before, param)))
+            self._hooks.append(param.register_post_accumulate_grad_hook(_weakly(self._arrived)))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self.is_syncing
+        self.is_syncing = False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def sit_out(self) -> None:
+        """What backward does on the other ranks, from a rank without samples."""
+        if self.is_syncing:
+            self._begin()
+            self._finish()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before(self, param: nn.Parameter, grad: Tensor) -> None:
+        """About to be added to what is there."""
+        del grad
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): gradients of gradients do not pass over ranks; take them inside the loss "
+                "by torch.autograd.grad"
+            )
+        self._take_part(param)
+
+    def _take_part(self, param: nn.Parameter) -> None:
+        if param in self._summed:
+            self._summed.remove(param)
+            if param.grad is self._views[param]:
+                param.grad.div_(self._group.size)
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        view = self._views[param]
+        if param.grad is not view:  # zeroed by dropping it, or somebody put another one there
+            assert param.grad is not None
+            if param.grad.is_sparse:
+                raise RuntimeError("a sparse gradient cannot be summed in buckets; make the embedding dense")
+            view.copy_(param.grad)
+            param.grad = view
+        if not self.is_syncing:
+            return
+        if not self._is_running:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(_weakly(self._finish))
+        self._home[param].missing -= 1
+        while self._overlaps and self._is_next_full():
+            self._send()
+
+    def _is_next_full(self) -> bool:
+        """The last bucket waits for the end: only then its flags are known."""
+        number = len(self._works)
+        return number < len(self._buckets) - 1 and self._buckets[number].missing <= 0
+
+    def _begin(self) -> None:
+        self._is_running = True
+        self._works = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.params)
+
+    def _finish(self) -> None:
+        """Send what is left, wait for all, and give every param its sum."""
+        for bucket in self._buckets[len(self._works) :]:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is None:
+                    view.zero_()
+                self._take_part(param)
+        flags = self._buckets[-1].extra
+        flags.copy_(torch.tensor([float(param.grad is not None) for param in self._home], dtype=flags.dtype))
+        while len(self._works) < len(self._buckets):
+            self._send()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._is_running = False
+        for (param, view), flag in zip(self._views.items(), flags.tolist(), strict=True):
+            param.grad = view if flag else None
+            if flag:
+                self._summed.add(param)
+
+    def _send(self) -> None:
+        self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))
+
+
+def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
+    """Call it while its object lives. A hook that held it would keep params, hooks and object alive for good."""
+    held = weakref.WeakMethod(method)
+    kept = [weakref.ref(one) for one in first]
+
+    def call(*rest: Any) -> None:
+        alive = held()
+        if alive is None:
+            raise RuntimeError("the strategy of this model is gone: keep it while you train, or close() it")
+        alive(*[one() for one in kept], *rest)
+
+    return call
