@@ -17,6 +17,7 @@ from uneven.parallel.ddp_bucketed import DDPBucketed
 from uneven.parallel.ddp_flat import DDPFlat
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer, Strategy
+from uneven.parallel.zero2 import Zero2
 
 SHARES = (5.0, 0.0, 2.0)
 
@@ -36,6 +37,12 @@ for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, S
     WRAPS[f"{name}, sharded by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
         lambda model, make, group, kind=WRAPS[name], shares=shares, by_tensors=by_tensors: kind(
             model, sharded(make, group, shares, by_tensors), group
+        )
+    )
+for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
+    WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
+        lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
+            model, make, group, shares=shares and shares[: group.size], by_tensors=by_tensors, bucket_mb=2e-4
         )
     )
 FACTORS: dict[str, Any] = {
@@ -157,7 +164,9 @@ def test_gradients_inside_the_loss_are_no_sum_of_ranks() -> None:
     assert all(p.grad is not None for p in [strategy.module.weight])
 
 
-@pytest.mark.parametrize("wrap", ["flat", "bucketed", "bucketed, sharded by elements", "bucketed, sharded by tensors"])
+@pytest.mark.parametrize(
+    "wrap", ["flat", "bucketed", "bucketed, sharded by elements", "bucketed, sharded by tensors", "zero2 by elements"]
+)
 def test_nothing_is_left_of_a_strategy(wrap: str) -> None:
     strategy: Strategy = WRAPS[wrap](Net("plain", 0), OPTIMIZERS["adamw"], SoloGroup())
     loss_of(strategy.module, batches(Case(1))[0][0], slice(None), 12).backward()

@@ -4,7 +4,7 @@ By elements, shares are met to one element, for optimizers that look at one elem
 are for those that look at matrices (Muon, Adafactor): the largest first, each to whoever has the least for its share.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from uneven.comm.collectives import gather_pieces
 from uneven.comm.group import Group
 from uneven.comm.work import Works
 from uneven.parallel.buckets import is_filled, view_like
-from uneven.share.apportion import apportion, cut_by
+from uneven.share.apportion import apportion, check_shares, cut_by
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,45 @@ class Pieces:
         else:
             sizes = apportion(sum(param.numel() for param in params), shares)
         self.params = list(params)
+        self.starts = dict(zip(params, cut_by([param.numel() for param in params]), strict=False))
         self.cut = cut_by(sizes)
+        self.by_tensors = by_tensors
         self.flat = _flatten(self.params)
+        self.sum_dtype = self.flat.dtype  # that gradients are summed in
 
     def segments(self, rank: int) -> Iterator[Segment]:
         """What this rank owns, param by param."""
         begin, end = self.cut[rank], self.cut[rank + 1]
-        start = 0
-        for param in self.params:
+        for param, start in self.starts.items():
             first, last = max(begin, start), min(end, start + param.numel())
             if first < last:
                 yield Segment(param, first - start, last - start)
-            start += param.numel()
+
+    def leaf_of(self, segment: Segment) -> nn.Parameter:
+        """What the optimizer updates in the place of the param; of a whole tensor, the param itself."""
+        return segment.param if self.by_tensors else nn.Parameter(segment.of(segment.param.detach()))
 
     def gather(self, group: Group) -> Works:
         """Every owner's params to everyone."""
         return gather_pieces(group, self.flat, self.cut)
+
+
+def checked_shares(shares: Sequence[float] | None, group: Group) -> list[float]:
+    """One for every rank; None means the same for all. ValueError else."""
+    if shares is None:
+        return [1.0] * group.size
+    check_shares(shares)
+    if len(shares) != group.size:
+        raise ValueError(f"shares {tuple(shares)}: there must be one for each of {group.size} ranks")
+    return list(shares)
+
+
+def by_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Params that can lie in one buffer: of one type, on one device, all trained or all frozen."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
+    return list(kinds.values())
 
 
 def own_whole(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
@@ -76,6 +99,13 @@ def own_whole(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
 def flat_memory(tensor: Tensor) -> Tensor:
     """The elements of a tensor without gaps, in the order of memory, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def lying_as(param: nn.Parameter) -> Tensor:
+    """The param's gradient, in memory as the param is; a foreign one may lie otherwise and is copied."""
+    grad = param.grad
+    assert grad is not None
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 @torch.no_grad()

@@ -8,17 +8,16 @@ Gradients that were summed before and not zeroed since (accumulation without `no
 takes its N-th part of them into the next sum.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from uneven.comm.group import Group
 from uneven.comm.work import Work
 from uneven.parallel.buckets import Bucket, cut_buckets
+from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward
 
 
 class Reducer:
@@ -36,10 +35,7 @@ class Reducer:
         self._works: list[Work] = []
         self._is_running = False
         self.is_syncing = True
-        self._hooks: list[Any] = []
-        for param in trained:
-            self._hooks.append(param.register_hook(_weakly(self._before, param)))
-            self._hooks.append(param.register_post_accumulate_grad_hook(_weakly(self._arrived)))
+        self._hooks = GradientHooks(trained, self._take_part, self._arrived)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -57,21 +53,10 @@ class Reducer:
             self._finish()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _before(self, param: nn.Parameter, grad: Tensor) -> None:
-        """About to be added to what is there."""
-        del grad
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True): gradients of gradients do not pass over ranks; take them inside the loss "
-                "by torch.autograd.grad"
-            )
-        self._take_part(param)
+        self._hooks.remove()
 
     def _take_part(self, param: nn.Parameter) -> None:
+        """Of a sum that is still there, this rank's part: the next sum adds them up again."""
         if param in self._summed:
             self._summed.remove(param)
             if param.grad is self._views[param]:
@@ -81,15 +66,13 @@ class Reducer:
         view = self._views[param]
         if param.grad is not view:  # zeroed by dropping it, or somebody put another one there
             assert param.grad is not None
-            if param.grad.is_sparse:
-                raise RuntimeError("a sparse gradient cannot be summed in buckets; make the embedding dense")
             view.copy_(param.grad)
             param.grad = view
         if not self.is_syncing:
             return
         if not self._is_running:
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(_weakly(self._finish))
+            at_the_end_of_backward(self._finish)
         self._home[param].missing -= 1
         while self._overlaps and self._is_next_full():
             self._send()
@@ -127,17 +110,3 @@ class Reducer:
 
     def _send(self) -> None:
         self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))
-
-
-def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """Call it while its object lives. A hook that held it would keep params, hooks and object alive for good."""
-    held = weakref.WeakMethod(method)
-    kept = [weakref.ref(one) for one in first]
-
-    def call(*rest: Any) -> None:
-        alive = held()
-        if alive is None:
-            raise RuntimeError("the strategy of this model is gone: keep it while you train, or close() it")
-        alive(*[one() for one in kept], *rest)
-
-    return call

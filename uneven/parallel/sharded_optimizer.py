@@ -5,16 +5,23 @@ or zero: they are about bytes, and have nothing to do with who trains how many s
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
+from uneven.parallel.buckets import view_like
 from uneven.parallel.optimizer_state import cut_state, join_state
-from uneven.parallel.pieces import Pieces, Segment
-from uneven.share.apportion import check_shares
+from uneven.parallel.pieces import Pieces, Segment, by_kind, checked_shares, lying_as
+
+
+class Source(Protocol):
+    """Whoever holds the summed gradients of what this rank owns."""
+
+    def gradient_of(self, segment: Segment) -> Tensor | None: ...
+    def zero(self) -> None: ...
 
 
 class ShardedOptimizer(Optimizer):
@@ -26,27 +33,28 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, group: Group, *, shares: Sequence[float] | None = None, by_tensors: bool = False
+        self,
+        optimizer: Optimizer,
+        group: Group,
+        *,
+        shares: Sequence[float] | None = None,
+        by_tensors: bool = False,
+        pieces: Sequence[Pieces] | None = None,  # where somebody has cut the params already
     ) -> None:
-        shares = [1.0] * group.size if shares is None else list(shares)
-        check_shares(shares)
-        if len(shares) != group.size:
-            raise ValueError(f"shares {tuple(shares)}: there must be one for each of {group.size} ranks")
         self._group = group
         self._inner: Optimizer | None = None
+        self._source: Source | None = None
         super().__init__([dict(one) for one in optimizer.param_groups], dict(optimizer.defaults))
         before = {param: dict(state) for param, state in optimizer.state.items()}
         optimizer.state.clear()
-        trained = [param for one in self.param_groups for param in one["params"] if param.requires_grad]
-        kinds = dict.fromkeys((param.dtype, param.device) for param in trained)
-        self.pieces = [
-            Pieces([p for p in trained if (p.dtype, p.device) == kind], shares, by_tensors=by_tensors) for kind in kinds
-        ]
+        if pieces is None:
+            trained = [param for param in self._all_params() if param.requires_grad]
+            own = checked_shares(shares, group)
+            pieces = [Pieces(kind, own, by_tensors=by_tensors) for kind in by_kind(trained)]
+        self.pieces = list(pieces)
         self._by_tensors = by_tensors
         self._leaves = {
-            segment.param: (segment, self._leaf(segment))
-            for pieces in self.pieces
-            for segment in pieces.segments(group.rank)
+            segment.param: (segment, one.leaf_of(segment)) for one in pieces for segment in one.segments(group.rank)
         }
         for one in optimizer.param_groups:
             one["params"] = [self._leaves[param][1] for param in one["params"] if param in self._leaves]
@@ -69,15 +77,27 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._hand_down_settings()
         for param, (segment, leaf) in self._leaves.items():
-            if leaf is not param:
-                leaf.grad = None if param.grad is None else segment.of(_lying_as(param))
+            if self._source is not None:
+                grad = self._source.gradient_of(segment)
+                leaf.grad = grad if grad is None or leaf is not param else view_like(param, grad, 0)
+            elif leaf is not param:
+                leaf.grad = None if param.grad is None else segment.of(lying_as(param))
         self._inner.step()
         for param, (_, leaf) in self._leaves.items():
-            if leaf is not param:
+            if leaf is not param or self._source is not None:
                 leaf.grad = None
         for works in [pieces.gather(self._group) for pieces in self.pieces]:
             works.wait()
         return loss
+
+    def take_gradients_from(self, source: Source) -> None:
+        """From now on gradients are not those of the params."""
+        self._source = source
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._source is not None:
+            self._source.zero()
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._inner is not None
@@ -114,22 +134,8 @@ class ShardedOptimizer(Optimizer):
     def _all_params(self) -> list[nn.Parameter]:
         return [param for one in self.param_groups for param in one["params"]]
 
-    def _leaf(self, segment: Segment) -> nn.Parameter:
-        if self._by_tensors:
-            return segment.param
-        return nn.Parameter(segment.of(segment.param.detach()))
-
     def _hand_down_settings(self) -> None:
         """What a scheduler or a user changed in `param_groups`."""
         assert self._inner is not None
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
-
-
-def _lying_as(param: nn.Parameter) -> Tensor:
-    """The gradient, in memory as its param is; a foreign one may lie otherwise and is copied."""
-    grad = param.grad
-    assert grad is not None
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param).copy_(grad)

@@ -1,0 +1,174 @@
+"""Gradients summed at their owners while backward computes: afterwards each rank holds those of its own piece only.
+
+Full gradients live no longer than it takes to fill and send a bucket, so every backward sums, also those that only
+accumulate: each adds to the owner's piece. Buckets are ranges of the flat buffers that the params lie in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from uneven.comm.collectives import reduce_pieces
+from uneven.comm.group import Group
+from uneven.comm.work import Works
+from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward
+from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
+
+IN_FLIGHT = 2  # buckets that may be on the wire; more would hold more full gradients
+
+
+@dataclass
+class _Range:
+    """A bucket: part of a flat buffer, from `start` on, with the params that lie in it."""
+
+    pieces: Pieces
+    start: int
+    params: list[nn.Parameter]
+    buffer: Tensor | None = None  # while gradients arrive and travel
+    works: Works | None = None
+    missing: int = field(default=0)
+
+    @property
+    def stop(self) -> int:
+        return self.start + sum(param.numel() for param in self.params)
+
+    @property
+    def cut(self) -> list[int]:
+        return [min(max(place, self.start), self.stop) - self.start for place in self.pieces.cut]
+
+    def open(self) -> Tensor:
+        if self.buffer is None:
+            kind = {"dtype": self.pieces.sum_dtype, "device": self.pieces.flat.device}
+            self.buffer = torch.zeros(self.stop - self.start, **kind)
+        return self.buffer
+
+
+class OwnerReducer:
+    """Sums what backward computes; `gradient_of` gives the sums of what this rank owns."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Pieces],
+        group: Group,
+        bucket_bytes: int,
+        done: Callable[[Pieces], None] = lambda _: None,  # told when a bucket has all its gradients
+    ) -> None:
+        self._group = group
+        self._done = done
+        self._ranges = [one for part in pieces for one in _cut_ranges(part, bucket_bytes)]
+        self._home = {param: one for one in self._ranges for param in one.params}
+        self._own: dict[Pieces, Tensor] = {}  # sums of this rank's pieces; dropped to zero them
+        self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
+        self._arrived_now: set[nn.Parameter] = set()
+        self._sent = 0
+        self._is_running = False
+        self._hooks = GradientHooks(self._home, self._refuse_twice, self._arrived)
+
+    def gradient_of(self, segment: Segment) -> Tensor | None:
+        """The summed gradient of what this rank owns of a param; None if no rank used the param."""
+        if segment.param not in self._used:
+            return None
+        pieces = self._home[segment.param].pieces
+        begin = pieces.starts[segment.param] + segment.start - pieces.cut[self._group.rank]
+        return self._own[pieces][begin : begin + segment.stop - segment.start]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the norm over all owners; each element is counted once."""
+        device = self._ranges[0].pieces.flat.device
+        square = torch.zeros(1, dtype=torch.float64, device=device)
+        for own in self._own.values():
+            square += own.double().square().sum()
+        norm = self._group.sum_(square).wait().sqrt()[0]
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for own in self._own.values():
+            own.mul_(factor.to(own.dtype))
+        return norm
+
+    def zero(self) -> None:
+        self._own.clear()
+        self._used.clear()
+
+    def sit_out(self) -> None:
+        """What backward does on the other ranks, from a rank without samples."""
+        self._is_running = True
+        self._finish()
+
+    def close(self) -> None:
+        self._hooks.remove()
+
+    def _refuse_twice(self, param: nn.Parameter) -> None:
+        if param in self._arrived_now:
+            raise RuntimeError("a param had its gradient twice in one backward; checkpoint with use_reentrant=False")
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        if not self._is_running:
+            self._is_running = True
+            for one in self._ranges:
+                one.missing = len(one.params)
+            at_the_end_of_backward(self._finish)
+        one = self._home[param]
+        start = one.pieces.starts[param] - one.start
+        one.open()[start : start + param.numel()] = flat_memory(lying_as(param))
+        param.grad = None
+        self._arrived_now.add(param)
+        one.missing -= 1
+        if one.missing == 0:
+            self._done(one.pieces)
+        while self._sent < len(self._ranges) and self._ranges[self._sent].missing <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        if self._sent >= IN_FLIGHT:
+            self._land(self._ranges[self._sent - IN_FLIGHT])
+        one = self._ranges[self._sent]
+        one.works = reduce_pieces(self._group, one.open(), one.cut)
+        self._sent += 1
+
+    def _land(self, one: _Range) -> None:
+        """Take this rank's part of a bucket that has been summed, and let the rest go."""
+        if one.works is None:
+            return
+        one.works.wait()
+        begin, end = self._bounds(one.pieces)
+        first, last = max(begin, one.start), min(end, one.stop)
+        if first < last:
+            assert one.buffer is not None
+            if one.pieces not in self._own:
+                self._own[one.pieces] = torch.zeros(end - begin, dtype=one.buffer.dtype, device=one.buffer.device)
+            self._own[one.pieces][first - begin : last - begin] += one.buffer[first - one.start : last - one.start]
+        one.buffer = one.works = None
+
+    def _bounds(self, pieces: Pieces) -> tuple[int, int]:
+        return pieces.cut[self._group.rank], pieces.cut[self._group.rank + 1]
+
+    def _finish(self) -> None:
+        while self._sent < len(self._ranges):
+            self._send()
+        for one in self._ranges:
+            self._land(one)
+        flags = torch.tensor([float(param in self._arrived_now) for param in self._home])
+        flags = self._group.sum_(flags.to(self._ranges[0].pieces.flat.device)).wait()
+        self._used.update(param for param, flag in zip(self._home, flags.tolist(), strict=True) if flag)
+        self._arrived_now.clear()
+        self._sent = 0
+        self._is_running = False
+
+
+def _cut_ranges(pieces: Pieces, bucket_bytes: int) -> list[_Range]:
+    """From the last param to the first, the order backward reaches them."""
+    found: list[_Range] = []
+    stop = len(pieces.flat)
+    filled = 0
+    for param in reversed(pieces.params):
+        size = param.numel() * param.element_size()
+        stop -= param.numel()
+        if found and filled + size <= bucket_bytes:
+            found[-1].params.insert(0, param)
+            found[-1].start = stop
+            filled += size
+        else:
+            found.append(_Range(pieces, stop, [param]))
+            filled = size
+    return found
