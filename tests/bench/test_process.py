@@ -1,5 +1,9 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from uneven.bench.process import Ended, flags, run_uneven
@@ -26,3 +30,18 @@ def test_a_command_runs_in_a_process_of_its_own_on_the_cores_given() -> None:
     assert ended.code == 0
     assert ended.stdout.startswith("uneven ")
     assert run_uneven(["bench", "report", "nowhere"]).last_words.startswith("there is no folder nowhere")
+
+
+def test_a_run_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
+    """The run of a sweep that was killed must not go on beside the next sweep."""
+    told = tmp_path / "pid"
+    os.mkfifo(told)
+    script = tmp_path / "endless.py"
+    script.write_text(f"import os, time\nprint(os.getpid(), file=open({str(told)!r}, 'w'))\ntime.sleep(300)\n")
+    words = ["run", str(script), "--devices", "cpu"]
+    starter = subprocess.Popen([sys.executable, "-c", f"from uneven.bench.process import *; run_uneven({words!r})"])
+    rank = psutil.Process(int(told.read_text()))
+    starter.kill()
+    starter.wait()
+    psutil.wait_procs([rank], timeout=30)
+    assert not rank.is_running()

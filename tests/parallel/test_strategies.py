@@ -15,6 +15,7 @@ from uneven.comm.group import Group, SoloGroup
 from uneven.errors import InputError
 from uneven.parallel.ddp_bucketed import DDPBucketed
 from uneven.parallel.ddp_flat import DDPFlat
+from uneven.parallel.fsdp import FSDP
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer, Strategy
 from uneven.parallel.zero2 import Zero2
@@ -44,6 +45,10 @@ for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
         lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
             model, make, group, shares=shares and shares[: group.size], by_tensors=by_tensors, bucket_mb=2e-4
         )
+    )
+for shares in (None, SHARES):
+    WRAPS[f"fsdp{', uneven' if shares else ''}"] = lambda model, make, group, shares=shares: FSDP(
+        model, make, group, shares=shares and shares[: group.size], units=[model.conv, model.inner]
     )
 FACTORS: dict[str, Any] = {
     "wrap": list(WRAPS),

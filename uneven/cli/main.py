@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import uneven
+from uneven.bench.process import end_with_parent
 from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
@@ -53,6 +54,7 @@ app.command("diagnose")(diagnose)
 
 def main() -> None:
     """Run the command line; a known failure is one line on stderr, exit code 2 (input) or 1 (machine)."""
+    end_with_parent()
     try:
         app()
     except InputError as error:

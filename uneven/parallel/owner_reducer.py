@@ -102,12 +102,16 @@ class OwnerReducer:
         if param in self._arrived_now:
             raise RuntimeError("a param had its gradient twice in one backward; checkpoint with use_reentrant=False")
 
-    def _arrived(self, param: nn.Parameter) -> None:
+    def begin(self) -> None:
+        """Backward has begun; called by the first gradient, or by somebody who knows it before."""
         if not self._is_running:
             self._is_running = True
             for one in self._ranges:
                 one.missing = len(one.params)
             at_the_end_of_backward(self._finish)
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        self.begin()
         one = self._home[param]
         start = one.pieces.starts[param] - one.start
         one.open()[start : start + param.numel()] = flat_memory(lying_as(param))
