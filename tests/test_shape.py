@@ -24,6 +24,7 @@ ARROWS = {
     "data": {"errors", "files", "policy"},
     "share": set(),
     "parallel": {"comm", "config", "share"},
+    "optim": {"comm", "parallel"},
     "average": {"comm", "errors"},
     "step": {"comm", "config", "data", "errors", "parallel", "policy"},
     "state": {"data", "errors", "files", "policy", "timeline"},

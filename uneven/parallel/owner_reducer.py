@@ -40,8 +40,8 @@ class _Range:
 
     def open(self) -> Tensor:
         if self.buffer is None:
-            kind = {"dtype": self.pieces.sum_dtype, "device": self.pieces.flat.device}
-            self.buffer = torch.zeros(self.stop - self.start, **kind)
+            size, device = self.stop - self.start, self.pieces.flat.device
+            self.buffer = torch.zeros(size, dtype=self.pieces.sum_dtype, device=device)
         return self.buffer
 
 
@@ -85,6 +85,9 @@ class OwnerReducer:
         for own in self._own.values():
             own.mul_(factor.to(own.dtype))
         return norm
+
+    def start(self) -> None:
+        """Backward has summed everything already."""
 
     def zero(self) -> None:
         self._own.clear()

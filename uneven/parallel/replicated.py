@@ -35,7 +35,7 @@ class Replicated:
 
     def load_full_state(self, state: FullState) -> None:
         load_model(self.module, state.model)
-        self.optimizer.load_state_dict(state.optimizer)
+        self.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
 
     def close(self) -> None:
         self._reducer.close()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
+from uneven.comm.work import Works
 from uneven.parallel.buckets import view_like
 from uneven.parallel.optimizer_state import cut_state, join_state
 from uneven.parallel.pieces import Pieces, Segment, by_kind, checked_shares, lying_as
@@ -19,6 +20,10 @@ from uneven.parallel.pieces import Pieces, Segment, by_kind, checked_shares, lyi
 
 class Source(Protocol):
     """Whoever holds the summed gradients of what this rank owns."""
+
+    def start(self) -> None:
+        """A step begins."""
+        ...
 
     def gradient_of(self, segment: Segment) -> Tensor | None: ...
     def zero(self) -> None: ...
@@ -70,11 +75,24 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert self._inner is not None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.start()
+        for works in self.update():
+            works.wait()
+        return loss
+
+    def start(self) -> None:
+        """The first part of a step: whatever gradients still need on the wire is started."""
+        if self._source is not None:
+            self._source.start()
+
+    @torch.no_grad()
+    def update(self) -> list[Works]:
+        """The second part: update what this rank owns, and start to send it to everyone."""
+        assert self._inner is not None
         self._hand_down_settings()
         for param, (segment, leaf) in self._leaves.items():
             if self._source is not None:
@@ -86,9 +104,7 @@ class ShardedOptimizer(Optimizer):
         for param, (_, leaf) in self._leaves.items():
             if leaf is not param or self._source is not None:
                 leaf.grad = None
-        for works in [pieces.gather(self._group) for pieces in self.pieces]:
-            works.wait()
-        return loss
+        return [pieces.gather(self._group) for pieces in self.pieces]
 
     def take_gradients_from(self, source: Source) -> None:
         """From now on gradients are not those of the params."""

@@ -1,0 +1,204 @@
+"""FSDP by itself: what is whole when, which order units have, types, checkpoints, and who holds how much."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import Group, SoloGroup
+from uneven.parallel.fsdp import FSDP
+from uneven.parallel.units import blocks_of, members
+
+WIDTH, ROWS, STEPS = 6, 8, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return hidden
+
+
+class Tower(nn.Module):
+    """Blocks in a list, called in `order`; a first and a last layer make the root."""
+
+    def __init__(
+        self, order: Sequence[int] = (0, 1, 2), saves: bool = False, dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.order, self.saves = order, saves
+        own = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=own) * 0.3)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for place in self.order:
+            block = self.blocks[place]
+            x = checkpoint(block, x, use_reentrant=False) if self.saves else block(x)
+        scores: Tensor = self.last(x)
+        return scores
+
+
+def make_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def wrapped(group: Group, model: nn.Module, **options: Any) -> FSDP:
+    return FSDP(model, make_adamw, group, **options)
+
+
+def train(model: nn.Module, group: Group, **options: Any) -> dict[str, Tensor]:
+    strategy = wrapped(group, model, **options)
+    for step in range(STEPS):
+        rows = batch(step).chunk(group.size)[group.rank]
+        (strategy.module(rows).square().sum() / ROWS).backward()
+        strategy.optimizer.step()
+        strategy.optimizer.zero_grad()
+    return strategy.full_state().model
+
+
+def dense() -> dict[str, Tensor]:
+    model = Tower()
+    optimizer = make_adamw(model.parameters())
+    for step in range(STEPS):
+        (model(batch(step)).square().sum() / ROWS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("shares", [None, (15, 6), (1, 0), (0, 1)])
+@pytest.mark.parametrize("saves", [False, True])
+def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, saves: bool) -> None:
+    for found in on_threads(2, lambda group: train(Tower(saves=saves), group, shares=shares)):
+        torch.testing.assert_close(found, dense(), rtol=1e-10, atol=1e-12)
+
+
+def test_units_are_whole_only_while_they_compute() -> None:
+    def whole(strategy: FSDP) -> list[bool]:
+        return [all(one.is_whole for one in unit.shards) for unit in strategy._units]
+
+    def rank(group: ThreadGroup) -> tuple[list[list[bool]], int, int]:
+        model = Tower()
+        strategy = wrapped(group, model, shares=(15, 6))
+        seen = [whole(strategy)]
+        for block in model.blocks:
+            block.down.register_forward_hook(lambda *_: seen.append(whole(strategy)))
+        loss = strategy.module(batch(0)).sum()
+        seen.append(whole(strategy))
+        loss.backward()
+        seen.append(whole(strategy))
+        held = sum(one.own.numel() for unit in strategy._units for one in unit.shards)
+        kept = sum(param.untyped_storage().nbytes() for param in model.parameters())
+        return seen, held, kept
+
+    total = sum(param.numel() for param in Tower().parameters())
+    for (seen, held, kept), share in zip(on_threads(2, rank), (15, 6), strict=True):
+        assert seen[0] == seen[-1] == [False] * 4
+        assert seen[1] == [True, True, True, False], "the first block, and the second on its way"
+        assert seen[2] == [True, False, True, True]
+        assert seen[3] == [True, False, True, True], "the last stays, and backward's next is on its way"
+        assert seen[4] == [True, False, True, True]
+        assert abs(held - total * share / 21) <= 4, "one element for each unit at most"
+        assert kept == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [((1, 0, 2), "'blocks.1' was called where 'blocks.0'"), ((0, 1), "'blocks.2' was not called"), ((0, 0, 1), "once")],
+)
+def test_units_out_of_order_are_told(order: Sequence[int], words: str) -> None:
+    strategy = wrapped(SoloGroup(), Tower(order))
+    with pytest.raises(RuntimeError, match=words):
+        strategy.module(batch(0))
+
+
+def test_evaluation_leaves_nothing_whole_and_training_goes_on() -> None:
+    def rank(group: ThreadGroup) -> tuple[Tensor, int]:
+        strategy = wrapped(group, Tower())
+        strategy.module(batch(0)).sum()  # a forward that nobody follows up
+        with torch.no_grad():
+            found = strategy.module(batch(1))
+        kept = sum(param.untyped_storage().nbytes() for param in strategy.module.parameters())
+        strategy.module(batch(0)).sum().backward()
+        return found, kept
+
+    for found, kept in on_threads(2, rank):
+        torch.testing.assert_close(found, Tower()(batch(1)))
+        assert kept == 0
+
+
+def test_halves_compute_and_whole_numbers_last() -> None:
+    """Params are gathered in bfloat16, pieces and sums stay in fp32: near the dense run, and far finer than halves."""
+
+    def rank(group: ThreadGroup) -> dict[str, Tensor]:
+        model = Tower(dtype=torch.float32)
+        seen: list[torch.dtype] = []
+        model.blocks[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+        found = train(model, group, compute_dtype=torch.bfloat16, shares=(5, 2))
+        assert set(seen) == {torch.bfloat16}
+        return found
+
+    first, second = on_threads(2, rank)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    for name, value in dense().items():
+        assert first[name].dtype == torch.float32
+        start = dict(Tower().state_dict())[name]
+        moved = (value - start).norm()
+        assert (first[name] - value).norm() < 0.25 * moved, name
+
+
+def test_a_closed_model_is_the_users_again() -> None:
+    def rank(group: ThreadGroup) -> dict[str, Tensor]:
+        model = Tower()
+        strategy = wrapped(group, model, shares=(5, 2))
+        strategy.close()
+        model(batch(0)).sum().backward()
+        return dict(model.state_dict())
+
+    for found in on_threads(2, rank):
+        torch.testing.assert_close(found, dict(Tower().state_dict()), rtol=0, atol=0)
+
+
+def test_nothing_is_left_of_it() -> None:
+    strategy = wrapped(SoloGroup(), Tower())
+    strategy.module(batch(0)).sum().backward()
+    strategy.optimizer.step()
+    watched = [weakref.ref(one) for one in (strategy, strategy.module, *strategy.module.parameters())]
+    del strategy
+    gc.collect()
+    assert [one() for one in watched] == [None] * len(watched)
+
+
+def test_shared_params_belong_to_the_root_and_units_do_not_overlap() -> None:
+    model = Tower()
+    assert blocks_of(model) == list(model.blocks)
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != []
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+    root, first, *_ = members(model, blocks_of(model))
+    assert any(param is model.blocks[1].up.weight for param in root[1])
+    assert first[0] == "blocks.0"
+    assert all(param is not model.blocks[1].up.weight for param in first[1])
+    with pytest.raises(ValueError, match="share modules"):
+        members(model, [model.blocks[0], model.blocks])
+    with pytest.raises(ValueError, match="requires a gradient"):
+        wrapped(SoloGroup(), Tower().requires_grad_(False))
