@@ -23,11 +23,12 @@ class _Meeting:
         self.brought: dict[int, Tensor] = {}
         self.size = size
         self.done = threading.Event()
+        self.is_off = False  # a rank has failed, and will not come
 
     def bring(self, rank: int, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None) -> None:
         """The result goes to all, or to the owner alone; the others then hold nothing that anybody may use."""
         self.brought[rank] = tensor
-        if len(self.brought) == self.size:
+        if len(self.brought) == self.size and not self.is_off:
             shapes = {(tuple(t.shape), t.dtype) for t in self.brought.values()}
             assert len(shapes) == 1, f"ranks brought different tensors: {shapes}"
             result = compute([self.brought[rank].clone() for rank in range(self.size)])
@@ -53,6 +54,32 @@ class _Room:
         self.meetings: dict[int, _Meeting] = {}
         self.claimed = 0
         self.twins: dict[int, _Room] = {}
+        self.is_broken = False
+
+    def meeting(self, number: int) -> _Meeting:
+        found = self.meetings.setdefault(number, _Meeting(self.size))
+        if self.is_broken:
+            self._call_off(found)
+        return found
+
+    def fail(self) -> None:
+        """A rank has failed: nobody waits for it."""
+        with self.lock:
+            self.is_broken = True
+            for meeting in self.meetings.values():
+                self._call_off(meeting)
+        for twin in self.twins.values():
+            twin.fail()
+
+    @staticmethod
+    def _call_off(meeting: _Meeting) -> None:
+        if not meeting.done.is_set():
+            meeting.is_off = True
+            meeting.done.set()
+
+
+class RankMissingError(Exception):
+    """Another rank failed; its own exception says why."""
 
 
 class _ThreadWork:
@@ -61,6 +88,8 @@ class _ThreadWork:
 
     def wait(self) -> None:
         assert self._meeting.done.wait(60), "a rank did not come"
+        if self._meeting.is_off:
+            raise RankMissingError
 
     def is_completed(self) -> bool:
         return self._meeting.done.is_set()
@@ -109,7 +138,7 @@ class ThreadGroup:
 
     def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
         with self._room.lock:
-            meeting = self._room.meetings.setdefault(self._count, _Meeting(self.size))
+            meeting = self._room.meeting(self._count)
             self._count += 1
             meeting.bring(self.rank, tensor, compute, owner)
         return Work(_ThreadWork(meeting), tensor, self.traffic)
@@ -118,9 +147,20 @@ class ThreadGroup:
 def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
     """function(group) on every rank at once; the results in rank order, or the first exception."""
     room = _Room(size)
+
+    def run(rank: int) -> T:
+        try:
+            return function(ThreadGroup(room, rank))
+        except BaseException:
+            room.fail()
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(function, ThreadGroup(room, rank)) for rank in range(size)]
-        return [future.result() for future in futures]
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    failed = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(failed, key=lambda error: isinstance(error, RankMissingError)):
+        raise error
+    return [future.result() for future in futures]
 
 
 class Silent:

@@ -144,16 +144,16 @@ def check(case: Case, wrap: Wrap, *, drops_grads: bool = True, is_replicated: bo
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.replica, found[0].replica, strict=True))
 
 
-def assert_same_state(found: FullState, dense: FullState) -> None:
+def assert_same_state(found: FullState, dense: FullState, atol: float = 1e-12) -> None:
     assert found.model.keys() == dense.model.keys()
     for name, value in dense.model.items():
-        torch.testing.assert_close(found.model[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found.model[name], value, rtol=1e-10, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     assert found.optimizer["param_groups"] == dense.optimizer["param_groups"]
     assert found.optimizer["state"].keys() == dense.optimizer["state"].keys()
     for place, state in dense.optimizer["state"].items():
         assert found.optimizer["state"][place].keys() == state.keys()
         for key, value in state.items():
-            torch.testing.assert_close(found.optimizer["state"][place][key], value, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found.optimizer["state"][place][key], value, rtol=1e-10, atol=atol)
 
 
 def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:

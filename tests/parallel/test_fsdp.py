@@ -192,7 +192,9 @@ def test_nothing_is_left_of_it() -> None:
 def test_shared_params_belong_to_the_root_and_units_do_not_overlap() -> None:
     model = Tower()
     assert blocks_of(model) == list(model.blocks)
-    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) != []
+    layers = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)]
+    assert blocks_of(nn.Sequential(*layers)) == [layers[1][0]], "of a sequence inside"
+    assert blocks_of(nn.Sequential(layers[0], nn.ReLU())) == [layers[0]]
     model.blocks[0].up.weight = model.blocks[1].up.weight
     root, first, *_ = members(model, blocks_of(model))
     assert any(param is model.blocks[1].up.weight for param in root[1])

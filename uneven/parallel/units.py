@@ -100,8 +100,11 @@ class Course:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's lists of modules; of a model without any, its children. Those that have params."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """The members of the model's lists and sequences of modules; of a model without any, its children.
+
+    Of nested ones the outer; those that have params.
+    """
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and one is not model]
     inner = {id(part) for one in lists for part in one.modules() if part is not one}
     outer = [one for one in lists if id(one) not in inner]
     found = [block for one in outer for block in one] if outer else list(model.children())

@@ -1,0 +1,184 @@
+"""Layers cut among ranks compute what whole ones do: losses, steps, states, with heads and columns unequal."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.parallel.parity import OPTIMIZERS, assert_same_state
+from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import Group, SoloGroup
+from uneven.parallel.strategy import FullState
+from uneven.parallel.tensor_loss import vocabulary_cross_entropy
+from uneven.parallel.tensor_parallel import Columns, Rows, TensorParallel, Words
+from uneven.share.apportion import apportion, cut_by
+
+WORDS, HEADS, HEAD, WIDTH, INNER, LENGTH, ROWS = 11, 4, 3, 12, 10, 5, 4
+CLIP = 0.3
+NOISE = 1e-9  # a key's bias has no gradient but rounding, which Adam turns into steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.expand, self.contract = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = len(self.qkv.weight) // (3 * HEAD)  # this rank's; there may be none
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, heads, HEAD)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.contract(F.gelu(self.expand(self.norm2(x))))
+        return x + added
+
+
+class Gpt(nn.Module):
+    def __init__(self, is_tied: bool = False, seed: int = 3) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=not is_tied)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("places", torch.zeros(LENGTH, WIDTH))
+        self.double()
+        own = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.copy_(torch.randn(tensor.shape, generator=own, dtype=torch.float64) * 0.3)
+        if is_tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.places
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+PLAN: dict[str, Any] = {
+    "*.qkv": Columns(unit=HEAD, parts=3),
+    "*.project": Rows(unit=HEAD),
+    "*.expand": Columns(),
+    "*.contract": Rows(),
+    "token": Words(),
+    "head": Columns(gathers=True),
+}
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(scores: Tensor, step: int) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tokens(step + 100).flatten())
+
+
+def dense(optimizer: str, is_tied: bool, steps: int = 3) -> tuple[FullState, list[float]]:
+    model = Gpt(is_tied)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    norms = []
+    for step in range(steps):
+        loss_of(model(tokens(step)), step).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        made.step()
+        made.zero_grad()
+    return FullState(dict(model.state_dict()), made.state_dict()), norms
+
+
+def train(
+    group: Group, optimizer: str, is_tied: bool, shares: Any, steps: range = range(3), state: FullState | None = None
+) -> tuple[FullState, list[float]]:
+    model = Gpt(is_tied, seed=3 + group.rank)
+    strategy = TensorParallel(model, OPTIMIZERS[optimizer], group, plan=PLAN, shares=shares)
+    if state is not None:
+        strategy.load_full_state(state)
+    norms = []
+    for step in steps:
+        loss_of(strategy.module(tokens(step)), step).backward()
+        norms.append(float(strategy.clip(CLIP)))
+        strategy.optimizer.step()
+        strategy.optimizer.zero_grad()
+    return strategy.full_state(), norms
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("shares", [(1,), None, (5, 2), (3, 1, 0), (0, 2, 5)])
+def test_what_one_process_trains(optimizer: str, is_tied: bool, shares: Any) -> None:
+    ranks = 2 if shares is None else len(shares)
+    expected, norms = dense(optimizer, is_tied)
+    for found, clipped in on_threads(ranks, lambda group: train(group, optimizer, is_tied, shares)):
+        assert_same_state(found, expected, NOISE)
+        torch.testing.assert_close(clipped, norms, rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_goes_on_with_other_shares_and_in_plain_pytorch() -> None:
+    expected, _ = dense("adamw", True)
+    state = on_threads(3, lambda group: train(group, "adamw", True, (3, 1, 0), range(2)))[0][0]
+    for found, _ in on_threads(2, lambda group: train(group, "adamw", True, (1, 3), range(2, 3), state)):
+        assert_same_state(found, expected, NOISE)
+    model = Gpt(is_tied=True)
+    made = OPTIMIZERS["adamw"](model.parameters())
+    model.load_state_dict(state.model)
+    made.load_state_dict(copy.deepcopy(state.optimizer))
+    loss_of(model(tokens(2)), 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    made.step()
+    assert_same_state(FullState(dict(model.state_dict()), made.state_dict()), expected, NOISE)
+
+
+def test_bytes_and_columns_go_by_shares() -> None:
+    def rank(group: ThreadGroup) -> tuple[Any, ...]:
+        block = TensorParallel(Gpt(), OPTIMIZERS["sgd"], group, plan=PLAN, shares=(3, 1)).module.blocks[0]
+        return tuple(block.qkv.weight.shape), tuple(block.project.weight.shape), tuple(block.expand.weight.shape)
+
+    assert on_threads(2, rank) == [((27, 12), (12, 9), (8, 12)), ((9, 12), (12, 3), (2, 12))]
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (5, 2), (1, 0), (0, 1, 3)])
+def test_cross_entropy_over_words_that_are_cut(shares: tuple[float, ...]) -> None:
+    own = torch.Generator().manual_seed(0)
+    scores = torch.randn(6, 4, WORDS, generator=own, dtype=torch.float64) * 30
+    targets = torch.randint(0, WORDS, (6, 4), generator=own)
+    whole = scores.clone().requires_grad_()
+    expected = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="none").view(6, 4)
+    (expected * torch.arange(4)).sum().backward()
+    cut = cut_by(apportion(WORDS, shares))
+
+    def rank(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        mine = scores[..., cut[group.rank] : cut[group.rank + 1]].clone().requires_grad_()
+        loss = vocabulary_cross_entropy(mine, targets, cut, group)
+        (loss * torch.arange(4)).sum().backward()
+        assert mine.grad is not None
+        return loss.detach(), mine.grad
+
+    found = on_threads(len(shares), rank)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), whole.grad)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"nothing": Rows()}, "names no module"),
+        ({"*.norm": Columns()}, "only nn.Linear"),
+        ({"head": Words()}, "only a plain nn.Embedding"),
+        ({"*.qkv": Columns(unit=5, parts=3)}, "cannot be cut into 3 x units of 5"),
+        ({"*.qkv": Columns(unit=3, parts=3, gathers=True)}, "several parts"),
+        ({"token": Words(), "head": Rows()}, "in the same way"),
+    ],
+)
+def test_a_wrong_plan_is_told(plan: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TensorParallel(Gpt(is_tied=True), OPTIMIZERS["sgd"], SoloGroup(), plan=plan)
+
+
+def test_nobody_sits_out() -> None:
+    strategy = TensorParallel(Gpt(), OPTIMIZERS["sgd"], SoloGroup(), plan=PLAN)
+    with pytest.raises(RuntimeError, match="same samples"):
+        strategy.sit_out()
