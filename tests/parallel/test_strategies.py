@@ -1,5 +1,6 @@
 """Every strategy trains what one process trains: all pairs of what may differ here, the whole grid by `-m grid`."""
 
+import copy
 import gc
 import itertools
 import weakref
@@ -192,3 +193,49 @@ def test_a_strategy_that_is_gone_is_missed_and_a_closed_one_is_not() -> None:
     DDPFlat(model, OPTIMIZERS["sgd"], SoloGroup()).close()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+class Fragile(torch.autograd.Function):
+    """Backward fails while the flag is up."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        if Fragile.fails:
+            raise MemoryError("no room")
+        return grads[0]
+
+
+@pytest.mark.parametrize("wrap", [DDPFlat, DDPBucketed, Zero2, FSDP])
+def test_after_a_backward_that_failed_the_next_one_is_whole(wrap: Any) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.last(Fragile.apply(self.first(x)))
+            return scores
+
+    plain = Chain()
+    strategy = wrap(copy.deepcopy(plain), OPTIMIZERS["sgd"], SoloGroup())
+    x = torch.ones(3, 2)
+    Fragile.fails = True
+    try:
+        with pytest.raises(MemoryError):
+            strategy.module(x).sum().backward()
+    finally:
+        Fragile.fails = False
+    strategy.optimizer.zero_grad()
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    for model, made in ((plain, optimizer), (strategy.module, strategy.optimizer)):
+        model(x).sum().backward()
+        made.step()
+    torch.testing.assert_close(strategy.full_state().model, dict(plain.state_dict()))

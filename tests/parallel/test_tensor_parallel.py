@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from tests.parallel.parity import OPTIMIZERS, assert_same_state
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
+from uneven.parallel.sequence_parallel import SequenceParallel
 from uneven.parallel.strategy import FullState
 from uneven.parallel.tensor_loss import vocabulary_cross_entropy
-from uneven.parallel.tensor_parallel import Columns, Rows, TensorParallel, Words
+from uneven.parallel.tensor_parallel import Columns, Places, Rows, TensorParallel, Words
 from uneven.share.apportion import apportion, cut_by
 
 WORDS, HEADS, HEAD, WIDTH, INNER, LENGTH, ROWS = 11, 4, 3, 12, 10, 5, 4
@@ -42,7 +43,8 @@ class Gpt(nn.Module):
         super().__init__()
         self.token, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=not is_tied)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.register_buffer("places", torch.zeros(LENGTH, WIDTH))
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
         self.double()
         own = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -52,7 +54,8 @@ class Gpt(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.places
+        assert isinstance(self.scale, Tensor)
+        x = (self.token(tokens) + self.places(torch.arange(tokens.shape[1]))) * self.scale
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(x)
@@ -66,7 +69,9 @@ PLAN: dict[str, Any] = {
     "*.contract": Rows(),
     "token": Words(),
     "head": Columns(gathers=True),
+    "places": Places(),
 }
+KINDS = {"tensor": TensorParallel, "sequence": SequenceParallel}
 
 
 def tokens(step: int) -> Tensor:
@@ -90,10 +95,17 @@ def dense(optimizer: str, is_tied: bool, steps: int = 3) -> tuple[FullState, lis
 
 
 def train(
-    group: Group, optimizer: str, is_tied: bool, shares: Any, steps: range = range(3), state: FullState | None = None
+    group: Group,
+    kind: str,
+    optimizer: str,
+    is_tied: bool,
+    shares: Any,
+    steps: range = range(3),
+    state: FullState | None = None,
+    **options: Any,
 ) -> tuple[FullState, list[float]]:
     model = Gpt(is_tied, seed=3 + group.rank)
-    strategy = TensorParallel(model, OPTIMIZERS[optimizer], group, plan=PLAN, shares=shares)
+    strategy = KINDS[kind](model, OPTIMIZERS[optimizer], group, plan=PLAN, shares=shares, **options)
     if state is not None:
         strategy.load_full_state(state)
     norms = []
@@ -105,21 +117,45 @@ def train(
     return strategy.full_state(), norms
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("shares", [(1,), None, (5, 2), (3, 1, 0), (0, 2, 5)])
-def test_what_one_process_trains(optimizer: str, is_tied: bool, shares: Any) -> None:
+def test_what_one_process_trains(kind: str, optimizer: str, is_tied: bool, shares: Any) -> None:
     ranks = 2 if shares is None else len(shares)
     expected, norms = dense(optimizer, is_tied)
-    for found, clipped in on_threads(ranks, lambda group: train(group, optimizer, is_tied, shares)):
+    for found, clipped in on_threads(ranks, lambda group: train(group, kind, optimizer, is_tied, shares)):
         assert_same_state(found, expected, NOISE)
         torch.testing.assert_close(clipped, norms, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("row_shares", [(1, 1, 1), (6, 2, 1), (0, 0, 1)])
+def test_rows_go_by_shares_of_their_own(row_shares: Any) -> None:
+    expected, norms = dense("sgd", False)
+
+    def rank(group: ThreadGroup) -> tuple[FullState, list[float]]:
+        return train(group, "sequence", "sgd", False, (3, 1, 0), row_shares=row_shares)
+
+    for found, clipped in on_threads(3, rank):
+        assert_same_state(found, expected, NOISE)
+        torch.testing.assert_close(clipped, norms, rtol=1e-10, atol=1e-12)
+
+
+def test_between_cut_layers_a_rank_has_its_rows() -> None:
+    def rank(group: ThreadGroup) -> Any:
+        strategy = SequenceParallel(Gpt(), OPTIMIZERS["sgd"], group, plan=PLAN, shares=(1, 1), row_shares=(4, 1))
+        seen: list[Any] = []
+        strategy.module.blocks[1].norm2.register_forward_hook(lambda _, __, out: seen.append(tuple(out.shape)))
+        strategy.module(tokens(0))
+        return seen
+
+    assert on_threads(2, rank) == [[(ROWS, 4, WIDTH)], [(ROWS, 1, WIDTH)]]
+
+
 def test_a_state_goes_on_with_other_shares_and_in_plain_pytorch() -> None:
     expected, _ = dense("adamw", True)
-    state = on_threads(3, lambda group: train(group, "adamw", True, (3, 1, 0), range(2)))[0][0]
-    for found, _ in on_threads(2, lambda group: train(group, "adamw", True, (1, 3), range(2, 3), state)):
+    state = on_threads(3, lambda group: train(group, "tensor", "adamw", True, (3, 1, 0), range(2)))[0][0]
+    for found, _ in on_threads(2, lambda group: train(group, "sequence", "adamw", True, (1, 3), range(2, 3), state)):
         assert_same_state(found, expected, NOISE)
     model = Gpt(is_tied=True)
     made = OPTIMIZERS["adamw"](model.parameters())

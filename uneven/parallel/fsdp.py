@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.ddp_flat import UNLIMITED
-from uneven.parallel.hooks import at_the_end_of_backward, weakly
+from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.pieces import Pieces, checked_shares, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
@@ -53,7 +53,7 @@ class FSDP:
         self._units = [Unit(*one, each, group.rank, compute_dtype) for one in members(model, chosen)]
         self._course = Course(self._units, group)
         self._called = 0
-        self._is_backward = False
+        self._backward: int | None = None
         trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
         if not trained:
             raise ValueError("the model has no param that requires a gradient")
@@ -127,7 +127,7 @@ class FSDP:
         yield module.register_forward_hook(partial(leave, place))
 
     def _enter(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._is_backward:  # computed again from a checkpoint: whole already
+        if running_backward() is not None:  # computed again from a checkpoint: whole already
             return None
         if place == 0:
             self._course.reset()  # a forward that had no backward
@@ -147,7 +147,7 @@ class FSDP:
 
     def _leave(self, place: int, _: nn.Module, args: Any, output: Any) -> None:
         del args
-        if self._is_backward:
+        if running_backward() is not None:
             return
         is_alone = not torch.is_grad_enabled()
         self._course.left(place, is_alone)
@@ -163,8 +163,8 @@ class FSDP:
                 tensor.register_hook(before_backward)
 
     def _enter_back(self, place: int) -> None:
-        if not self._is_backward:
-            self._is_backward = True
+        if self._backward != running_backward():
+            self._backward = running_backward()
             at_the_end_of_backward(self._end)
             self._reducer.begin()
         self._course.enter_back(place)
@@ -176,7 +176,7 @@ class FSDP:
             unit.drop()
 
     def _end(self) -> None:
-        self._is_backward = False
+        self._backward = None
         self._course.end()
 
 

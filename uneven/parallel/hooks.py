@@ -32,6 +32,12 @@ class GradientHooks:
         self._handles = []
 
 
+def running_backward() -> int | None:
+    """Which backward runs in this thread, by a number of its own; None outside. One that failed never comes again."""
+    number = torch._C._current_graph_task_id()
+    return None if number < 0 else number
+
+
 def at_the_end_of_backward(method: Callable[[], None]) -> None:
     """Call it when the backward that is running has computed everything, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(weakly(method))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from uneven.comm.collectives import reduce_pieces
 from uneven.comm.group import Group
 from uneven.comm.work import Works
-from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward
+from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
 
 IN_FLIGHT = 2  # buckets that may be on the wire; more would hold more full gradients
@@ -63,8 +63,8 @@ class OwnerReducer:
         self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
         self._arrived_now: set[nn.Parameter] = set()
         self._sent = 0
-        self._is_running = False
-        self._hooks = GradientHooks(self._home, self._refuse_twice, self._arrived)
+        self._backward: int | None = None  # that is being summed; one that failed is taken up by none
+        self._hooks = GradientHooks(self._home, self._before, self._arrived)
 
     def gradient_of(self, segment: Segment) -> Tensor | None:
         """The summed gradient of what this rank owns of a param; None if no rank used the param."""
@@ -95,26 +95,32 @@ class OwnerReducer:
 
     def sit_out(self) -> None:
         """What backward does on the other ranks, from a rank without samples."""
-        self._is_running = True
+        self._reset()
         self._finish()
 
     def close(self) -> None:
         self._hooks.remove()
 
-    def _refuse_twice(self, param: nn.Parameter) -> None:
+    def _before(self, param: nn.Parameter) -> None:
+        self.begin()
         if param in self._arrived_now:
             raise RuntimeError("a param had its gradient twice in one backward; checkpoint with use_reentrant=False")
 
     def begin(self) -> None:
         """Backward has begun; called by the first gradient, or by somebody who knows it before."""
-        if not self._is_running:
-            self._is_running = True
-            for one in self._ranges:
-                one.missing = len(one.params)
+        if self._backward != running_backward():
+            self._backward = running_backward()
+            self._reset()
             at_the_end_of_backward(self._finish)
 
+    def _reset(self) -> None:
+        self._arrived_now.clear()
+        self._sent = 0
+        for one in self._ranges:
+            one.missing = len(one.params)
+            one.buffer = one.works = None
+
     def _arrived(self, param: nn.Parameter) -> None:
-        self.begin()
         one = self._home[param]
         start = one.pieces.starts[param] - one.start
         one.open()[start : start + param.numel()] = flat_memory(lying_as(param))
@@ -158,9 +164,8 @@ class OwnerReducer:
         flags = torch.tensor([float(param in self._arrived_now) for param in self._home])
         flags = self._group.sum_(flags.to(self._ranges[0].pieces.flat.device)).wait()
         self._used.update(param for param, flag in zip(self._home, flags.tolist(), strict=True) if flag)
-        self._arrived_now.clear()
-        self._sent = 0
-        self._is_running = False
+        self._reset()
+        self._backward = None
 
 
 def _cut_ranges(pieces: Pieces, bucket_bytes: int) -> list[_Range]:

@@ -17,7 +17,7 @@ from torch import nn
 from uneven.comm.group import Group
 from uneven.comm.work import Work
 from uneven.parallel.buckets import Bucket, cut_buckets
-from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward
+from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 
 
 class Reducer:
@@ -33,7 +33,7 @@ class Reducer:
         self._views = {p: view for one in self._buckets for p, view in zip(one.params, one.views, strict=True)}
         self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward
         self._works: list[Work] = []
-        self._is_running = False
+        self._backward: int | None = None  # that is being summed; one that failed is taken up by none
         self.is_syncing = True
         self._hooks = GradientHooks(trained, self._take_part, self._arrived)
 
@@ -70,7 +70,7 @@ class Reducer:
             param.grad = view
         if not self.is_syncing:
             return
-        if not self._is_running:
+        if self._backward != running_backward():
             self._begin()
             at_the_end_of_backward(self._finish)
         self._home[param].missing -= 1
@@ -83,7 +83,7 @@ class Reducer:
         return number < len(self._buckets) - 1 and self._buckets[number].missing <= 0
 
     def _begin(self) -> None:
-        self._is_running = True
+        self._backward = running_backward()
         self._works = []
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
@@ -102,7 +102,7 @@ class Reducer:
         for work in self._works:
             work.wait()
         self._works = []
-        self._is_running = False
+        self._backward = None
         for (param, view), flag in zip(self._views.items(), flags.tolist(), strict=True):
             param.grad = view if flag else None
             if flag:

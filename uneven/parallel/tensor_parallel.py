@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.pieces import checked_shares
+from uneven.parallel.sequence_functions import SharedRows
 from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, on_host, spread
 from uneven.parallel.tensor_functions import join_last
-from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding
+from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
 from uneven.share.apportion import apportion, cut_by
 
 
@@ -43,7 +44,13 @@ class Words:
     """An embedding's rows."""
 
 
-Plan = Mapping[str, Columns | Rows | Words]
+@dataclass(frozen=True)
+class Places:
+    """A module that is whole and makes rows of a sequence: with sequence parallelism each rank keeps its own."""
+
+
+How = Columns | Rows | Words | Places
+Plan = Mapping[str, How]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Slicing:
 class TensorParallel:
     """All ranks must be given the same batches. `shares` says how much of each layer a rank holds and computes."""
 
+    _rows: SharedRows | None = None  # with sequence parallelism: who has which rows between the cut layers
+
     def __init__(
         self,
         model: nn.Module,
@@ -91,7 +100,9 @@ class TensorParallel:
             how = next((how for pattern, how in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
             if how is not None:
                 parent = model.get_submodule(name.rpartition(".")[0])
-                setattr(parent, name.rpartition(".")[2], self._cut(name, module, how))
+                cut = self._cut(name, module, how)
+                if cut is not module:
+                    setattr(parent, name.rpartition(".")[2], cut)
         if not self._slicings:
             raise ValueError(f"the plan {dict(plan)} names no module of the model")
         self.optimizer = make_optimizer(model.parameters())
@@ -149,23 +160,28 @@ class TensorParallel:
     def close(self) -> None:
         """The model keeps its cut layers: whole ones would not fit where they were cut for memory."""
 
-    def _cut(self, name: str, module: nn.Module, how: Columns | Rows | Words) -> nn.Module:
+    def _cut(self, name: str, module: nn.Module, how: How) -> nn.Module:
+        if isinstance(how, Places):
+            if self._rows is not None:
+                keep_own_rows(module, self._rows)
+            return module
         if isinstance(how, Words):
             if not isinstance(module, nn.Embedding) or module.padding_idx is not None or module.max_norm is not None:
                 raise ValueError(f"{name}: only a plain nn.Embedding can be cut by words")
             cut = self._cut_of(name, module.num_embeddings, 1, 1)
-            return VocabularyEmbedding(self._sliced(module.weight, Slicing(0, 1, cut)), cut, self._group)
+            return VocabularyEmbedding(self._sliced(module.weight, Slicing(0, 1, cut)), cut, self._group, self._rows)
         if not isinstance(module, nn.Linear):
             raise ValueError(f"{name}: only nn.Linear can be cut by columns or rows, not {type(module).__name__}")
         if isinstance(how, Rows):
             cut = self._cut_of(name, module.in_features, how.unit, 1)
-            return RowLinear(self._sliced(module.weight, Slicing(1, 1, cut)), module.bias, self._group)
+            return RowLinear(self._sliced(module.weight, Slicing(1, 1, cut)), module.bias, self._group, self._rows)
         cut = self._cut_of(name, module.out_features, how.unit, how.parts)
         if how.gathers and how.parts > 1:
             raise ValueError(f"{name}: columns of several parts cannot be gathered")
         slicing = Slicing(0, how.parts, cut)
         bias = None if module.bias is None else self._sliced(module.bias, slicing)
-        return ColumnLinear(self._sliced(module.weight, slicing), bias, cut, self._group, gathers=how.gathers)
+        weight = self._sliced(module.weight, slicing)
+        return ColumnLinear(weight, bias, cut, self._group, gathers=how.gathers, rows=self._rows)
 
     def _cut_of(self, name: str, size: int, unit: int, parts: int) -> tuple[int, ...]:
         if size % (unit * parts):
