@@ -3,15 +3,21 @@
 The thread group sums in rank order, so a test's result does not depend on scheduling.
 """
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from uneven.comm.store import open_store
 from uneven.comm.work import Traffic, Work
+
+ROOT = Path(__file__).parent.parent
 
 T = TypeVar("T")
 
@@ -161,6 +167,24 @@ def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
     for error in sorted(failed, key=lambda error: isinstance(error, RankMissingError)):
         raise error
     return [future.result() for future in futures]
+
+
+def on_processes(size: int, what: str, folder: Path) -> list[Any]:
+    """function(group) of `what` ("module:function") on every rank as a process over Gloo; the results in rank order."""
+    store, port = open_store()
+    results = [folder / f"{rank}.pt" for rank in range(size)]
+    command = [sys.executable, "-m", "tests.rank_process", str(port)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), what, str(result)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        for rank, result in enumerate(results)
+    ]
+    said = [process.communicate(timeout=200)[1] for process in running]
+    del store
+    for process, words in zip(running, said, strict=True):
+        assert process.returncode == 0, words
+    return [torch.load(result, weights_only=False) for result in results]
 
 
 class Silent:

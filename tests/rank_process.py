@@ -1,0 +1,25 @@
+"""One rank as a process: `python -m tests.rank_process PORT RANK SIZE MODULE:FUNCTION RESULT`; see tests/ranks.py."""
+
+import importlib
+import os
+import sys
+
+import torch
+
+from uneven.comm.group import TorchGroup
+from uneven.comm.store import reach_store
+
+
+def main(port: str, rank: str, size: str, what: str, result: str) -> None:
+    torch.set_num_threads(1)
+    group = TorchGroup(reach_store("127.0.0.1", int(port)), int(rank), int(size))
+    module, function = what.split(":")
+    found = getattr(importlib.import_module(module), function)(group)
+    torch.save(found, result)
+    group.sum_(torch.zeros(1)).wait()  # nobody leaves while another still sends
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 may abort when the interpreter ends with a group
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
