@@ -170,9 +170,7 @@ def test_gradients_inside_the_loss_are_no_sum_of_ranks() -> None:
     assert all(p.grad is not None for p in [strategy.module.weight])
 
 
-@pytest.mark.parametrize(
-    "wrap", ["flat", "bucketed", "bucketed, sharded by elements", "bucketed, sharded by tensors", "zero2 by elements"]
-)
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_nothing_is_left_of_a_strategy(wrap: str) -> None:
     strategy: Strategy = WRAPS[wrap](Net("plain", 0), OPTIMIZERS["adamw"], SoloGroup())
     loss_of(strategy.module, batches(Case(1))[0][0], slice(None), 12).backward()

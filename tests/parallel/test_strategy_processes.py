@@ -1,17 +1,14 @@
-"""The strategies over a real wire: every one on three processes, against one process, and against PyTorch's own DDP."""
+"""The strategies over a real wire: every one on three processes, against one process; PyTorch's own, too."""
 
 from pathlib import Path
 
 import torch
 
+from tests.parallel import test_fsdp
 from tests.parallel.parity import (
-    OPTIMIZERS,
     Case,
-    Net,
     Outcome,
     assert_same_state,
-    batches,
-    loss_of,
     train_dense,
     train_on,
 )
@@ -19,6 +16,7 @@ from tests.parallel.test_strategies import WRAPS
 from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
 from uneven.comm.group import Group
+from uneven.parallel.reference import TorchFsdp, TorchReplicated
 
 CASES = [Case(3, "zero", 2, "unused", "adamw"), Case(3, "unequal", 1, "tied", "sgd")]
 
@@ -48,22 +46,32 @@ def test_tensor_and_sequence_parallel_over_gloo(tmp_path: Path) -> None:
             torch.testing.assert_close(clipped, norms, rtol=1e-10, atol=1e-12)
 
 
-def torchs_own(group: Group) -> dict[str, torch.Tensor]:
-    """DistributedDataParallel, whose average becomes our sum by the number of ranks."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    case = CASES[1]
-    model = Net("tied", group.rank)
-    wrapped = DistributedDataParallel(model)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for (micro,) in batches(case):
-        (loss_of(wrapped, micro, case.parts()[group.rank], 12) * group.size).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+REFERENCES = {
+    "ddp": TorchReplicated,
+    "ddp and zero": lambda model, make, group: TorchReplicated(model, make, group, is_sharded=True),
+}
+EQUAL = Case(3, "equal", 1, "frozen", "adamw")
 
 
-def test_pytorchs_own_ddp_trains_the_same(tmp_path: Path) -> None:
-    for found in on_processes(3, "tests.parallel.test_strategy_processes:torchs_own", tmp_path):
-        torch.testing.assert_close(found, train_dense(CASES[1]).state.model, rtol=1e-10, atol=1e-12)
+def torchs_own(group: Group) -> list[Outcome]:
+    return [train_on(EQUAL, wrap, group) for wrap in REFERENCES.values()]
+
+
+def test_pytorchs_own_train_the_same(tmp_path: Path) -> None:
+    expected = train_dense(EQUAL)
+    for rank, outcomes in enumerate(on_processes(3, "tests.parallel.test_strategy_processes:torchs_own", tmp_path)):
+        for name, outcome in zip(REFERENCES, outcomes, strict=True):
+            torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(outcome.state.model, expected.state.model, rtol=1e-10, atol=1e-12)
+            if name != "ddp and zero" or rank == 0:
+                assert_same_state(outcome.state, expected.state)
+
+
+def torchs_fsdp(group: Group) -> dict[str, torch.Tensor]:
+    return test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group)
+
+
+def test_pytorchs_own_fsdp_trains_the_same(tmp_path: Path) -> None:
+    """On blocks: it refuses params without a dimension, which the other model has."""
+    for found in on_processes(2, "tests.parallel.test_strategy_processes:torchs_fsdp", tmp_path):
+        torch.testing.assert_close(found, test_fsdp.dense(), rtol=1e-10, atol=1e-12)

@@ -15,6 +15,7 @@ from uneven.comm.group import Group
 from uneven.comm.work import Works
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
+from uneven.parallel.strategy import scale_to_norm
 
 IN_FLIGHT = 2  # buckets that may be on the wire; more would hold more full gradients
 
@@ -81,9 +82,7 @@ class OwnerReducer:
         for own in self._own.values():
             square += own.double().square().sum()
         norm = self._group.sum_(square).wait().sqrt()[0]
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for own in self._own.values():
-            own.mul_(factor.to(own.dtype))
+        scale_to_norm(self._own.values(), norm, max_norm)
         return norm
 
     def start(self) -> None:

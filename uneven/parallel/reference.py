@@ -1,12 +1,22 @@
-"""PyTorch's own way, in our harness: the thing to beat. The only file outside comm/ that touches torch.distributed."""
+"""PyTorch's own strategies behind our contract: what ours are held against. Equal pieces only, no rank without samples.
 
+The only file outside comm/ that touches torch.distributed. All of them average gradients; here they sum, as ours do.
+"""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from uneven.comm.group import Group
 from uneven.config import TrainStep
+from uneven.parallel.strategy import FullState, MakeOptimizer, on_host
+from uneven.parallel.units import blocks_of
 
 
 class TorchDdp:
@@ -30,3 +40,102 @@ class TorchDdp:
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
+
+
+class TorchReplicated:
+    """DistributedDataParallel; `is_sharded` adds ZeroRedundancyOptimizer, which owns whole tensors, equally."""
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, *, is_sharded: bool = False
+    ) -> None:
+        del group  # PyTorch's own, of all ranks
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped.register_comm_hook(None, _sum)
+        self.module: nn.Module = wrapped
+        self._model, self._no_sync = model, wrapped.no_sync
+        made = make_optimizer(model.parameters())
+        self._is_sharded = is_sharded
+        self.optimizer: Any = _redundant(made) if is_sharded else made
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._no_sync()
+
+    def sit_out(self) -> None:
+        raise RuntimeError("PyTorch's DDP has no way for a rank without samples")
+
+    def clip(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+
+    def full_state(self) -> FullState:
+        """With a sharded optimizer its state comes together on rank 0 only; the others have none."""
+        if not self._is_sharded:
+            return FullState(on_host(dict(self._model.state_dict())), on_host(self.optimizer.state_dict()))
+        self.optimizer.consolidate_state_dict(to=0)
+        state = self.optimizer.state_dict() if dist.get_rank() == 0 else {"state": {}, "param_groups": []}
+        return FullState(on_host(dict(self._model.state_dict())), on_host(state))
+
+    def load_full_state(self, state: FullState) -> None:
+        self._model.load_state_dict(state.model)
+        self.optimizer.load_state_dict(on_host(state.optimizer))
+
+    def close(self) -> None: ...
+
+
+class TorchFsdp:
+    """fully_shard on every block and on the whole model."""
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second, and few need it
+
+        del group
+        for block in blocks_of(model):
+            fully_shard(block)
+        fully_shard(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+        self.module = model
+        self.optimizer = make_optimizer(model.parameters())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sit_out(self) -> None:
+        raise RuntimeError("PyTorch's FSDP has no way for a rank without samples")
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm: Tensor = _whole(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+        return norm
+
+    def full_state(self) -> FullState:
+        state = self.optimizer.state_dict()
+        whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
+        model = {key: _whole(one) for key, one in self.module.state_dict().items()}
+        return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
+
+    def load_full_state(self, state: FullState) -> None:
+        raise NotImplementedError("a reference is trained from its start")
+
+    def close(self) -> None: ...
+
+
+def _whole(value: Any) -> Any:
+    """Of a DTensor all of it."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def _redundant(made: Optimizer) -> Optimizer:
+    """PyTorch wants the class and its settings, of one group of params."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    known = inspect.signature(type(made)).parameters
+    settings = {key: value for key, value in made.defaults.items() if key in known}
+    return ZeroRedundancyOptimizer(made.param_groups[0]["params"], type(made), **settings)

@@ -92,6 +92,13 @@ def on_host(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
+def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """As torch's clip_grad_norm_ does, for gradients whose norm was found by other means."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for one in gradients:
+        one.mul_(factor.to(one.dtype))
+
+
 def load_model(model: nn.Module, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         model.load_state_dict(state)

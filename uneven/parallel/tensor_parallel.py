@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 from uneven.parallel.pieces import checked_shares
 from uneven.parallel.sequence_functions import SharedRows
-from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, on_host, spread
+from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, on_host, scale_to_norm, spread
 from uneven.parallel.tensor_functions import join_last
 from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
 from uneven.share.apportion import apportion, cut_by
@@ -124,10 +124,7 @@ class TensorParallel:
             square[int(param in self._slicings)] += param.grad.double().square().sum()
         cut = self._group.sum_(square[1:].clone()).wait()
         norm = (square[0] + cut[0]).sqrt()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for param in params:
-            assert param.grad is not None
-            param.grad.mul_(factor.to(param.grad.dtype))
+        scale_to_norm([param.grad for param in params if param.grad is not None], norm, max_norm)
         return norm
 
     @torch.no_grad()
