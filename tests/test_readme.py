@@ -17,6 +17,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
+SHORT = ("plain_loop.py", "same_with_uneven.py", "fit.py")  # the other ways in have tests of their own
 DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -36,7 +37,7 @@ def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> N
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.soak] * path.name.startswith("graph_")) for path in EXAMPLES],
+    [pytest.param(path, marks=[] if path.name in SHORT else [pytest.mark.soak]) for path in EXAMPLES],
     ids=lambda path: path.name,
 )
 def test_every_example_runs(path: Path, tmp_path: Path) -> None:

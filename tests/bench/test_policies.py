@@ -63,6 +63,7 @@ def test_a_script_that_leaves_nothing_is_told(tmp_path: Path) -> None:
     assert read_row("async", tmp_path) == "no epoch was finished"
 
 
+@pytest.mark.soak
 def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) -> None:
     """On one device, which is quick and has no efficiency; `-m soak` runs scripts on several."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -66,7 +66,10 @@ def test_bad_input_is_one_line_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("mode", "devices", "slots"), [("solo-0", "cpu", 157), ("sync", "cpu,cpu", 79)])
+@pytest.mark.parametrize(
+    ("mode", "devices", "slots"),
+    [("solo-0", "cpu", 157), pytest.param("sync", "cpu,cpu", 79, marks=pytest.mark.soak)],
+)
 def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path, mode: str, devices: str, slots: int) -> None:
     child = subprocess.Popen(
         [

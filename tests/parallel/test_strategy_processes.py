@@ -1,7 +1,8 @@
 """The strategies over a real wire: every one on three processes, against one process; PyTorch's own, too."""
 
-from pathlib import Path
+from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.parallel import test_fsdp
@@ -17,61 +18,69 @@ from tests.parallel.test_tensor_parallel import KINDS, NOISE, dense, train
 from tests.ranks import on_processes
 from uneven.comm.group import Group
 from uneven.parallel.reference import TorchFsdp, TorchReplicated
+from uneven.parallel.strategy import FullState
 
 CASES = [Case(3, "zero", 2, "unused", "adamw"), Case(3, "unequal", 1, "tied", "sgd")]
+EQUAL = Case(3, "equal", 1, "frozen", "adamw")
+REFERENCES = {
+    "ddp": TorchReplicated,
+    "ddp and zero": lambda model, make, group: TorchReplicated(model, make, group, is_sharded=True),
+}
 
 
-def all_strategies(group: Group) -> list[Outcome]:
-    return [train_on(case, wrap, group) for case in CASES for wrap in WRAPS.values()]
+@dataclass
+class Everything:
+    """What one rank found."""
+
+    ours: list[Outcome]
+    tensors: list[tuple[FullState, list[float]]]
+    torchs: dict[str, Outcome]
+    torchs_fsdp: dict[str, torch.Tensor]
 
 
-def tensors(group: Group) -> list[object]:
-    return [train(group, kind, "sgd", True, (3, 1, 0)) for kind in KINDS]
+def everything(group: Group) -> Everything:
+    return Everything(
+        [train_on(case, wrap, group) for case in CASES for wrap in WRAPS.values()],
+        [train(group, kind, "sgd", True, (3, 1, 0)) for kind in KINDS],
+        {name: train_on(EQUAL, wrap, group) for name, wrap in REFERENCES.items()},
+        test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group),
+    )
 
 
-def test_every_strategy_over_gloo(tmp_path: Path) -> None:
-    found = on_processes(3, "tests.parallel.test_strategy_processes:all_strategies", tmp_path)
-    for outcomes in found:
-        for place, outcome in enumerate(outcomes):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Everything]:
+    """On three processes, which start once: that takes longer than all the training."""
+    what = "tests.parallel.test_strategy_processes:everything"
+    return on_processes(3, what, tmp_path_factory.mktemp("ranks"))
+
+
+def test_every_strategy_over_gloo(found: list[Everything]) -> None:
+    for one in found:
+        for place, outcome in enumerate(one.ours):
             expected = train_dense(CASES[place // len(WRAPS)])
             assert_same_state(outcome.state, expected.state)
             torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-10, atol=1e-12)
 
 
-def test_tensor_and_sequence_parallel_over_gloo(tmp_path: Path) -> None:
+def test_tensor_and_sequence_parallel_over_gloo(found: list[Everything]) -> None:
     expected, norms = dense("sgd", True)
-    for outcomes in on_processes(3, "tests.parallel.test_strategy_processes:tensors", tmp_path):
-        for state, clipped in outcomes:
+    for one in found:
+        for state, clipped in one.tensors:
             assert_same_state(state, expected, NOISE)
             torch.testing.assert_close(clipped, norms, rtol=1e-10, atol=1e-12)
 
 
-REFERENCES = {
-    "ddp": TorchReplicated,
-    "ddp and zero": lambda model, make, group: TorchReplicated(model, make, group, is_sharded=True),
-}
-EQUAL = Case(3, "equal", 1, "frozen", "adamw")
-
-
-def torchs_own(group: Group) -> list[Outcome]:
-    return [train_on(EQUAL, wrap, group) for wrap in REFERENCES.values()]
-
-
-def test_pytorchs_own_train_the_same(tmp_path: Path) -> None:
+def test_pytorchs_own_train_the_same(found: list[Everything]) -> None:
     expected = train_dense(EQUAL)
-    for rank, outcomes in enumerate(on_processes(3, "tests.parallel.test_strategy_processes:torchs_own", tmp_path)):
-        for name, outcome in zip(REFERENCES, outcomes, strict=True):
+    for rank, one in enumerate(found):
+        for name, outcome in one.torchs.items():
             torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(outcome.state.model, expected.state.model, rtol=1e-10, atol=1e-12)
             if name != "ddp and zero" or rank == 0:
                 assert_same_state(outcome.state, expected.state)
 
 
-def torchs_fsdp(group: Group) -> dict[str, torch.Tensor]:
-    return test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group)
-
-
-def test_pytorchs_own_fsdp_trains_the_same(tmp_path: Path) -> None:
+def test_pytorchs_own_fsdp_trains_the_same(found: list[Everything]) -> None:
     """On blocks: it refuses params without a dimension, which the other model has."""
-    for found in on_processes(2, "tests.parallel.test_strategy_processes:torchs_fsdp", tmp_path):
-        torch.testing.assert_close(found, test_fsdp.dense(), rtol=1e-10, atol=1e-12)
+    for one in found:
+        torch.testing.assert_close(one.torchs_fsdp, test_fsdp.dense(), rtol=1e-10, atol=1e-12)
