@@ -36,6 +36,7 @@ class SweepOrder:
     devices: str = PAIR
     is_quick: bool = False
     data: str | None = None  # in the place of MNIST
+    text: str | None = None  # in the place of Shakespeare
     samples: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -63,6 +64,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.model} {self.mode} " + ("efficiency" if self.result else f"seed {self.seed}")
+
+    @property
+    def data(self) -> str:
+        """The set that it trains on."""
+        return str(self.asked["data"] or models.get(self.model).data)
 
     @property
     def is_done(self) -> bool:
@@ -193,6 +199,8 @@ def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
 
 
 def _data(order: SweepOrder, own: str) -> str | None:
+    if own == "shakespeare":
+        return order.text
     if own != "mnist":
         return None
     return order.data or ("mnist-mini" if order.is_quick else None)

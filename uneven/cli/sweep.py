@@ -51,6 +51,7 @@ def sweep(
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
+    from uneven.bench.provision import provide
     from uneven.bench.sweep import SweepOrder, plan_sweep
     from uneven.bench.sweep import sweep as run_sweep
 
@@ -80,6 +81,7 @@ def sweep(
         print("\n".join([*lines, *(f"not   {one.mode}: {one.reason}" for one in skipped)]))
         return
     with _Bar(is_quiet=as_json) as bar:
+        order = provide(order, bar.say)
         outcome = run_sweep(order, bar.tell)
     _print_outcome(order, outcome, as_json)
     if outcome.failed:
@@ -121,6 +123,9 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
 
     def tell(self, name: str, number: int, many: int, seconds: float) -> None:
         """Called before each run."""
