@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.average.buffers import BufferAverage
+from uneven.comm.collectives import spread
 from uneven.comm.group import Group
 from uneven.errors import InputError
 
@@ -34,8 +35,7 @@ class Wrapped:
         """Rank 0's params and buffers become everyone's."""
         if self.size == 1:
             return
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._group.broadcast_(tensor.detach()).wait()
+        spread(self._group, (*self.model.parameters(), *self.model.buffers()))
         self._buffers = BufferAverage(self.model)
 
     def all_reduce_gradients(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from uneven.comm.collectives import spread
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task
@@ -99,8 +100,7 @@ class Worker:
         is_local = self.config.is_local and self.seat.size > 1
         pace: Pace = (LocalPace if is_local else ExactPace)(self.rig, self.group, self.stop.is_set, self._end_epoch)
         self.recorder.enter("communication")
-        for tensor in (*self.rig.model.parameters(), *self.rig.model.buffers()):
-            self.group.broadcast_(tensor.detach()).wait()
+        spread(self.group, (*self.rig.model.parameters(), *self.rig.model.buffers()))
         is_cuda = float(self.rig.on.type == "cuda")
         rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
         self.rig.has_cuda = any(row[0] for row in rows)

@@ -163,11 +163,26 @@ def test_what_cannot_be_summed_is_told() -> None:
 
 
 def test_gradients_inside_the_loss_are_no_sum_of_ranks() -> None:
-    strategy = DDPBucketed(nn.Linear(2, 1), OPTIMIZERS["sgd"], SoloGroup())
-    x = torch.ones(1, 2, requires_grad=True)
-    (slope,) = torch.autograd.grad(strategy.module(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    assert all(p.grad is not None for p in [strategy.module.weight])
+    plain = nn.Linear(2, 1)
+    strategy = DDPBucketed(copy.deepcopy(plain), OPTIMIZERS["sgd"], SoloGroup())
+    for model in (plain, strategy.module):
+        x = torch.ones(1, 2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    torch.testing.assert_close(strategy.module.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("wrap", ["zero2 by elements, uneven", "zero2 by tensors", "fsdp, uneven"])
+def test_only_the_owners_get_the_sums_over_nccl(wrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The road that NCCL takes: on threads a piece is NaN wherever it is not its owner's."""
+    monkeypatch.setattr(ThreadGroup, "pretends_nccl", True)
+    check(Case(3, "zero", 2, "unused", "adamw"), WRAPS[wrap])
+
+
+@pytest.mark.parametrize("wrap", [DDPFlat, Zero2, FSDP])
+def test_a_model_without_anything_to_train_is_told(wrap: Any) -> None:
+    with pytest.raises(ValueError, match="no param that requires a gradient"):
+        wrap(nn.Linear(2, 1).requires_grad_(False), OPTIMIZERS["sgd"], SoloGroup())
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

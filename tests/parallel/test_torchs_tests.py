@@ -58,7 +58,6 @@ class TestOurs(distributed_test.TestDistBackend, distributed_test.DistributedTes
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False).__enter__()
 
 if __name__ == "__main__":
-    sys.argv = [sys.argv[0], *sys.argv[1:]]
     run_tests()
 """
 

@@ -125,7 +125,7 @@ class _Bar:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False)
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def tell(self, name: str, number: int, many: int, seconds: float) -> None:
         """Called before each run."""

@@ -1,16 +1,23 @@
-"""Owner pieces: a flat buffer cut among the ranks, gathered from its owners or summed at them. Unequal, no padding.
+"""Collectives made of a group's own, above all owner pieces: a flat buffer cut among the ranks, unequal, no padding.
+
+Pieces are gathered from their owners or summed at them.
 
 `cut` has a border more than there are ranks: rank r owns flat[cut[r]:cut[r + 1]], which may be empty. All ranks must
 know the same cut. PyTorch's own all-gather and reduce-scatter want equal pieces, or refuse unequal ones on Gloo.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
 from uneven.comm.group import Group
 from uneven.comm.work import Works
+
+
+def spread(group: Group, tensors: Iterable[Tensor]) -> None:
+    """Rank 0's values of all of them to everyone."""
+    Works([group.broadcast_(tensor.detach()) for tensor in tensors]).wait()
 
 
 def gather_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:

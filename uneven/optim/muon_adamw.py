@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from uneven.comm.group import Group, SoloGroup
-from uneven.parallel.sharded_optimizer import ShardedOptimizer
+from uneven.parallel.sharded_optimizer import ShardedOptimizer, called
 from uneven.parallel.step_reducer import StepReducer
 
 KINDS = ("muon", "adamw")
@@ -41,6 +41,7 @@ class MuonAdamW(Optimizer):
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"MuonAdamW needs torch 2.9 or newer, this is {torch.__version__}")
         ranks = SoloGroup() if group is None else group
+        self._is_made = False
         self._parts: list[ShardedOptimizer] = []
         for one in groups:
             part = _part(dict(one), ranks, memory, speed)
@@ -52,16 +53,13 @@ class MuonAdamW(Optimizer):
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if getattr(self, "_is_made", False):
+        if self._is_made:
             raise ValueError("MuonAdamW cannot take more params: make it again with all of them")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for part in self._parts:
             part.start()
         sent = [works for part in self._parts for works in part.update()]

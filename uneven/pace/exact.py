@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from uneven.average.buffers import BufferAverage
+from uneven.comm.collectives import spread
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
 from uneven.data.replay import read_log
@@ -139,8 +140,7 @@ class ExactPace:
         if self.rig.seat.size > 1 and self.rig.has_cuda:
             # A GPU and a CPU, or two kinds of GPU, round the same numbers differently: what is looked at is one model.
             model, equal = self.rig.model, synced_buffers(self.rig.model)
-            for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal)):
-                self.group.broadcast_(tensor.detach()).wait()
+            spread(self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal)))
         self.buffers.run(self.group, self._weight)
         self._weight = 0
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+UNLIMITED = 1 << 62  # bytes: one bucket for all
+
 
 class Bucket:
     """A flat buffer and the params whose gradients are its views; `extra` numbers stand at its end.

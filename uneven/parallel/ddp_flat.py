@@ -3,10 +3,9 @@
 from torch import nn
 
 from uneven.comm.group import Group
+from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.replicated import Replicated
 from uneven.parallel.strategy import MakeOptimizer
-
-UNLIMITED = 1 << 62
 
 
 class DDPFlat(Replicated):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
-from uneven.parallel.ddp_flat import UNLIMITED
+from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.pieces import Pieces, checked_shares, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, on_host, spread
+from uneven.parallel.strategy import FullState, MakeOptimizer, held_by_name, start_alike, whole_state
 from uneven.parallel.units import Course, Unit, blocks_of, members
 
 
@@ -43,8 +43,7 @@ class FSDP:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         each = checked_shares(shares, group)
-        check_same_model(model, group)
-        spread(model, group)
+        start_alike(model, group)
         self.module = model
         self._group = group
         self._compute_dtype = compute_dtype
@@ -55,8 +54,6 @@ class FSDP:
         self._called = 0
         self._backward: int | None = None
         trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
-        if not trained:
-            raise ValueError("the model has no param that requires a gradient")
         self._unit_of = {one: unit for unit in self._units for one in unit.shards}
         self._reducer = OwnerReducer(trained, group.another(), UNLIMITED, weakly(self._has_gradients))
         self.optimizer = ShardedOptimizer(optimizer, group, pieces=trained)
@@ -77,16 +74,12 @@ class FSDP:
         return self._reducer.clip(max_norm)
 
     def full_state(self) -> FullState:
-        whole = {param: self._joined(param).cpu() for param in self.module.parameters()}
-        held = self.module.state_dict(keep_vars=True)
-        model = {key: whole[one] if isinstance(one, nn.Parameter) else on_host(one) for key, one in held.items()}
+        model = whole_state(self.module, lambda param: self._joined(param).cpu())
         return FullState(model, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_full_state(self, state: FullState) -> None:
-        held = self.module.state_dict(keep_vars=True)
-        if held.keys() != state.model.keys():
-            raise ValueError(f"the state has other names than the model: {sorted(held.keys() ^ state.model.keys())}")
+        held = held_by_name(self.module, state.model)
         values = {one: state.model[key] for key, one in held.items() if isinstance(one, nn.Parameter)}
         for shards, segment in self._segments():
             lying = torch.empty_like(segment.param, dtype=shards.own.dtype).copy_(values[segment.param])

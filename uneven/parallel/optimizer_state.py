@@ -20,8 +20,7 @@ STEP = "step"  # a count even where it has the shape of its param, which a singl
 
 def cut_state(state: Mapping[str, Any], segment: Segment, by_tensors: bool) -> dict[str, Any]:
     """A rank's own part of a param's state, on the param's device; tensors are copies."""
-    param = segment.param
-    return {key: _cut(key, value, segment, by_tensors) for key, value in state.items()} if param.numel() else {}
+    return {key: _cut(key, value, segment, by_tensors) for key, value in state.items()}
 
 
 def _cut(key: str, value: Any, segment: Segment, by_tensors: bool) -> Any:

@@ -5,7 +5,7 @@ accumulate: each adds to the owner's piece. Buckets are ranges of the flat buffe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from uneven.comm.collectives import reduce_pieces
 from uneven.comm.group import Group
 from uneven.comm.work import Works
+from uneven.parallel.buckets import cut_buckets
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
 from uneven.parallel.strategy import scale_to_norm
@@ -29,7 +30,7 @@ class _Range:
     params: list[nn.Parameter]
     buffer: Tensor | None = None  # while gradients arrive and travel
     works: Works | None = None
-    missing: int = field(default=0)
+    missing: int = 0
 
     @property
     def stop(self) -> int:
@@ -168,18 +169,5 @@ class OwnerReducer:
 
 
 def _cut_ranges(pieces: Pieces, bucket_bytes: int) -> list[_Range]:
-    """From the last param to the first, the order backward reaches them."""
-    found: list[_Range] = []
-    stop = len(pieces.flat)
-    filled = 0
-    for param in reversed(pieces.params):
-        size = param.numel() * param.element_size()
-        stop -= param.numel()
-        if found and filled + size <= bucket_bytes:
-            found[-1].params.insert(0, param)
-            found[-1].start = stop
-            filled += size
-        else:
-            found.append(_Range(pieces, stop, [param]))
-            filled = size
-    return found
+    """From the last param to the first, so a range begins with the last of its bucket."""
+    return [_Range(pieces, pieces.starts[cut[-1]], cut) for cut in cut_buckets(pieces.params, bucket_bytes)]

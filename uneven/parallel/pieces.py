@@ -4,7 +4,7 @@ By elements, shares are met to one element, for optimizers that look at one elem
 are for those that look at matrices (Muon, Adafactor): the largest first, each to whoever has the least for its share.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class Pieces:
         self.starts = dict(zip(params, cut_by([param.numel() for param in params]), strict=False))
         self.cut = cut_by(sizes)
         self.by_tensors = by_tensors
-        self.flat = _flatten(self.params)
+        self.flat = _flatten(self.starts)
         self.sum_dtype = self.flat.dtype  # that gradients are summed in
 
     def segments(self, rank: int) -> Iterator[Segment]:
@@ -109,15 +109,13 @@ def lying_as(param: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def _flatten(params: Sequence[nn.Parameter]) -> Tensor:
-    total = sum(param.numel() for param in params)
-    flat = torch.empty(total, dtype=params[0].dtype, device=params[0].device)
-    start = 0
-    for param in params:
+def _flatten(starts: Mapping[nn.Parameter, int]) -> Tensor:
+    first = next(iter(starts))
+    flat = torch.empty(sum(param.numel() for param in starts), dtype=first.dtype, device=first.device)
+    for param, start in starts.items():
         if not is_filled(param):
             raise ValueError(f"a param of shape {tuple(param.shape)} has gaps in memory; make it contiguous")
         view = view_like(param, flat, start)
         view.copy_(param)
         param.data = view
-        start += param.numel()
     return flat

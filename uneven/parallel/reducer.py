@@ -25,10 +25,10 @@ class Reducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, bucket_bytes: int, *, overlaps: bool) -> None:
         trained = [param for param in params if param.requires_grad]
-        groups = cut_buckets(trained, bucket_bytes)
+        cut = cut_buckets(trained, bucket_bytes)
         self._group = group
         self._overlaps = overlaps
-        self._buckets = [Bucket(group, extra=len(trained) * (group is groups[-1])) for group in groups]
+        self._buckets = [*map(Bucket, cut[:-1]), Bucket(cut[-1], extra=len(trained))]
         self._home = {param: bucket for bucket in self._buckets for param in bucket.params}
         self._views = {p: view for one in self._buckets for p, view in zip(one.params, one.views, strict=True)}
         self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward

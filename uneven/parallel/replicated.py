@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.reducer import Reducer
-from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, load_model, on_host, spread
+from uneven.parallel.strategy import FullState, MakeOptimizer, on_host, start_alike
 
 
 class Replicated:
@@ -15,8 +15,7 @@ class Replicated:
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, bucket_bytes: int, *, overlaps: bool
     ) -> None:
-        check_same_model(model, group)
-        spread(model, group)
+        start_alike(model, group)
         self.module = model
         self.optimizer = make_optimizer(model.parameters())
         self._reducer = Reducer(model.parameters(), group, bucket_bytes, overlaps=overlaps)
@@ -34,7 +33,7 @@ class Replicated:
         return FullState(on_host(dict(self.module.state_dict())), on_host(self.optimizer.state_dict()))
 
     def load_full_state(self, state: FullState) -> None:
-        load_model(self.module, state.model)
+        self.module.load_state_dict(state.model)
         self.optimizer.load_state_dict(on_host(state.optimizer))  # PyTorch takes tensors that fit without a copy
 
     def close(self) -> None:

@@ -33,13 +33,13 @@ class SharedRows:
 def sum_and_share_out(x: Tensor, rows: SharedRows) -> Tensor:
     """Of everyone's partial results, the sum of this rank's rows; backward gathers."""
     rows.share_out(x.shape[-2])
-    found: Tensor = _Scatter.apply(x, rows)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchange.apply(x, rows, False)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather_rows(x: Tensor, rows: SharedRows) -> Tensor:
     """The whole sequence from everyone's rows; backward sums everyone's gradients of this rank's rows."""
-    found: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchange.apply(x, rows, True)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -61,23 +61,14 @@ def _gather(x: Tensor, cut: Sequence[int], group: Group) -> Tensor:
     return flat.view(cut[-1], *by_row.shape[1:]).movedim(0, -2).contiguous()
 
 
-class _Scatter(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Gathers, or sums and shares out; backward does the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: SharedRows) -> Tensor:
-        ctx.cut, ctx.group = rows.cut, rows.group
-        return _scatter(x, ctx.cut, ctx.group)
+    def forward(ctx: Any, x: Tensor, rows: SharedRows, gathers: bool) -> Tensor:
+        ctx.back, ctx.cut, ctx.group = _scatter if gathers else _gather, rows.cut, rows.group
+        return (_gather if gathers else _scatter)(x, rows.cut, rows.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grads[0], ctx.cut, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: SharedRows) -> Tensor:
-        ctx.cut, ctx.group = rows.cut, rows.group
-        return _gather(x, ctx.cut, ctx.group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter(grads[0], ctx.cut, ctx.group), None
+        return ctx.back(grads[0], ctx.cut, ctx.group), None, None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from uneven.comm.group import Group
-from uneven.parallel.ddp_flat import UNLIMITED
+from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.pieces import checked_shares
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sequence_functions import SharedRows
@@ -36,9 +36,10 @@ class SequenceParallel(TensorParallel):
     ) -> None:
         self._rows = SharedRows(checked_shares(shares if row_shares is None else row_shares, group), group)
         super().__init__(model, make_optimizer, group, plan=plan, shares=shares)
-        whole = [param for param in model.parameters() if param not in self._slicings]
-        self._reducer = Reducer(whole, group, UNLIMITED, overlaps=False)
+        whole = [param for param in model.parameters() if param.requires_grad and param not in self._slicings]
+        self._reducer = Reducer(whole, group, UNLIMITED, overlaps=False) if whole else None
 
     def close(self) -> None:
         super().close()
-        self._reducer.close()
+        if self._reducer is not None:
+            self._reducer.close()

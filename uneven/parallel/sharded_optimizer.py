@@ -75,10 +75,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         self.start()
         for works in self.update():
             works.wait()
@@ -155,3 +152,11 @@ class ShardedOptimizer(Optimizer):
         assert self._inner is not None
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def called(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure says of the loss, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.comm.collectives import spread
 from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
@@ -66,19 +67,23 @@ class Strategy(Protocol):
         ...
 
 
-def check_same_model(model: nn.Module, group: Group) -> None:
-    """InputError on every rank where ranks brought different models: their collectives would corrupt or hang."""
+def _check_same_model(model: nn.Module, group: Group) -> None:
+    """Collectives of different models would corrupt or hang."""
     params = list(model.named_parameters())
     trained = [f"{name} is trained" for name, param in params if param.requires_grad]
     lines = [*describe_tensors([*params, *model.named_buffers()]), *trained]
     refuse_differences([text.decode().splitlines() for text in gather_bytes(group, "\n".join(lines).encode())])
 
 
-def spread(model: nn.Module, group: Group) -> None:
-    """Rank 0's params and buffers to everyone."""
-    works = [group.broadcast_(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
-    for work in works:
-        work.wait()
+def start_alike(model: nn.Module, group: Group) -> None:
+    """Every rank begins with rank 0's params and buffers.
+
+    ValueError where there is nothing to train, InputError where ranks brought different models: on every rank alike.
+    """
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError("the model has no param that requires a gradient")
+    _check_same_model(model, group)
+    spread(group, (*model.parameters(), *model.buffers()))
 
 
 def on_host(state: Any) -> Any:
@@ -99,6 +104,16 @@ def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) ->
         one.mul_(factor.to(one.dtype))
 
 
-def load_model(model: nn.Module, state: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        model.load_state_dict(state)
+def whole_state(module: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """A module's state by name, on the host, of params that `whole` puts together; tied ones only once."""
+    params = {param: whole(param) for param in module.parameters()}
+    held = module.state_dict(keep_vars=True)
+    return {key: params[one] if isinstance(one, nn.Parameter) else on_host(one) for key, one in held.items()}
+
+
+def held_by_name(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's own tensors, of the very names that the state has; ValueError else."""
+    held: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    if held.keys() != state.keys():
+        raise ValueError(f"the state has other names than the model: {sorted(held.keys() ^ state.keys())}")
+    return held

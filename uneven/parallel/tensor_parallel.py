@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 from uneven.parallel.pieces import checked_shares
 from uneven.parallel.sequence_functions import SharedRows
-from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, on_host, scale_to_norm, spread
+from uneven.parallel.strategy import (
+    FullState,
+    MakeOptimizer,
+    held_by_name,
+    on_host,
+    scale_to_norm,
+    start_alike,
+    whole_state,
+)
 from uneven.parallel.tensor_functions import join_last
 from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
 from uneven.share.apportion import apportion, cut_by
@@ -90,10 +98,9 @@ class TensorParallel:
         shares: Sequence[float] | None = None,
     ) -> None:
         self._shares = checked_shares(shares, group)
-        check_same_model(model, group)
-        spread(model, group)
+        start_alike(model, group)
         self._group = group
-        self._slicings: dict[nn.Parameter, Slicing] = {}
+        self._slicings: dict[Tensor, Slicing] = {}
         self._cut_params: dict[nn.Parameter, nn.Parameter] = {}  # dense -> own, so that tied ones stay tied
         self.module = model
         for name, module in list(model.named_modules()):
@@ -129,9 +136,7 @@ class TensorParallel:
 
     @torch.no_grad()
     def full_state(self) -> FullState:
-        joined = {param: self._joined(param, param) for param in self.module.parameters()}
-        held = self.module.state_dict(keep_vars=True)
-        model = {key: joined[one] if isinstance(one, nn.Parameter) else on_host(one) for key, one in held.items()}
+        model = whole_state(self.module, lambda param: self._joined(param, param))
         state = self.optimizer.state_dict()
         params = [param for one in self.optimizer.param_groups for param in one["params"]]
         whole = {
@@ -142,10 +147,7 @@ class TensorParallel:
 
     @torch.no_grad()
     def load_full_state(self, state: FullState) -> None:
-        held = self.module.state_dict(keep_vars=True)
-        if held.keys() != state.model.keys():
-            raise ValueError(f"the state has other names than the model: {sorted(held.keys() ^ state.model.keys())}")
-        for key, one in held.items():
+        for key, one in held_by_name(self.module, state.model).items():
             one.copy_(self._own(one, state.model[key]))
         params = [param for one in self.optimizer.param_groups for param in one["params"]]
         own = {
@@ -204,7 +206,7 @@ class TensorParallel:
         is_cut = slicing is not None and value.shape == param.shape
         return slicing.join(value.detach(), self._group).cpu() if slicing and is_cut else on_host(value)
 
-    def _own(self, param: nn.Parameter, value: Any) -> Any:
+    def _own(self, param: Tensor, value: Any) -> Any:
         slicing = self._slicings.get(param)
         if slicing is None or not isinstance(value, Tensor) or value.dim() != param.dim():
             return on_host(value)

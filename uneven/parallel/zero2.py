@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, MakeOptimizer, check_same_model, load_model, on_host, spread
+from uneven.parallel.strategy import FullState, MakeOptimizer, on_host, start_alike
 
 
 class Zero2:
@@ -24,8 +24,7 @@ class Zero2:
         by_tensors: bool = False,
         bucket_mb: float = 25.0,
     ) -> None:
-        check_same_model(model, group)
-        spread(model, group)
+        start_alike(model, group)
         self.module = model
         optimizer = ShardedOptimizer(make_optimizer(model.parameters()), group, shares=shares, by_tensors=by_tensors)
         self._reducer = OwnerReducer(optimizer.pieces, group, int(bucket_mb * (1 << 20)))
@@ -46,7 +45,7 @@ class Zero2:
         return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
 
     def load_full_state(self, state: FullState) -> None:
-        load_model(self.module, state.model)
+        self.module.load_state_dict(state.model)
         self.optimizer.load_state_dict(state.optimizer)
 
     def close(self) -> None:
