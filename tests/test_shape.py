@@ -23,7 +23,7 @@ ARROWS = {
     "payload": set(),
     "data": {"errors", "files", "policy"},
     "share": set(),
-    "parallel": {"comm", "config", "share"},
+    "parallel": {"comm", "config", "errors", "share"},
     "optim": {"comm", "parallel"},
     "average": {"comm", "errors"},
     "step": {"comm", "config", "data", "errors", "parallel", "policy"},

@@ -28,6 +28,9 @@ PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 SCALES = ("auto", "linear", "sqrt")
 OPTIMIZER_STATES = ("keep", "average")
 COMPILES = ("off", "default", "graph")
+REPLICATED = ("ddp-flat", "ddp-bucketed", "zero1")  # strategies with the whole model on every device
+TOGETHER = ("tensor", "sequence")  # strategies whose devices work on the same samples
+STRATEGIES = (*REPLICATED, "zero2", "fsdp", *TOGETHER)
 PROGRESS = ("auto", "bar", "lines", "off")
 
 TrainStep = Callable[["nn.Module", Any], Any]

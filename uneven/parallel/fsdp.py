@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.parallel.buckets import UNLIMITED
@@ -56,8 +57,9 @@ class FSDP:
         trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
         self._unit_of = {one: unit for unit in self._units for one in unit.shards}
         self._reducer = OwnerReducer(trained, group.another(), UNLIMITED, weakly(self._has_gradients))
-        self.optimizer = ShardedOptimizer(optimizer, group, pieces=trained)
-        self.optimizer.take_gradients_from(self._reducer)
+        sharded = ShardedOptimizer(optimizer, group, pieces=trained)
+        sharded.take_gradients_from(self._reducer)
+        self.optimizer: Optimizer = sharded
         self._handles = [handle for place, one in enumerate([model, *chosen]) for handle in self._watch(one, place)]
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.parallel.owner_reducer import OwnerReducer
@@ -29,7 +30,7 @@ class Zero2:
         optimizer = ShardedOptimizer(make_optimizer(model.parameters()), group, shares=shares, by_tensors=by_tensors)
         self._reducer = OwnerReducer(optimizer.pieces, group, int(bucket_mb * (1 << 20)))
         optimizer.take_gradients_from(self._reducer)
-        self.optimizer = optimizer
+        self.optimizer: Optimizer = optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing changes inside: to keep full gradients until the last micro-batch is what ZeRO-2 avoids."""
