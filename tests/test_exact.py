@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven.comm.gather import gather_rows
-from uneven.config import Task, resolve
+from uneven.config import Evaluation, Task, resolve
 from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
+from uneven.parallel.tensor_parallel import Columns, Plan, Rows
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced
 from uneven.rig import Rig
@@ -55,6 +56,12 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)))
 
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.first, self.second]
+
+    def tensor_plan(self) -> Plan:
+        return {"first": Columns(), "second": Rows()}
+
 
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
@@ -74,11 +81,13 @@ def train(
     step: Any = mean_loss,
     dataset: Any = None,
     scheduler: Any = None,
+    evaluation: Evaluation | None = None,
+    make_model: Callable[[torch.dtype], nn.Module] = Net,
     **changes: Any,
 ) -> list[RankResult]:
     config = resolve({"batch_size": 16, "epochs": 2, "seed": 3, **changes})
     data = TensorData(X.to(dtype), Y) if dataset is None else dataset
-    task = Task(lambda: Net(dtype), OPTIMIZERS[optimizer], step, data, scheduler)
+    task = Task(lambda: make_model(dtype), OPTIMIZERS[optimizer], step, data, scheduler, evaluation)
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
@@ -214,7 +223,7 @@ def test_replicas_whose_devices_round_differently_are_one_model_where_it_is_look
         if self.road is not None:  # not while a rank measures its speed
             with torch.no_grad():
                 for param in self.model.parameters():
-                    param.mul_(1.0 + 1e-12 * self.road._group.rank)
+                    param.mul_(1.0 + 1e-12 * self.road._rank)
 
     def told(group: ThreadGroup, row: Sequence[float]) -> list[list[float]]:
         return [[float(has_cuda), *one[1:]] for one in gather_rows(group, row)]

@@ -30,6 +30,7 @@ OPTIMIZER_STATES = ("keep", "average")
 COMPILES = ("off", "default", "graph")
 REPLICATED = ("ddp-flat", "ddp-bucketed", "zero1")  # strategies with the whole model on every device
 TOGETHER = ("tensor", "sequence")  # strategies whose devices work on the same samples
+CUTTING = ("zero1", "zero2", "fsdp", *TOGETHER)  # strategies in which devices hold a piece of something
 STRATEGIES = (*REPLICATED, "zero2", "fsdp", *TOGETHER)
 PROGRESS = ("auto", "bar", "lines", "off")
 
@@ -71,6 +72,8 @@ class Settings(TypedDict, total=False):
     accumulate: int
     global_batch_size: int | None
     shares: Sequence[float] | None
+    strategy: str | None
+    memory_shares: Sequence[float] | None
     memory_cap: int | Sequence[int] | None
     sync_batchnorm: bool
     max_grad_norm: float | None
@@ -104,6 +107,8 @@ class RunConfig:
     accumulate: int = 1
     global_batch_size: int | None = None
     shares: tuple[float, ...] | None = None
+    strategy: str | None = None
+    memory_shares: tuple[float, ...] | None = None
     memory_cap: int | tuple[int, ...] | None = None
     sync_batchnorm: bool = False
     max_grad_norm: float | None = None
@@ -130,9 +135,12 @@ class RunConfig:
         _check_count("seed", self.seed, least=0)
         if self.global_batch_size is not None:
             _check_count("global_batch_size", self.global_batch_size, least=1)
-        if self.shares is not None and (min(self.shares, default=-1) < 0 or sum(self.shares) <= 0):
-            raise InputError(f"shares={self.shares!r} must be numbers of at least 0, one per device, not all 0")
+        for name in ("shares", "memory_shares"):
+            given = getattr(self, name)
+            if given is not None and (min(given, default=-1) < 0 or sum(given) <= 0):
+                raise InputError(f"{name}={given!r} must be numbers of at least 0, one per device, not all 0")
         self._check_caps()
+        self._check_strategy()
         if self.replay is not None and self.shares is not None:
             raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.checkpoint_every is not None:
@@ -167,6 +175,41 @@ class RunConfig:
                 f"memory_cap={given!r} with policy={self.policy!r}: there every device holds batch_size samples at "
                 "once, whatever its speed, and the cap would be ignored; leave it out and make batch_size smaller"
             )
+
+    def _check_strategy(self) -> None:
+        """Who holds what goes with the exact policies: the local ones have a whole replica on every device."""
+        name, bytes_by = self.strategy, self.memory_shares
+        if name is not None:
+            _check_choice("strategy", name, STRATEGIES)
+        if bytes_by is not None and name not in CUTTING:
+            raise InputError(
+                f"memory_shares={bytes_by!r} says how a strategy cuts its bytes, and "
+                f"strategy={name!r} cuts nothing; use one of {', '.join(CUTTING)}, or leave it out"
+            )
+        if name is None:
+            return
+        if self.is_local:
+            raise InputError(
+                f"strategy={name!r} with policy={self.policy!r}: there every device trains a replica of its own; use "
+                "policy='balanced' or 'sync', or leave the strategy out"
+            )
+        if self.compile == "graph" and name in CUTTING:
+            raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
+        if name not in REPLICATED:
+            self._check_cut(name)
+
+    def _check_cut(self, name: str) -> None:
+        """What does not go with a model that is in pieces."""
+        ways_out = {
+            "precision": (self.precision == "fp16", "gradients are not where the scaler looks for them; use 'bf16'"),
+            "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
+            "compile": (self.compile != "off", "params come and go while the model computes; use 'off'"),
+            "shares": (name in TOGETHER and self.shares is not None, "devices train the same samples together"),
+            "memory_cap": (name in TOGETHER and self.memory_cap is not None, "devices train the same samples together"),
+        }
+        for setting, (is_given, why) in ways_out.items():
+            if is_given:
+                raise InputError(f"{setting}={getattr(self, setting)!r} with strategy={name!r}: {why}")
 
     def _check_windows(self) -> None:
         """The settings of the local policies, which the exact ones must not be given: they would be ignored."""
@@ -254,8 +297,9 @@ def resolve(settings: Mapping[str, Any]) -> RunConfig:
     for name in ("batch_size", "epochs"):
         if name not in given:
             raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
-    if given.get("shares") is not None:
-        given["shares"] = tuple(float(share) for share in given["shares"])
+    for name in ("shares", "memory_shares"):
+        if given.get(name) is not None:
+            given[name] = tuple(float(share) for share in given[name])
     if isinstance(given.get("memory_cap"), Sequence) and not isinstance(given["memory_cap"], str):
         given["memory_cap"] = tuple(given["memory_cap"])
     for name in ("out", "replay"):

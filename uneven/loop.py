@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.config import RunConfig, Task
+from uneven.config import REPLICATED, RunConfig, Task
 from uneven.data.feed import Feed, Inputs, Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
@@ -67,6 +67,7 @@ class Loop:
         self._state: TrainedState | None = None
         worker.rig.feed = _Opened(worker.rig.feed)
         worker.rig.is_rehearsed = False  # the first step compiles and allocates
+        worker.rig.takes_whole_parts = True
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
@@ -273,6 +274,11 @@ def check_loop(config: RunConfig, size: int) -> None:
         )
     if config.compile == "graph":
         raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
+    if size > 1 and config.strategy is not None and config.strategy not in REPLICATED:
+        raise InputError(
+            f"strategy={config.strategy!r} with Ddp.setup: devices meet inside forward and backward, where a loop of "
+            f"your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
+        )
     _check_caps(config, size)
     if config.sync_batchnorm and size > 1:
         raise InputError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from uneven import __version__
 from uneven.comm.group import has_nccl
-from uneven.config import RunConfig, Task, check_task
+from uneven.config import TOGETHER, RunConfig, Task, check_task
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
@@ -86,7 +86,8 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
     if len(devices) > 1:
         policy = config.policy if config.replay is None else f"as in {config.replay}"
         whose = "on each device" if config.is_local else "over all devices"
-        lines.append(f"  policy {policy}   {config.slot_size(len(devices))} samples a step {whose}")
+        strategy = "" if config.strategy is None else f"   strategy {config.strategy}"
+        lines.append(f"  policy {policy}{strategy}   {config.slot_size(len(devices))} samples a step {whose}")
     if any(device.speed < 1 for device in devices):
         lines.append("  a device with @ is simulated: it sleeps after each step, so its speed is not exact")
     return lines
@@ -94,6 +95,8 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
 
 def _advice(config: RunConfig) -> str:
     """What becomes of devices that do not match."""
+    if config.strategy in TOGETHER:
+        return "all of them train the same samples, each its part of every layer"
     if config.is_shared_out:
         return "shares as in the log" if config.replay is not None else "shares as given"
     if config.policy == "sync":
@@ -156,10 +159,10 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         )
     if len(devices) == 1:
         return
-    if config.shares is not None and len(config.shares) != len(devices):
-        raise InputError(
-            f"shares={config.shares!r} has {len(config.shares)} entries for {len(devices)} devices: {names}"
-        )
+    for name in ("shares", "memory_shares"):
+        given = getattr(config, name)
+        if given is not None and len(given) != len(devices):
+            raise InputError(f"{name}={given!r} has {len(given)} entries for {len(devices)} devices: {names}")
     if config.shares is not None and config.policy == "sync":
         raise InputError("shares=... with policy='sync' contradict each other: sync shares equally; use 'balanced'")
     if config.shares is not None and config.policy == "async":

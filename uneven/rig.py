@@ -10,12 +10,15 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from uneven.config import RunConfig, Task
+from uneven.config import REPLICATED, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.hardware.device import needs_ranks
+from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
 from uneven.parallel.batchnorm import Circle, has_batchnorm, synchronise
+from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
@@ -70,7 +73,10 @@ class Rig:
         )
         self.run_ahead = RunAhead(self.on)
         self.throttle = Throttle(seat.device.speed)
-        self.is_rehearsed = True  # False in a loop of the user's own: there is no step to run beforehand
+        # Whether steps can be run beforehand: not in a loop of the user's own, nor where no device holds a whole model.
+        self.is_rehearsed = seat.size == 1 or config.strategy is None or config.strategy in REPLICATED
+        self.takes_whole_parts = False  # as one batch: a loop of the user's own
+        self.full_state: Callable[[], FullState] | None = None  # where the state is in pieces
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
         self.rounds: list[Round] = []  # of a local policy, the first is round 0
         self.caps = config.caps(seat.size)  # samples that each rank may hold at once
@@ -83,15 +89,32 @@ class Rig:
         """The micro-batches' size when a rank, this one unless named, trains so many samples in one step."""
         wanted = max(self.config.batch_size, -(-samples // self.config.accumulate))
         cap = self.caps[self.seat.rank if rank is None else rank]
-        if min(wanted, samples) <= cap or not self.is_rehearsed:  # a loop of the user's own takes its part as one batch
+        if min(wanted, samples) <= cap or self.takes_whole_parts:
             return wanted
         return -(-samples // -(-samples // int(cap)))  # as few as possible, and as equal
+
+    def adopt(self, optimizer: Optimizer, full_state: Callable[[], FullState], step: EagerStep | None = None) -> None:
+        """From now on this optimizer trains the model, a strategy's, which is made when the group forms."""
+        self.optimizer = optimizer
+        self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
+        self.full_state = full_state
+        self.eager = self.eager if step is None else step
+        self.eager.optimizer = optimizer
 
     def open(self, micros: Micros) -> Micros:
         """The micro-batches as batches; what is captured opens them by itself."""
         if self.graph is not None or self.captured is not None:
             return micros
         return [(self.feed.open(inputs), samples) for inputs, samples in micros]
+
+    @property
+    def memory_bytes(self) -> float:
+        """This rank's part of its device's memory; that of CPU ranks is the machine's."""
+        names = [device.torch_name for device in self.seat.devices]
+        sharing = names.count(self.seat.device.torch_name)
+        if self.on.type == "cuda":
+            return torch.cuda.get_device_properties(self.on).total_memory / sharing
+        return (read_memory()[0] or 1.0) / sharing
 
     def wanted_scale(self, default: float | str, speeds: Sequence[float]) -> float:
         """What the learning rates should be multiplied by when ranks of these speeds train together."""

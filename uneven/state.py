@@ -7,6 +7,7 @@ exists, the other two are whole.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,22 @@ def read_structure(model: nn.Module) -> str | None:
 
 def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The tensor fields of a TrainedState: contiguous clones, since safetensors refuses anything else."""
+    values = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return _fields(model, values, optimizer, optimizer.state)
+
+
+def join_state(
+    model: nn.Module, optimizer: Optimizer, whole_model: Mapping[str, Tensor], whole_optimizer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same of a model in pieces, once these were put together: as `state_dict` of both would have it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {params[place]: found for place, found in whole_optimizer["state"].items()}
+    return _fields(model, whole_model, optimizer, state)
+
+
+def _fields(
+    model: nn.Module, values: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[str, Any]:
     first_name: dict[Tensor, str] = {}
     tied = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -143,17 +160,17 @@ def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             first_name[param] = name
     persistent = model.state_dict().keys()
     return {
-        "params": {name: _clone(param) for param, name in first_name.items()},
-        "buffers": {name: _clone(b) for name, b in model.named_buffers() if name in persistent},
+        "params": {name: _clone(values[name]) for name in first_name.values()},
+        "buffers": {name: _clone(values[name]) for name, _ in model.named_buffers() if name in persistent},
         "tied": tied,
-        "optimizer": _optimizer_tensors(optimizer, first_name),
+        "optimizer": _optimizer_tensors(state, first_name),
         "param_groups": [_plain_group(group, first_name) for group in optimizer.param_groups],
     }
 
 
-def _optimizer_tensors(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Tensor]:
+def _optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], names: dict[Tensor, str]) -> dict[str, Tensor]:
     tensors = {}
-    for param, state in optimizer.state.items():
+    for param, state in states.items():
         for key, value in state.items():
             if value is not None:
                 tensors[f"{names.get(param, 'unnamed')}.{key}"] = _clone(torch.as_tensor(value))

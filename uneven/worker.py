@@ -16,7 +16,7 @@ from torch import nn
 from uneven.comm.collectives import spread
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.config import Evaluation, RunConfig, Task
+from uneven.config import TOGETHER, Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.pace.contract import Pace
 from uneven.pace.exact import ExactPace
@@ -26,7 +26,7 @@ from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.rig import Rig
 from uneven.seat import RankResult, Report, Seat
-from uneven.state import TrainedState, capture_state
+from uneven.state import TrainedState, capture_state, join_state
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import device_flags
 from uneven.timeline.export import Timeline
@@ -90,8 +90,9 @@ class Worker:
 
     def prepare(self) -> Pace:
         """Everything before the first slot: compile and warm up alone, then form the group and meet in round 0."""
-        self.rig.warm_up()
-        is_measured = self.seat.size > 1 and not self.config.is_shared_out
+        if self.rig.is_rehearsed:
+            self.rig.warm_up()
+        is_measured = self.rig.is_rehearsed and self.seat.size > 1 and not self.config.is_shared_out
         return self.meet(self.rig.measure() if is_measured else Cost(0.0, 1.0))
 
     def meet(self, cost: Cost) -> Pace:
@@ -105,7 +106,7 @@ class Worker:
         rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
         self.rig.has_cuda = any(row[0] for row in rows)
         pace.meet([Cost(*row[1:]) for row in rows])
-        if self.seat.rank > 0:
+        if self.seat.rank > 0 and self.config.strategy not in TOGETHER:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.pace = pace
         self._say_notes(pace)
@@ -165,9 +166,11 @@ class Worker:
         if self.config.checkpoints(epoch):
             self.recorder.enter("checkpoint")
             self.pace.average_buffers()
-            if self.seat.rank == 0:
+            # Pieces come together from all ranks.
+            state = self._state() if self.seat.rank == 0 or self.rig.full_state is not None else None
+            if state is not None and self.seat.rank == 0:
                 assert self.config.out is not None, "checkpoints need a folder"
-                self._state().save(self.config.out / f"epoch-{epoch + 1}")
+                state.save(self.config.out / f"epoch-{epoch + 1}")
         self.recorder.enter("other")
         self.recorder.event("epoch", **entry)
         self.report.epoch_done(entry)
@@ -176,17 +179,22 @@ class Worker:
         if self._test_feed is None:
             batch_size = evaluation.batch_size or self.config.batch_size
             self._test_feed = make_feed(evaluation.dataset, self.rig.on, self.config.seed, batch_size)
+        model, precision = self.rig.model, self.rig.eager.precision
+        if self.config.strategy in TOGETHER:
+            return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
         # By speed, as in training; everyone at least one sample, so that all know which metrics there are.
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
         first = sum(shares[: self.seat.rank])
         own = (first, first + shares[self.seat.rank])
-        model, precision = self.rig.model, self.rig.eager.precision
-        return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop)
+        batch_size = evaluation.batch_size or self.config.batch_size
+        # Where a forward needs all ranks, everyone runs as many.
+        batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
+        return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)
 
     def _state(self) -> TrainedState:
         trained = self.rig.trained
         return TrainedState(
-            **capture_state(self.rig.model, self.rig.optimizer),
+            **self._tensors(),
             history=list(self.history),
             config=self.config.to_json(),
             slot=trained,
@@ -195,3 +203,9 @@ class Worker:
             finished=trained == self.axis.total,
             structure=self.rig.structure,
         )
+
+    def _tensors(self) -> dict[str, Any]:
+        if self.rig.full_state is None:
+            return capture_state(self.rig.model, self.rig.optimizer)
+        full = self.rig.full_state()
+        return join_state(self.rig.model, self.rig.optimizer, full.model, full.optimizer)

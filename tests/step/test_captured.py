@@ -47,7 +47,7 @@ class OnCpu(Capture):
         totals = self._eager.meter.totals.clone()
         self._left = run(self.inputs)
         self._eager.meter.totals.copy_(totals)
-        for bucket in self._eager.road._buckets:
+        for bucket in self._eager.road._sums.buckets:
             bucket.buffer.zero_()
         self.alive.append(self)
         return self._left

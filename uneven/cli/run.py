@@ -18,6 +18,10 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
     shares: Annotated[str | None, typer.Option(help="Fixed shares, one per device, as in 5,2.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Who holds what: ddp-bucketed, zero1, zero2, fsdp, tensor, ...")
+    ] = None,
+    memory_shares: Annotated[str | None, typer.Option(help="How a strategy cuts its bytes, as in 15,6.")] = None,
     memory_cap: Annotated[
         str | None, typer.Option(help="Samples a device may hold at once; one for all, or 64,16.")
     ] = None,
@@ -52,6 +56,8 @@ def run(
     }
     if shares is not None:
         given["shares"] = _numbers("shares", shares)
+    if memory_shares is not None:
+        given["memory_shares"] = _numbers("memory_shares", memory_shares)
     if memory_cap is not None:
         caps = tuple(int(cap) if cap.is_integer() else cap for cap in _numbers("memory_cap", memory_cap))
         given["memory_cap"] = caps if len(caps) > 1 else caps[0]

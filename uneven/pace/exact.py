@@ -10,11 +10,12 @@ from typing import NamedTuple
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import spread
 from uneven.comm.group import Group
+from uneven.config import CUTTING, REPLICATED, TOGETHER
 from uneven.data.feed import Micros
 from uneven.data.replay import read_log
 from uneven.pace.company import STOP, check_agreement, check_company
+from uneven.pace.holding import hold
 from uneven.parallel.batchnorm import describe_batchnorm, has_batchnorm, synced_buffers
-from uneven.parallel.gradients import GradientRoad
 from uneven.policy.axis import Part, part_of
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
@@ -52,6 +53,7 @@ class ExactPace:
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(rig.seat.size)
         self.buffers = BufferAverage(rig.model, synced_buffers(rig.model))
+        self._is_together = rig.seat.size > 1 and rig.config.strategy in TOGETHER  # all train all samples
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._is_advised = False
         self._scale = 1.0  # of the learning rates
@@ -81,9 +83,7 @@ class ExactPace:
         if sum(rig.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in rig.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
-        # Layers that wait for each other in backward keep their order only if nothing is sent in between.
-        overlaps = not rig.circle.layers and rig.captured is None
-        rig.eager.road = GradientRoad(list(rig.model.parameters()), self.group, len(Row._fields) + 1, overlaps=overlaps)
+        self.notes += hold(rig, self.group, len(Row._fields) + 1)
         if is_measured:
             self._advise(costs)
 
@@ -94,6 +94,9 @@ class ExactPace:
     def parts(self) -> Iterator[Part]:
         seat = self.rig.seat
         for slot in self.rig.axis.slots():
+            if self._is_together:
+                yield Part(slot, slot.first, slot.samples, self.rig.batch(slot.samples))
+                continue
             shares = self.policy.shares(slot.index, slot.samples)
             yield part_of(slot, shares, seat.rank, self.rig.batch(shares[seat.rank]))
 
@@ -123,7 +126,8 @@ class ExactPace:
             rig.after_step(began_ns)
             is_stopped = self._is_stopping()
         rig.recorder.enter("other")
-        rig.note(part)
+        is_counted = not self._is_together or rig.seat.rank == 0
+        rig.note(part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch))
         self._weight += part.samples
         return is_stopped
 
@@ -137,7 +141,7 @@ class ExactPace:
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
-        if self.rig.seat.size > 1 and self.rig.has_cuda:
+        if self.rig.seat.size > 1 and self.rig.has_cuda and self._is_replicated:
             # A GPU and a CPU, or two kinds of GPU, round the same numbers differently: what is looked at is one model.
             model, equal = self.rig.model, synced_buffers(self.rig.model)
             spread(self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal)))
@@ -162,18 +166,22 @@ class ExactPace:
 
     def close(self) -> None:
         """The model is the user's alone again."""
-        if self.rig.eager.road is not None:
-            self.rig.eager.road.close()
-            for param in self.rig.model.parameters():
-                param.grad = None  # a view of the road
+        self.rig.eager.close()
 
     def _phantoms(self, part: Part) -> Micros:
-        """With synchronised BatchNorm all ranks run as many micro-batches: the missing ones, of 0 samples."""
-        if not self.rig.circle.is_open:
+        """Where ranks meet inside every micro-batch all of them run as many: the missing ones, of 0 samples."""
+        if self._is_together or (self._is_replicated and not self.rig.circle.is_open):
             return []
         shares = self.policy.shares(part.slot.index, part.slot.samples)
         most = max(-(-share // self.rig.batch(share, rank)) for rank, share in enumerate(shares))
-        return [(self.rig.feed.open(self._phantom), 0) for _ in range(most - len(part.sizes))]
+        missing = range(most - len(part.sizes))
+        # A strategy sits out by itself; layers of BatchNorm want a batch to pass.
+        return [(self.rig.feed.open(self._phantom) if self._is_replicated else None, 0) for _ in missing]
+
+    @property
+    def _is_replicated(self) -> bool:
+        """Whether every rank holds all params."""
+        return self.rig.config.strategy is None or self.rig.config.strategy in REPLICATED
 
     def _step_together(self, part: Part, micros: Micros) -> bool:
         """A step whose gradients are summed over all ranks; speeds, stop requests and proofs ride along."""
@@ -213,8 +221,13 @@ class ExactPace:
         return STOP in words
 
     def _advise(self, costs: Sequence[Cost]) -> None:
-        """Say so where fewer devices would do; all ranks come here after the same slot."""
+        """Say so where fewer devices would do; all ranks come here after the same slot.
+
+        Devices that hold pieces are there for their memory, too.
+        """
         rig = self.rig
+        if rig.config.strategy in CUTTING:
+            return
         found = forecast(costs, rig.axis.slot(0).samples, measure_sum_ms(self.group, rig.model))
         self.notes += advice(found, [str(device) for device in rig.seat.devices])
 

@@ -23,16 +23,19 @@ def make_strategy(
 ) -> Strategy:
     """`shares` says how much of the bytes each rank holds, of those that the strategy cuts; None is the same for all.
 
-    A model for 'tensor' or 'sequence' has a method `tensor_plan()`, which says how its layers are cut.
+    A model for 'tensor' or 'sequence' has a method `tensor_plan()`, which says how its layers are cut. One for 'fsdp'
+    may have `fsdp_units()`: its modules that are made whole one after another, where these are not simply its blocks.
     """
     if name in ("tensor", "sequence"):
         cut: Callable[..., Strategy] = TensorParallel if name == "tensor" else SequenceParallel
         return cut(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
     if name == "zero1":
         return DDPBucketed(model, lambda params: ShardedOptimizer(make_optimizer(params), group, shares=shares), group)
-    if name in ("zero2", "fsdp"):
-        owned: Callable[..., Strategy] = Zero2 if name == "zero2" else FSDP
-        return owned(model, make_optimizer, group, shares=shares)
+    if name == "zero2":
+        return Zero2(model, make_optimizer, group, shares=shares)
+    if name == "fsdp":
+        fsdp_units: Any = getattr(model, "fsdp_units", None)
+        return FSDP(model, make_optimizer, group, shares=shares, units=fsdp_units() if callable(fsdp_units) else None)
     assert name in STRATEGIES, name
     return (DDPFlat if name == "ddp-flat" else DDPBucketed)(model, make_optimizer, group)
 

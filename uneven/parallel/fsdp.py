@@ -56,7 +56,9 @@ class FSDP:
         self._backward: int | None = None
         trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
         self._unit_of = {one: unit for unit in self._units for one in unit.shards}
-        self._reducer = OwnerReducer(trained, group.another(), UNLIMITED, weakly(self._has_gradients))
+        road = group.another()
+        road.traffic = group.traffic  # one account for both
+        self._reducer = OwnerReducer(trained, road, UNLIMITED, weakly(self._has_gradients))
         sharded = ShardedOptimizer(optimizer, group, pieces=trained)
         sharded.take_gradients_from(self._reducer)
         self.optimizer: Optimizer = sharded
@@ -71,6 +73,9 @@ class FSDP:
         self._course.follow()
         self._reducer.sit_out()
         self._course.reset()
+
+    def scale(self, factor: Tensor) -> None:
+        self._reducer.scale(factor)
 
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
@@ -131,7 +136,7 @@ class FSDP:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
             raise RuntimeError(
                 f"unit {self._units[place].name!r} was called where {due!r} was due: every unit is called once, in the "
-                "order of units=; choose others, or put what is called twice into one"
+                "order of units=; choose others (in fit: by a method fsdp_units() of the model)"
             )
         self._called += 1
         self._course.enter(place, not torch.is_grad_enabled())

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
-from uneven.comm.work import Work
-from uneven.parallel.buckets import Bucket, cut_buckets
+from uneven.parallel.bucket_sums import BucketSums
 
 BUCKET_BYTES = 4 << 20
 
@@ -35,27 +34,26 @@ class GradientRoad:
         *,
         overlaps: bool = True,  # False: nothing is sent before finish()
     ) -> None:
-        self._group = group
+        trained = [p for p in params if p.requires_grad]
         self.overlaps = overlaps
+        self._rank = group.rank
         self._columns = columns
         self._num_rows = group.size * columns
-        self._buckets = _lay_buckets([p for p in params if p.requires_grad], self._num_rows, bucket_bytes)
-        self._works: list[Work] = []
+        # A flag per param stands beside the rows.
+        self._sums = BucketSums(trained, group, bucket_bytes, self._num_rows + len(trained), overlaps=overlaps)
         self._is_open = False
-        self._home = {p: bucket for bucket in self._buckets for p in bucket.params}
-        self._place = {p: place for place, p in enumerate(self._home)}
+        self._place = {p: place for place, p in enumerate(self._sums.views)}
         self._used: set[int] = set()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._home]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
 
     def start(self) -> None:
         """Zero all gradients and attach them to their buckets."""
-        self._works = []
         self._used.clear()
-        for bucket in self._buckets:
+        self._sums.begin()
+        for bucket in self._sums.buckets:
             bucket.buffer.zero_()
-            bucket.missing = len(bucket.params)
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view
+        for param, view in self._sums.views.items():
+            param.grad = view
 
     def open(self) -> None:
         """From now on a full bucket is sent: called before the last micro-batch's backward."""
@@ -77,22 +75,19 @@ class GradientRoad:
         number of the device's that need not be read for it. To and from a device go one copy each.
         """
         self._is_open = False
-        while len(self._works) < len(self._buckets) - 1:
-            self._send()
-        extra, columns = self._buckets[-1].extra, self._columns
+        self._sums.send_all_but_last()
+        extra, columns = self._sums.extra, self._columns
         own = [0.0] * len(extra)
-        start = self._group.rank * columns
+        start = self._rank * columns
         own[start : start + columns] = row()
         for place in self._used:
             own[self._num_rows + place] = 1.0
         extra.copy_(torch.tensor(own, dtype=extra.dtype))
         if last is not None:
             extra[start + columns - 1] = last
-        self._send()
-        for work in self._works:
-            work.wait()
+        self._sums.finish()
         numbers: list[float] = extra.tolist()
-        for param, flag in zip(self._home, numbers[self._num_rows :], strict=True):
+        for param, flag in zip(self._place, numbers[self._num_rows :], strict=True):
             if flag == 0.0:
                 param.grad = None
         return [numbers[place : place + columns] for place in range(0, self._num_rows, columns)]
@@ -103,23 +98,5 @@ class GradientRoad:
 
     def _arrived(self, param: nn.Parameter) -> None:
         self._used.add(self._place[param])
-        if not self._is_open:
-            return
-        self._home[param].missing -= 1
-        # The last bucket waits for finish(): its numbers are not known before.
-        while len(self._works) < len(self._buckets) - 1 and self._buckets[len(self._works)].missing <= 0:
-            self._send()
-
-    def _send(self) -> None:
-        self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))
-
-
-def _lay_buckets(params: Sequence[nn.Parameter], num_rows: int, bucket_bytes: int) -> list[Bucket]:
-    """The last one has room for the rows, and for a flag per param."""
-    groups = cut_buckets(params, bucket_bytes)
-    extra = num_rows + len(params)
-    last = groups[-1]
-    if last[0].dtype in (torch.float32, torch.float64):
-        return [*map(Bucket, groups[:-1]), Bucket(last, extra)]
-    # Halves would round the numbers: they travel by themselves.
-    return [*map(Bucket, groups), Bucket([], extra, torch.float32, last[0].device)]
+        if self._is_open:
+            self._sums.arrived(param)

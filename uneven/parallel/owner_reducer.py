@@ -16,7 +16,7 @@ from uneven.comm.work import Works
 from uneven.parallel.buckets import cut_buckets
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
-from uneven.parallel.strategy import scale_to_norm
+from uneven.parallel.strategy import scale_all, scale_to_norm
 
 IN_FLIGHT = 2  # buckets that may be on the wire; more would hold more full gradients
 
@@ -75,6 +75,9 @@ class OwnerReducer:
         pieces = self._home[segment.param].pieces
         begin = pieces.starts[segment.param] + segment.start - pieces.cut[self._group.rank]
         return self._own[pieces][begin : begin + segment.stop - segment.start]
+
+    def scale(self, factor: Tensor) -> None:
+        scale_all(self._own.values(), factor)
 
     def clip(self, max_norm: float) -> Tensor:
         """By the norm over all owners; each element is counted once."""

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from uneven.comm.group import Group
-from uneven.comm.work import Work
-from uneven.parallel.buckets import Bucket, cut_buckets
+from uneven.parallel.bucket_sums import BucketSums
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 
 
@@ -25,14 +24,9 @@ class Reducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, bucket_bytes: int, *, overlaps: bool) -> None:
         trained = [param for param in params if param.requires_grad]
-        cut = cut_buckets(trained, bucket_bytes)
-        self._group = group
-        self._overlaps = overlaps
-        self._buckets = [*map(Bucket, cut[:-1]), Bucket(cut[-1], extra=len(trained))]
-        self._home = {param: bucket for bucket in self._buckets for param in bucket.params}
-        self._views = {p: view for one in self._buckets for p, view in zip(one.params, one.views, strict=True)}
+        self._size = group.size
+        self._sums = BucketSums(trained, group, bucket_bytes, extra=len(trained), overlaps=overlaps)
         self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward
-        self._works: list[Work] = []
         self._backward: int | None = None  # that is being summed; one that failed is taken up by none
         self.is_syncing = True
         self._hooks = GradientHooks(trained, self._take_part, self._arrived)
@@ -59,11 +53,11 @@ class Reducer:
         """Of a sum that is still there, this rank's part: the next sum adds them up again."""
         if param in self._summed:
             self._summed.remove(param)
-            if param.grad is self._views[param]:
-                param.grad.div_(self._group.size)
+            if param.grad is self._sums.views[param]:
+                param.grad.div_(self._size)
 
     def _arrived(self, param: nn.Parameter) -> None:
-        view = self._views[param]
+        view = self._sums.views[param]
         if param.grad is not view:  # zeroed by dropping it, or somebody put another one there
             assert param.grad is not None
             view.copy_(param.grad)
@@ -73,40 +67,24 @@ class Reducer:
         if self._backward != running_backward():
             self._begin()
             at_the_end_of_backward(self._finish)
-        self._home[param].missing -= 1
-        while self._overlaps and self._is_next_full():
-            self._send()
-
-    def _is_next_full(self) -> bool:
-        """The last bucket waits for the end: only then its flags are known."""
-        number = len(self._works)
-        return number < len(self._buckets) - 1 and self._buckets[number].missing <= 0
+        self._sums.arrived(param)
 
     def _begin(self) -> None:
         self._backward = running_backward()
-        self._works = []
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.params)
+        self._sums.begin()
 
     def _finish(self) -> None:
         """Send what is left, wait for all, and give every param its sum."""
-        for bucket in self._buckets[len(self._works) :]:
+        for bucket in self._sums.waiting:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is None:
                     view.zero_()
                 self._take_part(param)
-        flags = self._buckets[-1].extra
-        flags.copy_(torch.tensor([float(param.grad is not None) for param in self._home], dtype=flags.dtype))
-        while len(self._works) < len(self._buckets):
-            self._send()
-        for work in self._works:
-            work.wait()
-        self._works = []
+        flags = self._sums.extra
+        flags.copy_(torch.tensor([float(param.grad is not None) for param in self._sums.views], dtype=flags.dtype))
+        self._sums.finish()
         self._backward = None
-        for (param, view), flag in zip(self._views.items(), flags.tolist(), strict=True):
+        for (param, view), flag in zip(self._sums.views.items(), flags.tolist(), strict=True):
             param.grad = view if flag else None
             if flag:
                 self._summed.add(param)
-
-    def _send(self) -> None:
-        self._works.append(self._group.sum_(self._buckets[len(self._works)].buffer))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.reducer import Reducer
-from uneven.parallel.strategy import FullState, MakeOptimizer, on_host, start_alike
+from uneven.parallel.strategy import FullState, MakeOptimizer, gradients_of, on_host, scale_all, start_alike
 
 
 class Replicated:
@@ -25,6 +25,9 @@ class Replicated:
 
     def sit_out(self) -> None:
         self._reducer.sit_out()
+
+    def scale(self, factor: Tensor) -> None:
+        scale_all(gradients_of(self.module), factor)
 
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

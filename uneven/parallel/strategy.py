@@ -55,6 +55,10 @@ class Strategy(Protocol):
         """In the place of backward, on a rank that has no samples for this step."""
         ...
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients, once they are summed."""
+        ...
+
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm, over the whole model, is at most this; the norm before."""
         ...
@@ -99,9 +103,17 @@ def on_host(state: Any) -> Any:
 
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """As torch's clip_grad_norm_ does, for gradients whose norm was found by other means."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale_all(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+@torch.no_grad()
+def scale_all(gradients: Iterable[Tensor], factor: Tensor) -> None:
     for one in gradients:
-        one.mul_(factor.to(one.dtype))
+        one.mul_(factor.to(one.device, one.dtype))
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    return [param.grad for param in module.parameters() if param.grad is not None]
 
 
 def whole_state(module: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:

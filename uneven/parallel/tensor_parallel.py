@@ -20,8 +20,10 @@ from uneven.parallel.sequence_functions import SharedRows
 from uneven.parallel.strategy import (
     FullState,
     MakeOptimizer,
+    gradients_of,
     held_by_name,
     on_host,
+    scale_all,
     scale_to_norm,
     start_alike,
     whole_state,
@@ -121,6 +123,9 @@ class TensorParallel:
     def sit_out(self) -> None:
         raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can sit out")
 
+    def scale(self, factor: Tensor) -> None:
+        scale_all(gradients_of(self.module), factor)
+
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """By the norm over the whole model: what is cut is summed over ranks, what all hold counts once."""
@@ -131,7 +136,7 @@ class TensorParallel:
             square[int(param in self._slicings)] += param.grad.double().square().sum()
         cut = self._group.sum_(square[1:].clone()).wait()
         norm = (square[0] + cut[0]).sqrt()
-        scale_to_norm([param.grad for param in params if param.grad is not None], norm, max_norm)
+        scale_to_norm(gradients_of(self.module), norm, max_norm)
         return norm
 
     @torch.no_grad()

@@ -39,6 +39,9 @@ class Zero2:
     def sit_out(self) -> None:
         self._reducer.sit_out()
 
+    def scale(self, factor: Tensor) -> None:
+        self._reducer.scale(factor)
+
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
 

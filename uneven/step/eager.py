@@ -6,6 +6,7 @@ them stands between backward and update.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +67,11 @@ class EagerStep:
         assert self.road is not None, "a road is laid when the group forms"
         self.road.start()
         counts = (backward or self.backward)(batches, slot_samples)
-        rows = self.road.finish(lambda: [*row(), 0.0], counts)
+        return self.counted(self.road.finish(lambda: [*row(), 0.0], counts))
+
+    @staticmethod
+    def counted(rows: list[list[float]]) -> tuple[list[list[float]], Tensor | None]:
+        """Rows without the counts at their ends, and what these sum up to."""
         total = sum(one.pop() for one in rows)
         # Where the unit is the sample, nobody has a count; a rank without samples learns here which it is.
         return rows, torch.tensor(total, dtype=torch.float64) if total else None
@@ -78,21 +83,40 @@ class EagerStep:
         """
         counts: Tensor | None = None
         for place, (batch, samples) in enumerate(batches):
-            if self.road is not None and place == len(batches) - 1:
-                self.road.open()
-            with self.precision.region(), self.circle.phantom(samples == 0):
-                result = self.train_step(self.model, batch)
-            if isinstance(result, tuple):
-                # The unit is not the sample (tokens, say): the true count is known only after the sum.
-                loss, count = result if samples else (result[0] * 0, 0)
-                count = _on_device(count, loss.device)
+            with self.summing(is_last=place == len(batches) - 1):
+                count = self.backward_of(batch, samples, slot_samples)
+            if count is not None:
                 counts = count if counts is None else counts + count
-                self.meter.add(loss.detach(), count)
-            else:
-                loss = _checked(result) * (samples / slot_samples)
-                self.meter.add(loss.detach() * slot_samples, samples)
-            self.precision.scaler.scale(loss).backward()
         return counts
+
+    def summing(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch: with the last one gradients begin to leave for the sum over ranks."""
+        if is_last and self.road is not None:
+            self.road.open()
+        return nullcontext()
+
+    def backward_of(self, batch: Batch, samples: int, slot_samples: int) -> Tensor | None:
+        """One micro-batch; returns its count where the unit is not the sample."""
+        count: Tensor | None = None
+        with self.precision.region(), self.circle.phantom(samples == 0):
+            result = self.train_step(self.model, batch)
+        if isinstance(result, tuple):
+            # The unit is not the sample (tokens, say): the true count is known only after the sum.
+            loss, units = result if samples else (result[0] * 0, 0)
+            count = _on_device(units, loss.device)
+            self.meter.add(loss.detach(), count)
+        else:
+            loss = _checked(result) * (samples / slot_samples)
+            self.meter.add(loss.detach() * slot_samples, samples)
+        self.precision.scaler.scale(loss).backward()
+        return count
+
+    def close(self) -> None:
+        """The model is the user's alone again."""
+        if self.road is not None:
+            self.road.close()
+            for param in self.model.parameters():
+                param.grad = None  # a view of the road
 
     def update(self, counts: Tensor | None) -> None:
         scaler = self.precision.scaler

@@ -20,23 +20,29 @@ def evaluate(
     group: Group,
     own: tuple[int, int | None] = (0, None),
     stop: threading.Event | None = None,
+    least_batches: int = 0,
 ) -> dict[str, float]:
     """Metrics over a whole data set, of which this rank does its own range: total sums over total count.
 
-    A stop request on any rank cuts it short, and then there are no metrics at all.
+    A stop request on any rank cuts it short, and then there are no metrics at all. `least_batches` is for models whose
+    ranks meet in forward: one that has fewer runs its last one again, for nothing.
     """
     sums: dict[str, Any] = {}
     total = 0
     was_training = model.training
     model.eval()
     with torch.no_grad(), precision.region():
+        batches = 0
         for batch, _ in feed.in_order(*own):
+            batches += 1
             parts, count = eval_step(model, batch)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value
             total += count
             if stop is not None and stop.is_set():
                 break  # after one batch at least, so that all ranks know the metrics' names
+        for _ in range(least_batches - batches):
+            eval_step(model, batch)
     model.train(was_training)
     names = sorted(sums)
     is_cut = stop is not None and stop.is_set()
