@@ -1,4 +1,7 @@
-"""One rank as a process: `python -m tests.rank_process PORT RANK SIZE MODULE:FUNCTION RESULT`; see tests/ranks.py."""
+"""One rank as a process: `python -m tests.rank_process PORT RANK SIZE MODULE:FUNCTION RESULT BACKEND`.
+
+Backend 'nccl' puts all ranks on one GPU. See tests/ranks.py.
+"""
 
 import importlib
 import os
@@ -6,13 +9,15 @@ import sys
 
 import torch
 
-from uneven.comm.group import TorchGroup
+from uneven.comm.group import form_group
 from uneven.comm.store import reach_store
 
 
-def main(port: str, rank: str, size: str, what: str, result: str) -> None:
+def main(port: str, rank: str, size: str, what: str, result: str, backend: str) -> None:
     torch.set_num_threads(1)
-    group = TorchGroup(reach_store("127.0.0.1", int(port)), int(rank), int(size))
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    store = reach_store("127.0.0.1", int(port))
+    group = form_group(store, int(rank), int(size), device, backend, is_crowded=True)
     module, function = what.split(":")
     found = getattr(importlib.import_module(module), function)(group)
     torch.save(found, result)

@@ -169,14 +169,17 @@ def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def on_processes(size: int, what: str, folder: Path) -> list[Any]:
-    """function(group) of `what` ("module:function") on every rank as a process over Gloo; the results in rank order."""
+def on_processes(size: int, what: str, folder: Path, backend: str = "cpu") -> list[Any]:
+    """function(group) of `what` ("module:function") on every rank as a process; the results in rank order.
+
+    Over Gloo, or with backend 'nccl' over NCCL, all on one GPU.
+    """
     store, port = open_store()
     results = [folder / f"{rank}.pt" for rank in range(size)]
     command = [sys.executable, "-m", "tests.rank_process", str(port)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), str(size), what, str(result)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+            [*command, str(rank), str(size), what, str(result), backend], stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
         for rank, result in enumerate(results)
     ]

@@ -55,9 +55,9 @@ ARROWS = {
     },
     "graph": {"errors"},
     "bench": {
-        *("comm", "config", "data", "ddp", "errors", "files", "graph", "hardware", "loop", "pace", "parallel"),
-        *("policy", "prepare", "progress", "rank", "rig", "run", "seat", "start", "state", "step", "supervise"),
-        *("timeline", "worker"),
+        *("comm", "config", "data", "ddp", "errors", "files", "graph", "hardware", "loop", "optim", "pace"),
+        *("parallel", "policy", "prepare", "progress", "rank", "rig", "run", "seat", "share", "start", "state"),
+        *("step", "supervise", "timeline", "worker"),
     },
     "cli": {"bench", "data", "errors", "hardware", "start"},
     "__main__": {"cli"},

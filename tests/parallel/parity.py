@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.ranks import ThreadGroup, on_threads
+from tests.ranks import on_threads
 from uneven.comm.group import Group
 from uneven.parallel.strategy import FullState, MakeOptimizer, Strategy
 from uneven.share.apportion import apportion, cut_by
@@ -27,7 +27,7 @@ Wrap = Callable[[nn.Module, MakeOptimizer, Group], Strategy]
 class Net(nn.Module):
     """Reads tokens of a picture: everything that is hard for somebody who cuts, sums or moves params."""
 
-    def __init__(self, kind: str, rank: int) -> None:
+    def __init__(self, kind: str, rank: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.kind = kind
         self.conv = nn.Conv2d(2, 3, 3, padding=1)
@@ -38,11 +38,11 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2) if kind == "unused" else None
         self.factor = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("scale", torch.ones(3))
-        self.double()
+        self.to(dtype)
         own = torch.Generator().manual_seed(1 + rank)  # only rank 0's may count
         with torch.no_grad():
             for tensor in (*self.parameters(), *self.buffers()):
-                tensor.copy_(torch.randn(tensor.shape, generator=own, dtype=tensor.dtype) * 0.4)
+                tensor.copy_(torch.randn(tensor.shape, generator=own, dtype=torch.float64) * 0.4)
         if kind == "tied":
             self.head.weight = self.embedding.weight
         if kind == "frozen":
@@ -69,6 +69,7 @@ class Case:
     accumulation: int = 1
     kind: str = "plain"
     optimizer: str = "sgd"
+    dtype: torch.dtype = torch.float64
 
     def parts(self) -> list[slice]:
         shares = {"equal": [1, 1, 1], "unequal": [7, 4, 1], "zero": [5, 0, 2]}[self.samples][: self.ranks]
@@ -81,7 +82,7 @@ def batches(case: Case) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
     own = torch.Generator().manual_seed(9)
 
     def batch() -> tuple[Tensor, Tensor, Tensor]:
-        picture = torch.randn(SAMPLES, 2, 4, 4, generator=own, dtype=torch.float64)
+        picture = torch.randn(SAMPLES, 2, 4, 4, generator=own, dtype=torch.float64).to(case.dtype)
         tokens = torch.randint(0, 7, (2, SAMPLES), generator=own)
         return picture, tokens[0], tokens[1]
 
@@ -101,7 +102,7 @@ class Outcome:
 
 
 def train_dense(case: Case) -> Outcome:
-    model = Net(case.kind, 0)
+    model = Net(case.kind, 0, case.dtype)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     norms = []
     for micros in batches(case):
@@ -113,8 +114,8 @@ def train_dense(case: Case) -> Outcome:
     return Outcome(FullState(dict(model.state_dict()), optimizer.state_dict()), norms, [])
 
 
-def train_on(case: Case, wrap: Wrap, group: ThreadGroup, *, drops_grads: bool = True) -> Outcome:
-    strategy = wrap(Net(case.kind, group.rank), OPTIMIZERS[case.optimizer], group)
+def train_on(case: Case, wrap: Wrap, group: Group, *, drops_grads: bool = True, device: str = "cpu") -> Outcome:
+    strategy = wrap(Net(case.kind, group.rank, case.dtype).to(device), OPTIMIZERS[case.optimizer], group)
     part = case.parts()[group.rank]
     norms = []
     for micros in batches(case):
@@ -124,7 +125,8 @@ def train_on(case: Case, wrap: Wrap, group: ThreadGroup, *, drops_grads: bool = 
                 if part.stop == part.start:
                     strategy.sit_out()
                 else:
-                    loss_of(strategy.module, micro, part, SAMPLES * case.accumulation).backward()
+                    here = [one.to(device) for one in micro]
+                    loss_of(strategy.module, here, part, SAMPLES * case.accumulation).backward()
         norms.append(float(strategy.clip(CLIP)))
         strategy.optimizer.step()
         strategy.optimizer.zero_grad(set_to_none=drops_grads)

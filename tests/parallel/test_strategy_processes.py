@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.parallel import test_fsdp
+from tests.parallel.collective_counts import count_all
 from tests.parallel.parity import (
     Case,
     Outcome,
@@ -20,6 +21,19 @@ from uneven.comm.group import Group
 from uneven.parallel.reference import TorchFsdp, TorchReplicated
 from uneven.parallel.strategy import FullState
 
+OWNERS, BLOCKS, CUT_BLOCKS = 2, 3, 2  # of three ranks one has no share
+GATHERS = 1 + BLOCKS + BLOCKS - 1  # the root, every block forward, and all but the last again backward
+EXPECTED = {
+    "ddp-flat": {"allreduce_": 1},
+    "ddp-bucketed": {"allreduce_": 1},
+    "zero1": {"allreduce_": 1, "broadcast_": OWNERS},
+    "zero2": {"allreduce_": 1 + 1, "broadcast_": OWNERS},  # and who used which param
+    "fsdp": {"allreduce_": 1 + BLOCKS + 1, "broadcast_": GATHERS * OWNERS},
+    # Two sums a block forward and two backward; the embedding's forward, the last layer's backward and its gather.
+    "tensor": {"allreduce_": 4 * CUT_BLOCKS + 2, "broadcast_": OWNERS},
+    # The same sums, which go to owners of rows; what they then make whole; and one for the params of what is by rows.
+    "sequence": {"allreduce_": 4 * CUT_BLOCKS + 2 + 1, "broadcast_": (4 * CUT_BLOCKS + 3) * OWNERS},
+}
 CASES = [Case(3, "zero", 2, "unused", "adamw"), Case(3, "unequal", 1, "tied", "sgd")]
 EQUAL = Case(3, "equal", 1, "frozen", "adamw")
 REFERENCES = {
@@ -36,6 +50,7 @@ class Everything:
     tensors: list[tuple[FullState, list[float]]]
     torchs: dict[str, Outcome]
     torchs_fsdp: dict[str, torch.Tensor]
+    collectives: dict[str, dict[str, int]]
 
 
 def everything(group: Group) -> Everything:
@@ -44,6 +59,7 @@ def everything(group: Group) -> Everything:
         [train(group, kind, "sgd", True, (3, 1, 0)) for kind in KINDS],
         {name: train_on(EQUAL, wrap, group) for name, wrap in REFERENCES.items()},
         test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group),
+        count_all(group),
     )
 
 
@@ -84,3 +100,13 @@ def test_pytorchs_own_fsdp_trains_the_same(found: list[Everything]) -> None:
     """On blocks: it refuses params without a dimension, which the other model has."""
     for one in found:
         torch.testing.assert_close(one.torchs_fsdp, test_fsdp.dense(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_has_the_collectives_that_it_must_have(found: list[Everything]) -> None:
+    """As PyTorch's CommDebugMode counts them. PyTorch's ZeRO sends every param by itself, ours every owner's piece."""
+    for one in found:
+        torchs = {name: count for name, count in one.collectives.items() if name.startswith("torch-")}
+        assert {name: count for name, count in one.collectives.items() if name not in torchs} == EXPECTED
+        assert sum(torchs["torch-zero1"].values()) > sum(EXPECTED["zero1"].values())
+        assert torchs["torch-ddp"]["allreduce_"] == EXPECTED["ddp-bucketed"]["allreduce_"]
+        assert torchs["torch-fsdp"] == {"_allgather_base_": 1 + BLOCKS + BLOCKS, "_reduce_scatter_base_": 1 + BLOCKS}

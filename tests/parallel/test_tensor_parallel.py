@@ -55,7 +55,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         assert isinstance(self.scale, Tensor)
-        x = (self.token(tokens) + self.places(torch.arange(tokens.shape[1]))) * self.scale
+        x = (self.token(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))) * self.scale
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(x)
@@ -79,7 +79,7 @@ def tokens(step: int) -> Tensor:
 
 
 def loss_of(scores: Tensor, step: int) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), tokens(step + 100).flatten())
+    return F.cross_entropy(scores.flatten(0, 1), tokens(step + 100).flatten().to(scores.device))
 
 
 def dense(optimizer: str, is_tied: bool, steps: int = 3) -> tuple[FullState, list[float]]:
@@ -102,15 +102,16 @@ def train(
     shares: Any,
     steps: range = range(3),
     state: FullState | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[FullState, list[float]]:
-    model = Gpt(is_tied, seed=3 + group.rank)
+    model = Gpt(is_tied, seed=3 + group.rank).to(device)
     strategy = KINDS[kind](model, OPTIMIZERS[optimizer], group, plan=PLAN, shares=shares, **options)
     if state is not None:
         strategy.load_full_state(state)
     norms = []
     for step in steps:
-        loss_of(strategy.module(tokens(step)), step).backward()
+        loss_of(strategy.module(tokens(step).to(device)), step).backward()
         norms.append(float(strategy.clip(CLIP)))
         strategy.optimizer.step()
         strategy.optimizer.zero_grad()

@@ -164,9 +164,10 @@ class OwnerReducer:
             self._send()
         for one in self._ranges:
             self._land(one)
-        flags = torch.tensor([float(param in self._arrived_now) for param in self._home])
-        flags = self._group.sum_(flags.to(self._ranges[0].pieces.flat.device)).wait()
-        self._used.update(param for param, flag in zip(self._home, flags.tolist(), strict=True) if flag)
+        own = [float(param in self._arrived_now) for param in self._home]
+        flags = self._group.sum_(torch.tensor(own).to(self._ranges[0].pieces.flat.device)).wait()
+        # Whoever used all params knows that they were used; to read what the others say would wait for the device.
+        self._used.update(p for p, flag in zip(self._home, own if all(own) else flags.tolist(), strict=True) if flag)
         self._reset()
         self._backward = None
 

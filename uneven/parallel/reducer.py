@@ -80,11 +80,12 @@ class Reducer:
                 if param.grad is None:
                     view.zero_()
                 self._take_part(param)
-        flags = self._sums.extra
-        flags.copy_(torch.tensor([float(param.grad is not None) for param in self._sums.views], dtype=flags.dtype))
+        flags, own = self._sums.extra, [float(param.grad is not None) for param in self._sums.views]
+        flags.copy_(torch.tensor(own, dtype=flags.dtype))
         self._sums.finish()
         self._backward = None
-        for (param, view), flag in zip(self._sums.views.items(), flags.tolist(), strict=True):
+        # Whoever used all params knows that they were used; to read what the others say would wait for the device.
+        for (param, view), flag in zip(self._sums.views.items(), own if all(own) else flags.tolist(), strict=True):
             param.grad = view if flag else None
             if flag:
                 self._summed.add(param)
