@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-cuda check bench bench-core bench-seeds soak clean
+.PHONY: demo test test-cuda check bench bench-core bench-seeds bench-strategies soak clean
 
 demo: $(STAMP)
 	$(BIN)/uneven demo
@@ -38,6 +38,12 @@ bench-core: $(STAMP)
 # LeNet, full MNIST, 5 epochs, 5 seeds in every mode, and the demo's set (about an hour and a half on two slow cores).
 bench-seeds: $(STAMP)
 	$(BIN)/python tools/seeds.py
+
+# Every strategy: memory against the formula, traffic, parity; then speed against PyTorch's, in turn (20 minutes).
+bench-strategies: $(STAMP)
+	$(BIN)/uneven bench strategies
+	$(BIN)/uneven bench strategies --shares 15,6 --only zero1,zero2,fsdp,tensor,sequence
+	$(BIN)/uneven bench strategies --paired --pairs 60
 
 # What needs a CUDA device; elsewhere all of it is skipped with the reason. Within 8 minutes on one GPU.
 test-cuda: $(STAMP)

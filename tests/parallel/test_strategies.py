@@ -26,6 +26,7 @@ from tests.parallel.parity import (
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.errors import InputError
+from uneven.parallel.buckets import BUCKET_BYTES
 from uneven.parallel.ddp_bucketed import DDPBucketed
 from uneven.parallel.ddp_flat import DDPFlat
 from uneven.parallel.fsdp import FSDP
@@ -56,12 +57,17 @@ for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, S
 for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
     WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
         lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
-            model, make, group, shares=shares and shares[: group.size], by_tensors=by_tensors, bucket_mb=2e-4
+            model, make, group, shares=shares and shares[: group.size], by_tensors=by_tensors, bucket_bytes=200
         )
     )
 for shares in (None, SHARES):
     WRAPS[f"fsdp{', uneven' if shares else ''}"] = lambda model, make, group, shares=shares: FSDP(
-        model, make, group, shares=shares and shares[: group.size], units=[model.conv, model.inner]
+        model,
+        make,
+        group,
+        shares=shares and shares[: group.size],
+        units=[model.conv, model.inner],
+        bucket_bytes=200 if shares else BUCKET_BYTES,
     )
 FACTORS: dict[str, Any] = {
     "wrap": list(WRAPS),

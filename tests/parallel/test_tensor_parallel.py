@@ -1,6 +1,8 @@
 """Layers cut among ranks compute what whole ones do: losses, steps, states, with heads and columns unequal."""
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -219,3 +221,12 @@ def test_nobody_sits_out() -> None:
     strategy = TensorParallel(Gpt(), OPTIMIZERS["sgd"], SoloGroup(), plan=PLAN)
     with pytest.raises(RuntimeError, match="same samples"):
         strategy.sit_out()
+
+
+def test_what_was_cut_is_not_kept() -> None:
+    model = Gpt()
+    dense = weakref.ref(model.blocks[0].expand.weight)
+    strategy = TensorParallel(model, OPTIMIZERS["sgd"], SoloGroup(), plan=PLAN)
+    gc.collect()
+    assert dense() is None
+    assert strategy.module is model

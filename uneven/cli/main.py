@@ -16,6 +16,7 @@ from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
 from uneven.cli.run import run
 from uneven.cli.scaling import scaling
+from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, policies, report, sweep
 from uneven.errors import InputError, MachineError, RankError
 
@@ -28,7 +29,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo)
-for verb in (sweep, report, compare, check, policies, scaling):
+for verb in (sweep, report, compare, check, policies, scaling, strategies):
     bench.app.command(verb.__name__)(verb)
 
 

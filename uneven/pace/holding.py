@@ -11,9 +11,9 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import CUTTING, REPLICATED, TOGETHER
 from uneven.errors import InputError
-from uneven.parallel.buckets import UNLIMITED
+from uneven.parallel.buckets import BUCKET_BYTES, UNLIMITED
 from uneven.parallel.catalog import make_strategy
-from uneven.parallel.gradients import BUCKET_BYTES, GradientRoad
+from uneven.parallel.gradients import GradientRoad
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, on_host
 from uneven.rig import Rig

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-UNLIMITED = 1 << 62  # bytes: one bucket for all
+BUCKET_BYTES = 4 << 20  # small ones leave early, and few full gradients wait in them
+UNLIMITED = 1 << 62  # one bucket for all
 
 
 class Bucket:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.parallel.buckets import UNLIMITED
+from uneven.parallel.buckets import BUCKET_BYTES
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.pieces import Pieces, checked_shares, flat_memory
@@ -42,6 +42,7 @@ class FSDP:
         shares: Sequence[float] | None = None,
         units: Sequence[nn.Module] | None = None,
         compute_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         each = checked_shares(shares, group)
         start_alike(model, group)
@@ -58,7 +59,7 @@ class FSDP:
         self._unit_of = {one: unit for unit in self._units for one in unit.shards}
         road = group.another()
         road.traffic = group.traffic  # one account for both
-        self._reducer = OwnerReducer(trained, road, UNLIMITED, weakly(self._has_gradients))
+        self._reducer = OwnerReducer(trained, road, bucket_bytes, weakly(self._has_gradients))
         sharded = ShardedOptimizer(optimizer, group, pieces=trained)
         sharded.take_gradients_from(self._reducer)
         self.optimizer: Optimizer = sharded

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.parallel.bucket_sums import BucketSums
-
-BUCKET_BYTES = 4 << 20
+from uneven.parallel.buckets import BUCKET_BYTES
 
 
 class GradientRoad:

@@ -55,7 +55,7 @@ class OwnerReducer:
         pieces: Sequence[Pieces],
         group: Group,
         bucket_bytes: int,
-        done: Callable[[Pieces], None] = lambda _: None,  # told when a bucket has all its gradients
+        done: Callable[[Pieces], None] = lambda _: None,  # told when all gradients of some pieces have arrived
     ) -> None:
         self._group = group
         self._done = done
@@ -91,6 +91,9 @@ class OwnerReducer:
 
     def start(self) -> None:
         """Backward has summed everything already."""
+
+    def finish(self) -> None:
+        """Sums stay until they are zeroed: the next backward may add to them."""
 
     def zero(self) -> None:
         self._own.clear()
@@ -130,7 +133,7 @@ class OwnerReducer:
         param.grad = None
         self._arrived_now.add(param)
         one.missing -= 1
-        if one.missing == 0:
+        if one.missing == 0 and all(other.missing == 0 for other in self._ranges if other.pieces is one.pieces):
             self._done(one.pieces)
         while self._sent < len(self._ranges) and self._ranges[self._sent].missing <= 0:
             self._send()

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.config import TrainStep
-from uneven.parallel.strategy import FullState, MakeOptimizer, on_host
+from uneven.parallel.strategy import FullState, MakeOptimizer, gradients_of, on_host, scale_all
+from uneven.parallel.tensor_parallel import Columns, How, Places, Plan, Words
 from uneven.parallel.units import blocks_of
 
 
@@ -78,6 +79,9 @@ class TorchReplicated:
         self._model.load_state_dict(state.model)
         self.optimizer.load_state_dict(on_host(state.optimizer))
 
+    def scale(self, factor: Tensor) -> None:
+        scale_all(gradients_of(self._model), factor)
+
     def close(self) -> None: ...
 
 
@@ -117,7 +121,72 @@ class TorchFsdp:
     def load_full_state(self, state: FullState) -> None:
         raise NotImplementedError("a reference is trained from its start")
 
+    def scale(self, factor: Tensor) -> None:
+        scale_all(gradients_of(self.module), factor)
+
     def close(self) -> None: ...
+
+
+class TorchTensor:
+    """parallelize_module with our plan: linear layers by columns and rows, embeddings by words, equally.
+
+    A layer of several parts (q, k and v in one) cannot be cut so.
+    """
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, *, plan: Plan) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        self._group = group
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (group.size,))
+        styles = {pattern: _style(how) for pattern, how in plan.items() if not isinstance(how, Places)}
+        self.module = parallelize_module(model, mesh, styles)
+        # By kind, since PyTorch updates a group's params together and refuses to mix the two.
+        cut = [param for param in self.module.parameters() if isinstance(param, DTensor)]
+        whole = [param for param in self.module.parameters() if not isinstance(param, DTensor)]
+        groups: Any = [{"params": cut}, {"params": whole}]
+        self.optimizer = make_optimizer(groups)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sit_out(self) -> None:
+        raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can sit out")
+
+    def scale(self, factor: Tensor) -> None:
+        for grad in gradients_of(self.module):
+            getattr(grad, "_local_tensor", grad).mul_(factor)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        norms = [_whole(grad.norm()) for grad in gradients_of(self.module)]
+        norm: Tensor = torch.stack(norms).norm()
+        self.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def full_state(self) -> FullState:
+        """The optimizer numbers its params by kind, the cut ones first, not as the model does."""
+        state = self.optimizer.state_dict()
+        whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
+        model = {key: _whole(one) for key, one in self.module.state_dict().items()}
+        return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
+
+    def load_full_state(self, state: FullState) -> None:
+        raise NotImplementedError("a reference is trained from its start")
+
+    def close(self) -> None: ...
+
+
+def _style(how: How) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(how, Columns):
+        assert how.parts == 1, "PyTorch cuts a layer into one range per rank"
+        return ColwiseParallel(output_layouts=Replicate()) if how.gathers else ColwiseParallel()
+    return RowwiseParallel(input_layouts=Replicate()) if isinstance(how, Words) else RowwiseParallel()
 
 
 def _whole(value: Any) -> Any:

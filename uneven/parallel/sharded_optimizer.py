@@ -26,6 +26,10 @@ class Source(Protocol):
         ...
 
     def gradient_of(self, segment: Segment) -> Tensor | None: ...
+    def finish(self) -> None:
+        """The step has used all gradients."""
+        ...
+
     def zero(self) -> None: ...
 
 
@@ -101,6 +105,8 @@ class ShardedOptimizer(Optimizer):
         for param, (_, leaf) in self._leaves.items():
             if leaf is not param or self._source is not None:
                 leaf.grad = None
+        if self._source is not None:
+            self._source.finish()
         return [pieces.gather(self._group) for pieces in self.pieces]
 
     def take_gradients_from(self, source: Source) -> None:

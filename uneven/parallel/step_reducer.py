@@ -12,7 +12,7 @@ from uneven.parallel.pieces import Pieces, Segment, flat_memory, lying_as
 
 
 class StepReducer:
-    """Takes what backward has accumulated in the params; the sums are there from `start` to `zero`."""
+    """Takes what backward has accumulated in the params; the sums are there from `start` to `finish`."""
 
     def __init__(self, pieces: Sequence[Pieces], group: Group) -> None:
         self._pieces = pieces
@@ -45,6 +45,9 @@ class StepReducer:
         begin = pieces.starts[segment.param]
         return buffer[begin + segment.start : begin + segment.stop]
 
-    def zero(self) -> None:
+    def finish(self) -> None:
         self._sums.clear()
         self._used.clear()
+
+    def zero(self) -> None:
+        """The params' own gradients are the optimizer's to zero."""

@@ -112,6 +112,7 @@ class TensorParallel:
                 cut = self._cut(name, module, how)
                 if cut is not module:
                     setattr(parent, name.rpartition(".")[2], cut)
+        self._cut_params.clear()  # they would keep the whole model
         if not self._slicings:
             raise ValueError(f"the plan {dict(plan)} names no module of the model")
         self.optimizer = make_optimizer(model.parameters())

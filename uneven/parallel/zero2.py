@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
+from uneven.parallel.buckets import BUCKET_BYTES
 from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, MakeOptimizer, on_host, start_alike
@@ -23,12 +24,12 @@ class Zero2:
         *,
         shares: Sequence[float] | None = None,
         by_tensors: bool = False,
-        bucket_mb: float = 25.0,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         start_alike(model, group)
         self.module = model
         optimizer = ShardedOptimizer(make_optimizer(model.parameters()), group, shares=shares, by_tensors=by_tensors)
-        self._reducer = OwnerReducer(optimizer.pieces, group, int(bucket_mb * (1 << 20)))
+        self._reducer = OwnerReducer(optimizer.pieces, group, bucket_bytes)
         optimizer.take_gradients_from(self._reducer)
         self.optimizer: Optimizer = optimizer
 

@@ -1,0 +1,139 @@
+"""What the benchmark of strategies trains, the same in every row: a model from a seed, batches from their numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+from uneven.bench.models import gpt, gpt_nano
+from uneven.comm.group import Group
+from uneven.config import STRATEGIES, TOGETHER
+from uneven.optim.muon_adamw import MuonAdamW
+from uneven.parallel.catalog import make_strategy, plan_of
+from uneven.parallel.reference import TorchFsdp, TorchReplicated, TorchTensor
+from uneven.parallel.strategy import FullState, on_host
+from uneven.share.apportion import apportion, cut_by
+
+DENSE, MUON, MUON_ALONE = "dense", "muon", "muon-1"
+TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp", "torch-tensor")
+ROWS = (DENSE, *STRATEGIES, *TORCHS, MUON_ALONE, MUON)
+ALONE = {DENSE, MUON_ALONE}  # rows of one rank, that others are held against
+BATCH = 8  # samples of all ranks together
+LR, MUON_LR = 1e-3, 0.02
+SEED = 0
+
+
+@dataclass(frozen=True)
+class RowTask:
+    """What all ranks of a row do. `against` (paired mode): the row that takes turns with this one, for `pairs` pairs of
+    segments of `steps` steps.
+    """
+
+    row: str
+    model: str
+    ranks: int
+    shares: list[float] | None
+    steps: int
+    device: str
+    cores: list[list[int]]
+    threads: list[int]
+    home: str  # where rows of one rank leave their states for the others
+    against: str | None = None
+    pairs: int = 0
+
+
+class Trained(Protocol):
+    """A model in training, as much of a strategy as the benchmark needs."""
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def full_state(self) -> FullState: ...
+
+
+@dataclass
+class Plain:
+    """A model and an optimizer without a strategy: one rank alone, or an optimizer that sums by itself."""
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def full_state(self) -> FullState:
+        return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
+
+
+def reference_of(row: str) -> str:
+    """The row of one rank that has seen the same batches."""
+    return MUON_ALONE if row in (MUON, MUON_ALONE) else DENSE
+
+
+def make_model(row: str, size: str) -> nn.Module:
+    """The same values on every rank and in every row; without dropout."""
+    torch.manual_seed(SEED)
+    if reference_of(row) == MUON_ALONE:
+        return gpt_nano.GptNano().eval()
+    return gpt.Gpt(gpt.size_of(size))
+
+
+def make_trained(row: str, model: nn.Module, group: Group, shares: Sequence[float] | None) -> Trained:
+    if row in STRATEGIES:
+        return make_strategy(row, model, make_adamw, group, shares)
+    if row == "torch-fsdp":
+        return TorchFsdp(model, make_adamw, group)
+    if row == "torch-tensor":
+        return TorchTensor(model, make_adamw, group, plan=plan_of(row, model))
+    if row in TORCHS:
+        return TorchReplicated(model, make_adamw, group, is_sharded=row == "torch-zero1")
+    if row == DENSE:
+        return Plain(model, make_adamw(model.parameters()))
+    matrices, others = by_kind(model)
+    kinds = [{"params": matrices, "kind": "muon", "lr": MUON_LR}, {"params": others, "kind": "adamw", "lr": LR}]
+    return Plain(model, MuonAdamW(kinds, group, memory=shares))
+
+
+def make_adamw(params: Any) -> Optimizer:
+    return AdamW(params, lr=LR)
+
+
+def by_kind(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices inside the blocks, which are Muon's, and the others."""
+    named = list(model.named_parameters())
+    matrices = [param for name, param in named if name.startswith("blocks.") and param.dim() == 2]
+    chosen = set(matrices)
+    return matrices, [param for _, param in named if param not in chosen]
+
+
+class Batches:
+    """Tokens made from a batch's number: all ranks know all of them, and each takes its own rows."""
+
+    def __init__(self, row: str, size: str, group: Group, device: torch.device) -> None:
+        if reference_of(row) == MUON_ALONE:
+            self._vocabulary, self._window = gpt_nano.VOCABULARY, gpt_nano.WINDOW
+        else:
+            self._vocabulary, self._window = gpt.size_of(size).vocabulary, gpt.size_of(size).window
+        works_together = row in (*TOGETHER, "torch-tensor")
+        cut = cut_by(apportion(BATCH, [1.0] * group.size))
+        self._own = slice(None) if works_together else slice(cut[group.rank], cut[group.rank + 1])
+        self.is_cut = not works_together
+        self._device = device
+
+    def loss(self, module: nn.Module, number: int) -> Tensor:
+        """This rank's part of the mean over the batch of all ranks."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        tokens = torch.randint(self._vocabulary, (BATCH, self._window + 1), generator=generator)
+        own = tokens[self._own].to(self._device)
+        scores = module(own[:, :-1])
+        return F.cross_entropy(scores.flatten(0, 1), own[:, 1:].flatten(), reduction="sum") / (BATCH * self._window)
+
+
+def step(trained: Trained, batches: Batches, number: int) -> Tensor:
+    """One step of training; afterwards gradients are still there."""
+    trained.optimizer.zero_grad()
+    loss = batches.loss(trained.module, number)
+    loss.backward()
+    trained.optimizer.step()
+    return loss.detach()

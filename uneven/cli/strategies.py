@@ -1,0 +1,187 @@
+"""`uneven bench strategies`: memory, traffic and time of every strategy, ours and PyTorch's."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from uneven.bench.strategies import Paired, Row
+
+
+def strategies(
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, 2 ranks, few steps; about a minute.")] = False,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks.", show_default="4, or one per share")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt (25 M params), gpt-medium (5 M), gpt-small (1 M) or gpt-tiny.", show_default="gpt"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or one GPU that all ranks share, as in cuda:0.")] = "cpu",
+    shares: Annotated[
+        str | None, typer.Option(help="Of memory, one per rank, as in 15,6.", show_default="equal")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Of each row; with --paired, of a segment.", show_default="6, paired 3")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Rows, as in fsdp,torch-fsdp.", show_default="all")] = None,
+    paired: Annotated[
+        bool, typer.Option("--paired", help="Instead: speed against PyTorch's, in turn, on 2 ranks.")
+    ] = False,
+    pairs: Annotated[int, typer.Option(min=2, help="With --paired: pairs of segments.")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every rank; no progress.")] = False,
+) -> None:
+    """What every strategy holds (and should, by the formula), sends and takes; and whether it trains what one rank
+    alone would. Fresh processes for every row. Exit code 1 where a row failed or went astray.
+
+    Examples:
+
+      uneven bench strategies --quick
+
+      uneven bench strategies --nproc 4 --only fsdp,torch-fsdp
+
+      uneven bench strategies --shares 15,6 --only zero1,zero2,fsdp,tensor
+
+      uneven bench strategies --paired --pairs 60
+    """
+    from uneven.bench import strategies as bench
+
+    memory = None if shares is None else _shares(shares)
+    if memory is not None and nproc not in (None, len(memory)):
+        raise InputError(f"--nproc {nproc} with --shares {shares}: give one share per rank, or leave --nproc out")
+    if paired and memory is not None:
+        raise InputError("--paired with --shares: PyTorch's strategies have equal shares only; leave --shares out")
+    order = bench.StrategiesOrder(
+        model=model or ("gpt-small" if quick else "gpt-medium" if paired else "gpt"),
+        device=device,
+        ranks=nproc or (len(memory) if memory else 2 if quick or paired else 4),
+        shares=memory,
+        steps=steps or (3 if paired else 4 if quick else 6),
+        only=None if only is None else tuple(only.split(",")),
+        is_quick=quick,
+        pairs=pairs,
+    )
+
+    def tell(what: str) -> None:
+        if not as_json:
+            print(what, file=sys.stderr)
+
+    if paired:
+        ratios = bench.measure_pairs(order, tell)
+        print(json.dumps(bench.pairs_to_json(order, ratios), indent=1)) if as_json else _print_pairs(ratios)
+        return
+    rows = bench.measure_strategies(order, tell)
+    if as_json:
+        print(json.dumps(bench.rows_to_json(order, rows), indent=1))
+    else:
+        _print_rows(rows, has_shares=memory is not None)
+    if not all(row.is_good for row in rows):
+        raise typer.Exit(1)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"--shares {text!r} must be numbers with commas between them, as in 15,6") from None
+
+
+def _print_rows(rows: "Sequence[Row]", *, has_shares: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    good = [row for row in rows if row.cause is None]
+    console.print("MB on the rank that holds most: measured/by the formula\n")
+    console.print(_memory_table(good))
+    console.print("\nPer step; MB sent by a rank\n")
+    console.print(_step_table(good))
+    if has_shares:
+        console.print("\nOf what is cut, each rank holds\n")
+        console.print(_parts_table(good))
+    for row in rows:
+        if row.cause is not None:
+            console.print(f"\n{row.name} failed: {row.cause}", markup=False)
+        for name in sorted({name for one in row.ranks for name in one["unequal"]}):
+            console.print(f"\n{row.name}: {name} is not the same on all ranks", markup=False)
+
+
+def _table(headings: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
+    return table
+
+
+def _mb(number: float | None, digits: int = 1) -> str:
+    return "-" if number is None else f"{number / 1e6:.{digits}f}"
+
+
+def _memory_table(rows: "Sequence[Row]") -> Any:
+    table = _table(("", "params", "gradients", "state", "other", "all", "off", "+step", "peak", "RSS"))
+    for row in rows:
+        found = row.largest
+        held, predicted = found["held"], found["predicted"]
+        total, expected = sum(held.values()), sum(predicted.values())
+        table.add_row(
+            row.name,
+            *(f"{_mb(held[key])}/{_mb(predicted[key])}" for key in ("params", "gradients", "state")),
+            _mb(held["other"]),
+            f"{_mb(total)}/{_mb(expected)}",
+            f"{total / expected - 1:+.1%}",
+            _mb(found["peak"] - total),
+            _mb(found["peak"]),
+            _mb(found["rss"], 0),
+        )
+    return table
+
+
+def _step_table(rows: "Sequence[Row]") -> Any:
+    table = _table(("", "wire", "payload", "ms", "loss", "off", "drift", "worst", "in sync"))
+    for row in rows:
+        first = row.ranks[0]
+        sent = [one["wire"] for one in row.ranks]
+        table.add_row(
+            row.name,
+            _mb(None if None in sent else max(sent)),
+            _mb(None if row.name.startswith("torch-") else max(one["payload"] for one in row.ranks)),
+            f"{1e3 * max(one['seconds'] for one in row.ranks):.0f}",
+            f"{first['losses'][-1]:.5f}",
+            f"{row.loss_difference:+.1e}",
+            f"{first['drift']:.1e}",
+            f"{first['worst'][1]:.1e}",
+            "yes" if row.is_in_sync else "NO",
+        )
+    return table
+
+
+def _parts_table(rows: "Sequence[Row]") -> Any:
+    table = _table(("", *(f"rank {rank}" for rank in range(max(len(row.ranks) for row in rows)))))
+    for row in rows:
+        if row.is_cut:
+            table.add_row(row.name, *(f"{part:.1%}" for part in row.parts()))
+    return table
+
+
+def _print_pairs(found: "Sequence[Paired]") -> None:
+    from rich.console import Console
+
+    table = _table(("", "against", "ms", "its ms", "ratio", "pairs", "at least as fast"))
+    for one in found:
+        mean, half = one.interval()
+        table.add_row(
+            one.ours,
+            one.theirs,
+            f"{1e3 * sum(one.our_s) / len(one.our_s):.0f}",
+            f"{1e3 * sum(one.their_s) / len(one.their_s):.0f}",
+            f"{mean:.3f} +- {half:.3f}",
+            f"{len(one.our_s)}",
+            "yes" if one.is_as_fast else "no",
+        )
+    console = Console(highlight=False)
+    console.print("ratio: its time over ours; at least as fast: the interval lies above 0.97\n")
+    console.print(table)
