@@ -1,5 +1,6 @@
 """Strategies inside the core: whoever holds what, a run ends with the params, state and metrics of one process."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from tests.test_exact import X, Y, assert_exact, loss_and_count, params, train
+from tests.test_exact import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, params, train
+from tests.test_loop import train_loop
+from uneven import fit
 from uneven.config import CUTTING, REPLICATED, STRATEGIES, Evaluation, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
@@ -132,8 +135,37 @@ def test_evaluation_and_checkpoints(name: str, tmp_path: Path) -> None:
     assert_same_optimizer(saved, expected)
 
 
+def test_on_processes() -> None:
+    """One process each, over Gloo, from `fit` to its state."""
+
+    def trained(**changes: Any) -> TrainedState:
+        make_model, data = partial(Net, torch.float64), TensorData(X.double(), Y)
+        settings = {"epochs": 2, "seed": 3, "progress": "off", **changes}
+        return fit(model=make_model, optimizer=OPTIMIZERS["adamw"], step=loss_and_count, dataset=data, **settings)
+
+    alone = trained(batch_size=24, devices="cpu")
+    ours = trained(batch_size=12, devices="cpu,cpu", strategy="fsdp", memory_shares=(5, 2))
+    for key, value in alone.params.items():
+        torch.testing.assert_close(ours.params[key], value, rtol=1e-10, atol=1e-10)
+    assert_same_optimizer(ours, alone)
+
+
 def test_a_device_alone_trains_plainly() -> None:
     assert_exact(train(1, strategy="fsdp", batch_size=24), train(1, batch_size=24)[0], "sgd", torch.float64)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_loop_of_ones_own_takes_what_is_replicated(name: str) -> None:
+    dense = train_loop(1, batch_size=24)[0]
+    for state in train_loop(2, batch_size=12, strategy=name):
+        for key, value in dense.params.items():
+            torch.testing.assert_close(state.params[key], value, rtol=1e-10, atol=1e-10)
+        assert_same_optimizer(state, dense)
+
+
+def test_a_loop_of_ones_own_refuses_pieces() -> None:
+    with pytest.raises(InputError, match=r"use fit or Ddp\.builder, or one of ddp-flat"):
+        train_loop(2, strategy="fsdp")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ class ExactPace:
         is_measured = rig.is_rehearsed and not shares_known
         alone = [1e3 * rig.config.batch_size / cost.time_ms(rig.config.batch_size) for cost in costs]
         rig.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
-        self.notes = describe_batchnorm(rig.model, rig.circle, rig.config.sync_batchnorm, rig.is_rehearsed, shares)
+        if not self._is_together:
+            asked = rig.config.sync_batchnorm
+            self.notes = describe_batchnorm(rig.model, rig.circle, asked, rig.is_rehearsed, shares)
         if sum(rig.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in rig.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
@@ -238,7 +240,7 @@ class ExactPace:
             return log.shares(rig.axis.total)
         if config.shares is not None:
             return Fixed(config.shares)
-        if config.policy == "sync":
+        if config.policy == "sync" or self._is_together:
             return Fixed.even(rig.seat.size)
         least = 2 if has_batchnorm(rig.model) and not rig.circle.layers else 1
         samples, lookahead = rig.axis.slot(0).samples, rig.feed.lookahead

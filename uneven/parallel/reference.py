@@ -113,10 +113,7 @@ class TorchFsdp:
         return norm
 
     def full_state(self) -> FullState:
-        state = self.optimizer.state_dict()
-        whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
-        model = {key: _whole(one) for key, one in self.module.state_dict().items()}
-        return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
+        return _joined(self.module, self.optimizer)
 
     def load_full_state(self, state: FullState) -> None:
         raise NotImplementedError("a reference is trained from its start")
@@ -168,10 +165,7 @@ class TorchTensor:
 
     def full_state(self) -> FullState:
         """The optimizer numbers its params by kind, the cut ones first, not as the model does."""
-        state = self.optimizer.state_dict()
-        whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
-        model = {key: _whole(one) for key, one in self.module.state_dict().items()}
-        return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
+        return _joined(self.module, self.optimizer)
 
     def load_full_state(self, state: FullState) -> None:
         raise NotImplementedError("a reference is trained from its start")
@@ -187,6 +181,14 @@ def _style(how: How) -> Any:
         assert how.parts == 1, "PyTorch cuts a layer into one range per rank"
         return ColwiseParallel(output_layouts=Replicate()) if how.gathers else ColwiseParallel()
     return RowwiseParallel(input_layouts=Replicate()) if isinstance(how, Words) else RowwiseParallel()
+
+
+def _joined(module: nn.Module, optimizer: Optimizer) -> FullState:
+    """The state of a model of DTensors."""
+    state = optimizer.state_dict()
+    whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
+    model = {key: _whole(one) for key, one in module.state_dict().items()}
+    return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
 
 
 def _whole(value: Any) -> Any:
