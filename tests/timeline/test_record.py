@@ -59,3 +59,15 @@ def test_compile_and_evaluation_stop_the_training_clock() -> None:
 def test_an_unknown_state_is_a_mistake_of_ours() -> None:
     with pytest.raises(KeyError):
         Recorder().enter("idle")
+
+
+@pytest.mark.parametrize(("estimated", "moment"), [(500, 2_000), (2_300, 2_300), (9_000, 2_500)])
+def test_an_estimated_moment_lies_between_the_last_change_and_now(estimated: int, moment: int) -> None:
+    clock = Clock()
+    recorder = Recorder(clock=clock)
+    clock.now = 2_000
+    recorder.enter("wait")
+    clock.now = 2_500
+    assert recorder.enter("communication", estimated) == moment
+    recorder.enter("compute")
+    assert min(recorder.account().seconds.values()) >= 0

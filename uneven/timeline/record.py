@@ -43,8 +43,13 @@ class Recorder:
         self.states.append(_CODES["setup"])
 
     def enter(self, state: str, at_ns: int | None = None) -> int:
-        """From now on, or from a moment since the last change, the rank is in this state; returns the moment."""
-        now = self.clock() if at_ns is None else max(at_ns, self.starts_ns[-1])
+        """From now on, or from a moment since the last change, the rank is in this state; returns the moment.
+
+        A moment that was estimated may lie outside of what has been; it is then the nearest one inside.
+        """
+        now = self.clock()
+        if at_ns is not None:
+            now = min(max(at_ns, self.starts_ns[-1]), now)
         self._totals_ns[self.states[-1]] += now - self.starts_ns[-1]
         self.starts_ns.append(now)
         self.states.append(_CODES[state])
