@@ -195,17 +195,18 @@ class RunConfig:
             )
         if self.compile == "graph" and name in CUTTING:
             raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
-        if name not in REPLICATED:
+        if not self.is_replicated:
             self._check_cut(name)
 
     def _check_cut(self, name: str) -> None:
         """What does not go with a model that is in pieces."""
+        same_samples = "devices train the same samples together; leave it out"
         ways_out = {
             "precision": (self.precision == "fp16", "gradients are not where the scaler looks for them; use 'bf16'"),
             "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
             "compile": (self.compile != "off", "params come and go while the model computes; use 'off'"),
-            "shares": (name in TOGETHER and self.shares is not None, "devices train the same samples together"),
-            "memory_cap": (name in TOGETHER and self.memory_cap is not None, "devices train the same samples together"),
+            "shares": (self.is_together and self.shares is not None, same_samples),
+            "memory_cap": (self.is_together and self.memory_cap is not None, same_samples),
         }
         for setting, (is_given, why) in ways_out.items():
             if is_given:
@@ -260,6 +261,16 @@ class RunConfig:
     def is_local(self) -> bool:
         """Whether ranks train by themselves and average params now and then, instead of summing gradients."""
         return self.policy in LOCAL_POLICIES
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole model."""
+        return self.strategy is None or self.strategy in REPLICATED
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all devices train the same samples, each its part of the layers."""
+        return self.strategy in TOGETHER
 
     def evaluates(self, epoch: int, every: int) -> bool:
         """Whether an evaluation every so many epochs falls on the end of this one; the last always counts."""

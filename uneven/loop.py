@@ -274,7 +274,7 @@ def check_loop(config: RunConfig, size: int) -> None:
         )
     if config.compile == "graph":
         raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
-    if size > 1 and config.strategy is not None and config.strategy not in REPLICATED:
+    if size > 1 and not config.is_replicated:
         raise InputError(
             f"strategy={config.strategy!r} with Ddp.setup: devices meet inside forward and backward, where a loop of "
             f"your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from uneven import __version__
 from uneven.comm.group import has_nccl
-from uneven.config import TOGETHER, RunConfig, Task, check_task
+from uneven.config import RunConfig, Task, check_task
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
@@ -95,7 +95,7 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
 
 def _advice(config: RunConfig) -> str:
     """What becomes of devices that do not match."""
-    if config.strategy in TOGETHER:
+    if config.is_together:
         return "all of them train the same samples, each its part of every layer"
     if config.is_shared_out:
         return "shares as in the log" if config.replay is not None else "shares as given"

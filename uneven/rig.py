@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from uneven.config import REPLICATED, RunConfig, Task
+from uneven.config import RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
@@ -74,7 +74,7 @@ class Rig:
         self.run_ahead = RunAhead(self.on)
         self.throttle = Throttle(seat.device.speed)
         # Whether steps can be run beforehand: not in a loop of the user's own, nor where no device holds a whole model.
-        self.is_rehearsed = seat.size == 1 or config.strategy is None or config.strategy in REPLICATED
+        self.is_rehearsed = seat.size == 1 or config.is_replicated
         self.takes_whole_parts = False  # as one batch: a loop of the user's own
         self.full_state: Callable[[], FullState] | None = None  # where the state is in pieces
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order

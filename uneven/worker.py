@@ -16,7 +16,7 @@ from torch import nn
 from uneven.comm.collectives import spread
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.config import TOGETHER, Evaluation, RunConfig, Task
+from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.pace.contract import Pace
 from uneven.pace.exact import ExactPace
@@ -106,7 +106,7 @@ class Worker:
         rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
         self.rig.has_cuda = any(row[0] for row in rows)
         pace.meet([Cost(*row[1:]) for row in rows])
-        if self.seat.rank > 0 and self.config.strategy not in TOGETHER:
+        if self.seat.rank > 0 and not self.config.is_together:
             torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
         self.pace = pace
         self._say_notes(pace)
@@ -166,27 +166,26 @@ class Worker:
         if self.config.checkpoints(epoch):
             self.recorder.enter("checkpoint")
             self.pace.average_buffers()
-            # Pieces come together from all ranks.
-            state = self._state() if self.seat.rank == 0 or self.rig.full_state is not None else None
-            if state is not None and self.seat.rank == 0:
-                assert self.config.out is not None, "checkpoints need a folder"
-                state.save(self.config.out / f"epoch-{epoch + 1}")
+            if self.seat.rank == 0 or self.rig.full_state is not None:  # pieces come together from all ranks
+                state = self._state()
+                if self.seat.rank == 0:
+                    assert self.config.out is not None, "checkpoints need a folder"
+                    state.save(self.config.out / f"epoch-{epoch + 1}")
         self.recorder.enter("other")
         self.recorder.event("epoch", **entry)
         self.report.epoch_done(entry)
 
     def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
+        batch_size = evaluation.batch_size or self.config.batch_size
         if self._test_feed is None:
-            batch_size = evaluation.batch_size or self.config.batch_size
             self._test_feed = make_feed(evaluation.dataset, self.rig.on, self.config.seed, batch_size)
         model, precision = self.rig.model, self.rig.eager.precision
-        if self.config.strategy in TOGETHER:
+        if self.config.is_together:
             return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
         # By speed, as in training; everyone at least one sample, so that all know which metrics there are.
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
         first = sum(shares[: self.seat.rank])
         own = (first, first + shares[self.seat.rank])
-        batch_size = evaluation.batch_size or self.config.batch_size
         # Where a forward needs all ranks, everyone runs as many.
         batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
         return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)

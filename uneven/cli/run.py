@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from uneven.cli.numbers import numbers
+
 
 def run(
     script: Annotated[Path, typer.Argument(help="The Python script to run, once per device.")],
@@ -55,11 +57,11 @@ def run(
         name: value for name, value in locals().items() if name not in ("script", "args") and value is not None
     }
     if shares is not None:
-        given["shares"] = _numbers("shares", shares)
+        given["shares"] = numbers("--shares", shares)
     if memory_shares is not None:
-        given["memory_shares"] = _numbers("memory_shares", memory_shares)
+        given["memory_shares"] = numbers("--memory-shares", memory_shares)
     if memory_cap is not None:
-        caps = tuple(int(cap) if cap.is_integer() else cap for cap in _numbers("memory_cap", memory_cap))
+        caps = tuple(int(cap) if cap.is_integer() else cap for cap in numbers("--memory-cap", memory_cap))
         given["memory_cap"] = caps if len(caps) > 1 else caps[0]
     if lr_scale is not None:
         given["lr_scale"] = number_or_word(lr_scale)
@@ -73,12 +75,3 @@ def number_or_word(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    from uneven.errors import InputError
-
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{name} {text!r} must be numbers with commas between them, as in 5,2") from None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from uneven.cli.numbers import numbers
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def strategies(
     """
     from uneven.bench import strategies as bench
 
-    memory = None if shares is None else _shares(shares)
+    memory = None if shares is None else numbers("--shares", shares)
     if memory is not None and nproc not in (None, len(memory)):
         raise InputError(f"--nproc {nproc} with --shares {shares}: give one share per rank, or leave --nproc out")
     if paired and memory is not None:
@@ -80,13 +81,6 @@ def strategies(
         _print_rows(rows, has_shares=memory is not None)
     if not all(row.is_good for row in rows):
         raise typer.Exit(1)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise InputError(f"--shares {text!r} must be numbers with commas between them, as in 15,6") from None
 
 
 def _print_rows(rows: "Sequence[Row]", *, has_shares: bool) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import spread
 from uneven.comm.group import Group
-from uneven.config import CUTTING, REPLICATED, TOGETHER
+from uneven.config import CUTTING
 from uneven.data.feed import Micros
 from uneven.data.replay import read_log
 from uneven.pace.company import STOP, check_agreement, check_company
@@ -53,7 +53,7 @@ class ExactPace:
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(rig.seat.size)
         self.buffers = BufferAverage(rig.model, synced_buffers(rig.model))
-        self._is_together = rig.seat.size > 1 and rig.config.strategy in TOGETHER  # all train all samples
+        self._is_together = rig.seat.size > 1 and rig.config.is_together  # all train all samples
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._is_advised = False
         self._scale = 1.0  # of the learning rates
@@ -143,7 +143,7 @@ class ExactPace:
 
     def average_buffers(self) -> None:
         """Called where all ranks meet; afterwards all replicas are equal, buffers included."""
-        if self.rig.seat.size > 1 and self.rig.has_cuda and self._is_replicated:
+        if self.rig.seat.size > 1 and self.rig.has_cuda and self.rig.config.is_replicated:
             # A GPU and a CPU, or two kinds of GPU, round the same numbers differently: what is looked at is one model.
             model, equal = self.rig.model, synced_buffers(self.rig.model)
             spread(self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal)))
@@ -172,18 +172,13 @@ class ExactPace:
 
     def _phantoms(self, part: Part) -> Micros:
         """Where ranks meet inside every micro-batch all of them run as many: the missing ones, of 0 samples."""
-        if self._is_together or (self._is_replicated and not self.rig.circle.is_open):
+        if self._is_together or (self.rig.config.is_replicated and not self.rig.circle.is_open):
             return []
         shares = self.policy.shares(part.slot.index, part.slot.samples)
         most = max(-(-share // self.rig.batch(share, rank)) for rank, share in enumerate(shares))
         missing = range(most - len(part.sizes))
         # A strategy sits out by itself; layers of BatchNorm want a batch to pass.
-        return [(self.rig.feed.open(self._phantom) if self._is_replicated else None, 0) for _ in missing]
-
-    @property
-    def _is_replicated(self) -> bool:
-        """Whether every rank holds all params."""
-        return self.rig.config.strategy is None or self.rig.config.strategy in REPLICATED
+        return [(self.rig.feed.open(self._phantom) if self.rig.config.is_replicated else None, 0) for _ in missing]
 
     def _step_together(self, part: Part, micros: Micros) -> bool:
         """A step whose gradients are summed over all ranks; speeds, stop requests and proofs ride along."""

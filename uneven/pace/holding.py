@@ -9,7 +9,7 @@ from torch import nn
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.config import CUTTING, REPLICATED, TOGETHER
+from uneven.config import CUTTING
 from uneven.errors import InputError
 from uneven.parallel.buckets import BUCKET_BYTES, UNLIMITED
 from uneven.parallel.catalog import make_strategy
@@ -27,20 +27,22 @@ def hold(rig: Rig, group: Group, columns: int) -> list[str]:
     """
     name = rig.config.strategy
     shares = _shares(rig, group) if name in CUTTING else None
-    if name is None or name in REPLICATED:
+    if rig.config.is_replicated:
         # Layers that wait for each other in backward keep their order only if nothing is sent in between.
         overlaps = not rig.circle.layers and rig.captured is None and name != "ddp-flat"
         bucket_bytes = UNLIMITED if name == "ddp-flat" else BUCKET_BYTES
         rig.eager.road = GradientRoad(list(rig.model.parameters()), group, columns, bucket_bytes, overlaps=overlaps)
     if name == "zero1":
         _shard_optimizer(rig, group, shares)
-    elif name is not None and name not in REPLICATED:
-        if name in TOGETHER:
+    elif name is not None and not rig.config.is_replicated:
+        if rig.config.is_together:
             _refuse_dropout(name, rig.model)
         strategy = make_strategy(name, rig.model, rig.task.make_optimizer, group, shares)
-        step = StrategyStep(rig.eager, strategy, group, is_together=name in TOGETHER)
+        step = StrategyStep(rig.eager, strategy, group, is_together=rig.config.is_together)
         rig.adopt(strategy.optimizer, strategy.full_state, step)
-    return [] if shares is None else [f"  {name}: bytes by memory, {_percent(shares)}"]
+    if shares is None:
+        return []
+    return [f"  {name}: bytes {'by memory' if rig.config.memory_shares is None else 'as given'}, {_percent(shares)}"]
 
 
 def _shard_optimizer(rig: Rig, group: Group, shares: Sequence[float] | None) -> None:

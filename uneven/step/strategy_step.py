@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from uneven.comm.gather import gather_rows
@@ -54,7 +53,3 @@ class StrategyStep(EagerStep):
             self._strategy.sit_out()
             return None
         return super().backward_of(batch, samples, slot_samples)
-
-    def close(self) -> None:
-        with torch.no_grad():
-            self._strategy.close()
