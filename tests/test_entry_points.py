@@ -245,6 +245,18 @@ def test_with_one_device_the_script_runs_in_this_process(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("wrong", [{"strategy": "zero9"}, {"policy": "fast"}, {"optimizer_state": "drop"}])
+def test_a_setting_that_is_wrong_by_itself_is_refused_before_anything_starts(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "t.py").write_text("raise AssertionError('it ran')\n")
+    monkeypatch.setattr("uneven.start.run_on_ranks", lambda *_: pytest.fail("ranks were started"))
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError, match=f"{name}='{value}' must be one of"):
+        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu", **wrong})
+
+
+@pytest.mark.usefixtures("clean")
 def test_the_command_line_takes_settings_before_and_after_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

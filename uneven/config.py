@@ -23,16 +23,21 @@ POLICIES = EXACT_POLICIES + LOCAL_POLICIES
 LOCAL_SETTINGS = (
     *("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_lead", "optimizer_state", "verify"),
 )
-BACKENDS = ("auto", "nccl", "cpu")
-PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 SCALES = ("auto", "linear", "sqrt")
-OPTIMIZER_STATES = ("keep", "average")
-COMPILES = ("off", "default", "graph")
 REPLICATED = ("ddp-flat", "ddp-bucketed", "zero1")  # strategies with the whole model on every device
 TOGETHER = ("tensor", "sequence")  # strategies whose devices work on the same samples
 CUTTING = ("zero1", "zero2", "fsdp", *TOGETHER)  # strategies in which devices hold a piece of something
 STRATEGIES = (*REPLICATED, "zero2", "fsdp", *TOGETHER)
-PROGRESS = ("auto", "bar", "lines", "off")
+CHOICES = {
+    "policy": POLICIES,
+    "backend": ("auto", "nccl", "cpu"),
+    "strategy": STRATEGIES,
+    "precision": ("fp32", "bf16", "fp16", "auto"),
+    "compile": ("off", "default", "graph"),
+    "optimizer_state": ("keep", "average"),
+    "progress": ("auto", "bar", "lines", "off"),
+}
+MAYBE_NONE = ("strategy", "optimizer_state")
 
 TrainStep = Callable[["nn.Module", Any], Any]
 EvalStep = Callable[["nn.Module", Any], tuple[Mapping[str, Any], int]]
@@ -129,6 +134,7 @@ class RunConfig:
     progress: str = "auto"
 
     def __post_init__(self) -> None:
+        _check_choices(vars(self))
         for name in ("batch_size", "epochs", "accumulate"):
             _check_count(name, getattr(self, name), least=1)
         _check_count("workers", self.workers, least=0)
@@ -147,14 +153,6 @@ class RunConfig:
             _check_count("checkpoint_every", self.checkpoint_every, least=1)
             if self.out is None:
                 raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
-        for name, allowed in (
-            ("policy", POLICIES),
-            ("backend", BACKENDS),
-            ("precision", PRECISIONS),
-            ("compile", COMPILES),
-            ("progress", PROGRESS),
-        ):
-            _check_choice(name, getattr(self, name), allowed)
         norm = self.max_grad_norm
         if norm is not None and not _is_above_zero(norm):
             raise InputError(f"max_grad_norm={norm!r} must be a number above 0, or None for no clipping")
@@ -179,8 +177,6 @@ class RunConfig:
     def _check_strategy(self) -> None:
         """Who holds what goes with the exact policies: the local ones have a whole replica on every device."""
         name, bytes_by = self.strategy, self.memory_shares
-        if name is not None:
-            _check_choice("strategy", name, STRATEGIES)
         if bytes_by is not None and name not in CUTTING:
             raise InputError(
                 f"memory_shares={bytes_by!r} says how a strategy cuts its bytes, and "
@@ -225,8 +221,6 @@ class RunConfig:
             raise InputError(f"overhead_target={self.overhead_target!r} is a share of the time and must be below 1")
         if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
             raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
-        if self.optimizer_state is not None:
-            _check_choice("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         if self.is_local:
             if self.global_batch_size is not None:
                 raise InputError(
@@ -295,8 +289,12 @@ class RunConfig:
 
 
 def override(settings: Mapping[str, Any]) -> None:
-    """From now on `resolve` takes these above what it is given: the command line of `uneven run`, in this process."""
+    """From now on `resolve` takes these above what it is given: the command line of `uneven run`, in this process.
+
+    What is wrong by itself is refused here, before a rank starts; what depends on the script, in the ranks.
+    """
     _check_names(settings)
+    _check_choices(settings)
     _overrides.update(settings)
 
 
@@ -364,6 +362,9 @@ def _is_above_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+def _check_choices(given: Mapping[str, Any]) -> None:
+    for name, allowed in CHOICES.items():
+        if name not in given or (given[name] is None and name in MAYBE_NONE):
+            continue
+        if given[name] not in allowed:
+            raise InputError(f"{name}={given[name]!r} must be one of {', '.join(allowed)}")

@@ -112,6 +112,18 @@ def test_broken_folders_are_named_and_the_rest_is_reported(tmp_path: Path) -> No
         build_report(tmp_path / "empty")
 
 
+def test_a_run_that_shared_the_machine_moves_neither_times_nor_the_gap(tmp_path: Path) -> None:
+    for seed, speed in enumerate((1000.0, 1010.0, 250.0)):
+        make_run(tmp_path, "lenet", "solo-0", seed, 0.97, speed)
+        make_run(tmp_path, "lenet", "cpu-async", seed, 0.97, 1.3 * speed)
+    make_run(tmp_path, "lenet", "solo-1", 0, 0.97, 400.0, devices=["cpu@0.4"])
+    (model,) = build_report(tmp_path).models
+    solo, _, together = model.rows
+    assert (solo.samples_per_s, solo.train_s) == (1000.0, 2.0)
+    assert together.speedup == pytest.approx(1.3)
+    assert model.gap == pytest.approx(2.5)
+
+
 def test_the_text_says_it_all(tmp_path: Path) -> None:
     root = sweep(tmp_path)
     word = {"commands": ["uneven bench sweep"], "skipped": {"nccl-sync": "no CUDA"}}
@@ -128,6 +140,9 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
     assert "No run failed." in text
     assert "Doubtful" not in text
     assert "| mode | busy | rounds | transfer ms | wait ms |" in text
+    assert "Idle, in seconds of all devices together" in text
+    assert "Published: 99.00 %" in text
+    assert "has 5 epochs" in text, "these runs have two"
     assert "`uneven bench sweep`" in text
     assert "Not run: nccl-sync (no CUDA)." in text
     assert text.isascii()

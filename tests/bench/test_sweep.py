@@ -127,12 +127,13 @@ def test_kept_runs_of_other_settings_are_refused(machine: Machine) -> None:
     for changes, message in [
         ({"epochs": 4}, "holds a run with epochs 3, this sweep has 4"),
         ({"samples": 100}, "samples None, this sweep has 100"),
-        ({"batch_size": 32}, "batch_size None, this sweep has 32"),
+        ({"batch_size": 32}, "batch_size 64, this sweep has 32"),
         ({"devices": "cpu,cpu"}, "devices 'cpu,cpu@0.4', this sweep has 'cpu,cpu'"),
     ]:
         with pytest.raises(InputError, match=message):
             sweep(order(machine, **{"seeds": 1, "epochs": 3, **changes}), quiet)
     assert sweep(order(machine, seeds=1, epochs=3), quiet).done == []
+    assert sweep(order(machine, seeds=1, epochs=3, batch_size=64), quiet).done == [], "the model's own, said aloud"
 
 
 def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> None:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.bench.folders import make_run
+from uneven.bench.sweep import SweepOrder, plan_sweep
 from uneven.cli.main import app
 from uneven.errors import InputError, RankError
 
@@ -22,13 +23,16 @@ def runs(root: Path, shift: float = 0.0) -> Path:
     return root
 
 
-def test_a_dry_run_lists_what_would_run(tmp_path: Path) -> None:
-    make_run(tmp_path, "lenet", "solo-0", 0, 0.9)
-    done = call(
-        "sweep", "--models", "lenet", "--modes", "solo-0,cpu-async", "--seeds", 1, "--out", tmp_path, "--dry-run"
-    )
+def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_path: Path) -> None:
+    (cell,), _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-0",), seeds=1, out=tmp_path))
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.9, asked=cell.asked)
+    words = ("sweep", "--models", "lenet", "--modes", "solo-0,cpu-async", "--seeds", 1, "--out", tmp_path, "--dry-run")
+    done = call(*words)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == ["kept  lenet solo-0 seed 0", "run   lenet cpu-async seed 0"]
+    refused = call(*words, "--epochs", 7).exception
+    assert isinstance(refused, InputError)
+    assert "holds a run with epochs 5, this sweep has 7" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What a folder of runs says: per model and mode quality over seeds, speed, efficiency, and where the time went.
 
 Arithmetic on finished runs, as plain data; report_markdown.py and report_page.py turn it into texts. A figure that was
-not measured is None. Runs over NCCL on one GPU take turns, so they count for quality only.
+not measured is None. Runs over NCCL on one GPU take turns, so they count for quality only. Quality is a mean over
+seeds, speed a median: a run that shared the machine with others is slower, not worse.
 """
 
 import json
@@ -42,7 +43,7 @@ class Row:
     quality: float | None
     quality_half: float | None  # 95 % interval; None with one seed
     vs_published: float | None
-    train_s: float | None
+    train_s: float | None  # median over seeds, as all that is about speed
     samples_per_s: float | None
     speedup: float | None  # over the fastest device alone
     efficiency: float | None
@@ -57,7 +58,7 @@ class Row:
     sample_shares: list[float] = field(default_factory=list)  # by device, mean over seeds
     anchor: float | None = None  # of the last window, mean over seeds
     peak_memory_bytes: int | None = None
-    target_s: float | None = None  # training until the target, mean over the seeds that reached it
+    target_s: float | None = None  # training until the target, of the seeds that reached it
     target_seeds: int = 0
     passed: float | None = None  # the best quality on the way, mean over seeds, where the end is worse by the margin
     loss_gap: float | None = None  # of the training loss to solo's after equal samples
@@ -73,6 +74,7 @@ class ModelReport:
     higher_is_better: bool
     published: float | None
     source: str | None
+    recipe_epochs: int  # in which the published figure is reached
     settings: dict[str, Any]  # data, epochs and devices of its runs
     gap: float | None
     sync_bound: float | None  # what equal batches could reach at most, of the sum of the solos
@@ -153,6 +155,7 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         higher_is_better=recipe.higher_is_better,
         published=recipe.published.value if recipe.published else None,
         source=recipe.published.source if recipe.published else None,
+        recipe_epochs=recipe.epochs,
         settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
         gap=gap(alone) if alone else None,
         sync_bound=ddp_bound(alone) if alone else None,
@@ -176,7 +179,7 @@ def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
     speeds: list[float] = []
     while f"solo-{len(speeds)}" in by_mode:
         runs = by_mode[f"solo-{len(speeds)}"]
-        speeds.append(statistics.mean(run.summary["samples_per_s"] for run in runs))
+        speeds.append(statistics.median(run.summary["samples_per_s"] for run in runs))
     together = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
     return speeds if len(speeds) >= max(2, together) else []
 
@@ -193,7 +196,8 @@ def _row(
     is_for_speed = mode.startswith("solo-") and any(parse_device(d).speed < 1.0 for d in runs[0].summary["devices"])
     has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
     mean, half = interval([run.quality for run in runs])
-    speed = statistics.mean(run.summary["samples_per_s"] for run in runs) if has_speed else None
+    speed = statistics.median(run.summary["samples_per_s"] for run in runs) if has_speed else None
+    seconds = statistics.median(run.summary["train_seconds"] for run in runs)
     reached = [when for run in runs if (when := _reached(recipe, run, target)) is not None]
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
@@ -207,7 +211,7 @@ def _row(
         quality=None if is_for_speed else mean,
         quality_half=None if is_for_speed or len(runs) < 2 else half,
         vs_published=None if is_for_speed or published is None else mean - published,
-        train_s=None if is_for_speed or not has_speed else _mean([run.summary["train_seconds"] for run in runs]),
+        train_s=None if is_for_speed or not has_speed else seconds,
         samples_per_s=speed,
         speedup=speed / max(alone) if speed and alone else None,
         efficiency=(paired["efficiency"] if paired else estimate) if has_speed else None,
@@ -217,7 +221,7 @@ def _row(
         **_times(runs),
         sample_shares=_sample_shares(runs),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
-        target_s=_mean(reached) if has_speed and not is_for_speed else None,
+        target_s=statistics.median(reached) if reached and has_speed and not is_for_speed else None,
         target_seeds=len(reached),
         passed=None if is_for_speed else _passed(recipe, runs),
         loss_gap=None if is_for_speed else _loss_gap(runs, solo),

@@ -37,7 +37,7 @@ th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid var(--li
 th { background: var(--head); font-weight: 600 } th:first-child, td:first-child { text-align: left }
 td { font-variant-numeric: tabular-nums } a { color: #2b7bd0 }
 .charts { display: flex; flex-wrap: wrap; gap: 12px; background: #fff; border-radius: 8px; padding: 8px }
-.charts > div { flex: 1 1 340px; min-width: 0 }
+.charts > div { flex: 1 1 480px; min-width: 0 }
 """
 
 
@@ -106,25 +106,32 @@ def _links(model: ModelReport, home: Path) -> str:
 def _charts(model: ModelReport) -> Iterator[tuple[str, Any]]:
     """Training loss and quality of every mode, mean over seeds, over samples and over time."""
     rows = [row for row in model.rows if row.trajectories and row.trajectories[0]]
+    looks = {row.mode: _look(place) for place, row in enumerate(rows)}  # the same in every chart
     for key, title in (("train_loss", "training loss"), (model.metric, f"{model.metric} on the test set")):
         for along, label in (("samples", "samples"), ("train_seconds", "seconds of training")):
             lines = [(row, _curve(row, along, key)) for row in rows if row.has_speed or along == "samples"]
             lines = [(row, points) for row, points in lines if points]
             if any(len(points) > 1 for _, points in lines):
-                yield f"{key}_{along}", _chart(f"{title} over {label}", label, lines)
+                yield f"{key}_{along}", _chart(f"{title} over {label}", label, lines, looks)
+
+
+def _look(place: int) -> dict[str, str]:
+    return {"color": COLOURS[place % len(COLOURS)], "line_dash": DASHES[place // len(COLOURS) % len(DASHES)]}
 
 
 def _curve(row: Row, along: str, key: str) -> list[tuple[float, float]]:
-    """Means over the seeds, epoch by epoch, where all of them have the value."""
+    """Means over the seeds (of time the median), epoch by epoch, where all of them have the value."""
     return [
-        (statistics.mean(one[along] for one in entries), statistics.mean(one[key] for one in entries))
+        (statistics.median(one[along] for one in entries), statistics.mean(one[key] for one in entries))
         for entries in zip(*row.trajectories, strict=False)
         if all(isinstance(one.get(key), int | float) and along in one for one in entries)
     ]
 
 
-def _chart(title: str, label: str, lines: Sequence[tuple[Row, list[tuple[float, float]]]]) -> "figure":
-    from bokeh.models import HoverTool
+def _chart(
+    title: str, label: str, lines: Sequence[tuple[Row, list[tuple[float, float]]]], looks: dict[str, dict[str, str]]
+) -> "figure":
+    from bokeh.models import HoverTool, NumeralTickFormatter
     from bokeh.plotting import figure
 
     chart = figure(
@@ -135,11 +142,14 @@ def _chart(title: str, label: str, lines: Sequence[tuple[Row, list[tuple[float, 
         tools="pan,box_zoom,reset,save",
         active_drag="box_zoom",
     )
-    for place, (row, points) in enumerate(lines):
+    for row, points in lines:
         across, up = zip(*points, strict=True)
-        look = {"color": COLOURS[place % len(COLOURS)], "line_dash": DASHES[place // len(COLOURS) % len(DASHES)]}
+        look = looks[row.mode]
         line = chart.line(list(across), list(up), legend_label=row.mode, name=row.mode, line_width=2, **look)
-        chart.add_tools(HoverTool(renderers=[line], tooltips=[("mode", row.mode), (label, "$x"), ("value", "$y")]))
+        tips = [("mode", row.mode), (label, "$x{0,0}"), ("value", "$y{0.0000}")]
+        chart.add_tools(HoverTool(renderers=[line], tooltips=tips, visible=False))
+    chart.xaxis.formatter = NumeralTickFormatter(format="0.[0]a")  # 1.5m samples
+    chart.add_layout(chart.legend[0], "right")  # beside the curves: their ends are what is looked for
     chart.legend.click_policy = "hide"
     chart.legend.label_text_font_size = "11px"
     chart.toolbar.logo = None

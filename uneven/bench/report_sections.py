@@ -8,7 +8,7 @@ from uneven.bench.report import MARGIN, ModelReport, Report, Row
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs differ by chance
 NOTES = (
     "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
-    "Time is training alone: no start-up, no evaluation.",
+    "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
     "Busy is the share of the training time in which a device computes (a time-weighted mean); PyTorch's DDP waits for "
@@ -63,13 +63,15 @@ def _model(model: ModelReport) -> Section:
     facts = f"{settings['data']}, {settings['epochs']} epochs, {settings['precision']}, compile {settings['compile']}"
     if settings.get("eval_samples"):
         facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
-    published = f" Published: {model.published:g} ({model.source})." if model.published is not None else ""
+    published = f" Published: {_value(model, model.published)} ({model.source})." if model.source else ""
+    if published and settings["epochs"] != model.recipe_epochs:
+        published += f" The recipe, which is held against it, has {model.recipe_epochs} epochs."
     solo = (
         f" Measured gap of the devices {model.gap:.2f}: equal batches could reach {model.sync_bound:.0%} at most."
         if model.gap and model.sync_bound
         else ""
     )
-    blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model)]
+    blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model), *_idle(model)]
     most = max((row.efficiency or 0.0 for row in model.rows if row.efficiency_half is None), default=0.0)
     if most > IMPOSSIBLE:
         blocks.append(
@@ -122,39 +124,30 @@ def _quality_row(model: ModelReport, row: Row) -> list[str]:
 
 
 def _time(model: ModelReport) -> Table:
-    causes = sorted({cause for row in model.rows for cause in row.idle_s})
-    head = [
-        "mode",
-        "busy",
-        "samples",
-        "anchor",
-        "rounds",
-        "transfer ms",
-        "wait ms",
-        *(f"idle s: {cause}" for cause in causes),
-        "peak memory",
-    ]
-    return Table.of(head, [_time_row(row, causes) for row in model.rows])
+    head = ["mode", "busy", "samples", "anchor", "rounds", "transfer ms", "wait ms", "peak memory"]
+    return Table.of(head, [_time_row(row) for row in model.rows])
 
 
-def _time_row(row: Row, causes: Sequence[str]) -> list[str]:
-    busy = ", ".join(f"{share:.0%}" for share in row.utilisation.values())
-    memory = "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB"
-    idle = [_number(row.idle_s.get(cause), ".2f") for cause in causes]
-    shares = ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares)
-    anchor = "" if row.anchor is None else f"{row.anchor:.0f}"
-    rounds = "" if row.rounds is None else f"{row.rounds:,}"
+def _time_row(row: Row) -> list[str]:
     return [
         row.mode,
-        busy,
-        shares,
-        anchor,
-        rounds,
+        ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
+        ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
+        _number(row.anchor, ".0f"),
+        _number(row.rounds, ","),
         _number(row.transfer_ms, ".2f"),
         _number(row.wait_ms, ".2f"),
-        *idle,
-        memory,
+        "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB",
     ]
+
+
+def _idle(model: ModelReport) -> list[str | Table]:
+    """Seconds without work by cause, of all devices together; nothing where no run left its timeline."""
+    causes = sorted({cause for row in model.rows for cause in row.idle_s})
+    if not causes:
+        return []
+    rows = [[row.mode, *(_number(row.idle_s.get(cause), ".2f") for cause in causes)] for row in model.rows]
+    return ["Idle, in seconds of all devices together, mean over seeds:", Table.of(["mode", *causes], rows)]
 
 
 def _efficiency(row: Row) -> str:

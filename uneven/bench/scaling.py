@@ -1,8 +1,9 @@
 """`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, the law of it, and what compiling costs.
 
 Every rank has the same number of cores (or one GPU) whatever the number of ranks, so that the ranks are what changes.
-The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect, 1 is no gain at all. Runs take turns over the numbers
-of ranks, so that a machine that drifts does not favour one of them.
+The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect, 1 is no gain at all. A number of ranks is predicted
+from the other numbers, for a law fitted to a point is always right about it. Runs take turns over the numbers of ranks,
+so that a machine that drifts does not favour one of them.
 """
 
 import json
@@ -16,10 +17,10 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.process import flags, run_uneven
 from uneven.bench.runs import RunRecord, read_run
+from uneven.bench.sets import WINDOW
 from uneven.errors import InputError, RankError
 from uneven.hardware.cores import available_cores
 
-UNITS = {"shakespeare": "windows"}  # what a sample is called, by data set
 COMPILES = ("off", "default", "graph")
 
 
@@ -38,28 +39,29 @@ class ScalingOrder:
 
 @dataclass(frozen=True)
 class Point:
-    """So many ranks: measured over the repeats, and what the law says."""
+    """So many ranks: measured over the repeats, and what the law of the other numbers of ranks says."""
 
     ranks: int
-    samples_per_s: float
+    per_s: float  # of the unit
     half_width: float
     speedup: float
-    predicted: float
+    predicted: float | None  # None where there are no others
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """One way to compile: what it takes before the first step, and how fast the steps are then."""
+    """One way to compile: what it takes before the first step, that step, and how fast the steps are in all."""
 
     compile: str
     before_s: float  # set-up and compilation, off the training clock
-    steady_ms: float  # a step
+    first_ms: float  # the first step
+    steady_ms: float  # a step on average
     break_even_steps: float | None  # until the time is won back against "off"
 
 
 @dataclass(frozen=True)
 class Scaling:
-    unit: str
+    unit: str  # "tokens" for text, else "samples"
     alpha: float | None
     points: list[Point]
     cold_starts: list[ColdStart]
@@ -76,7 +78,7 @@ def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:
     return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / spread
 
 
-def predict(ranks: int, alpha: float) -> float:
+def predict(ranks: float, alpha: float) -> float:
     return ranks / (1.0 + alpha * (ranks - 1))
 
 
@@ -84,19 +86,20 @@ def measure_scaling(order: ScalingOrder, tell: Callable[[str], None]) -> Scaling
     """Run it all; RankError with its last words where a run fails."""
     recipe = models.get(order.model)
     _check(order)
+    tokens = WINDOW if recipe.data == "shakespeare" else 1
     speeds: dict[int, list[float]] = {ranks: [] for ranks in order.ranks}
     with tempfile.TemporaryDirectory(prefix="uneven-scaling-") as home:
         for repeat in range(order.repeats):
             for ranks in order.ranks:
                 tell(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
                 record = _run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}")
-                speeds[ranks].append(record.summary["samples_per_s"])
+                speeds[ranks].append(tokens * record.summary["samples_per_s"])
         cold = []
         for compile in order.compiles:
             tell(f"cold start, compile {compile}")
             cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
         starts = _cold_starts(cold)
-    return Scaling(UNITS.get(recipe.data, "samples"), *_fitted(speeds), starts)
+    return Scaling("samples" if tokens == 1 else "tokens", *_fitted(speeds), starts)
 
 
 def _check(order: ScalingOrder) -> None:
@@ -115,11 +118,13 @@ def _check(order: ScalingOrder) -> None:
 def _fitted(speeds: dict[int, list[float]]) -> tuple[float | None, list[Point]]:
     means = {ranks: interval(found) for ranks, found in speeds.items()}
     alone = means[1][0]
-    alpha = fit_alpha([(ranks, mean / alone) for ranks, (mean, _) in means.items()])
-    points = [
-        Point(ranks, mean, half, mean / alone, predict(ranks, alpha or 0.0)) for ranks, (mean, half) in means.items()
-    ]
-    return alpha, points
+    speedups = [(ranks, mean / alone) for ranks, (mean, _) in means.items()]
+    points = []
+    for ranks, (mean, half) in means.items():
+        others = fit_alpha([one for one in speedups if one[0] != ranks])
+        predicted = None if others is None else predict(ranks, others)
+        points.append(Point(ranks, mean, half, mean / alone, predicted if ranks > 1 else 1.0))
+    return fit_alpha(speedups), points
 
 
 def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
@@ -159,5 +164,6 @@ def _cold_starts(found: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
         plain = next((row for row in rows if row.compile == "off"), None)
         gain_ms = plain.steady_ms - steady_ms if plain else 0.0
         even = 1e3 * (before_s - plain.before_s) / gain_ms if plain and gain_ms > 0 else None
-        rows.append(ColdStart(compile, before_s, steady_ms, even))
+        first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
+        rows.append(ColdStart(compile, before_s, first_ms, steady_ms, even))
     return rows

@@ -18,14 +18,14 @@ def write_scaling_page(found: Scaling, title: str, path: Path) -> None:
     from bokeh.plotting import figure
     from bokeh.resources import INLINE
 
-    alone = found.points[0].samples_per_s
+    alone = found.points[0].per_s
     ranks = [point.ranks for point in found.points]
     chart = figure(title=title, width=760, height=460, x_axis_label="ranks", y_axis_label="speed-up")
     most = max(ranks)
     steps = [1 + place * (most - 1) / 60 for place in range(61)]
     chart.line(steps, steps, legend_label="perfect", color="#8C8C8C", line_dash="dashed")
     if found.alpha is not None:
-        law = [predict(1, 0.0) * step / (1.0 + found.alpha * (step - 1.0)) for step in steps]
+        law = [predict(step, found.alpha) for step in steps]
         chart.line(steps, law, legend_label=f"N / (1 + {found.alpha:.3f} (N - 1))", color="#D55E00", line_width=2)
     halves = [0.0 if point.half_width == float("inf") else point.half_width / alone for point in found.points]
     bars = ColumnDataSource(

@@ -209,11 +209,8 @@ def _data(order: SweepOrder, own: str) -> str | None:
 def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Outcome:
     """Do what is missing; tell(cell, number, of all, seconds so far) before each run. Ctrl-C loses nothing."""
     cells, skipped = plan_sweep(order)
-    missing = [cell for cell in cells if order.is_forced or not cell.is_done]
+    missing = find_missing(order, cells)
     outcome = Outcome([], [cell.name for cell in cells if cell not in missing], {}, skipped)
-    for cell in cells:
-        if cell not in missing:
-            _check_same(cell)
     _leave_word(order, skipped)
     began = time.monotonic()
     for number, cell in enumerate(missing):
@@ -224,6 +221,15 @@ def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Ou
         else:
             outcome.failed[cell.name] = reason
     return outcome
+
+
+def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
+    """What is to run; InputError where a run that would be kept was made with other settings."""
+    missing = [cell for cell in cells if order.is_forced or not cell.is_done]
+    for cell in cells:
+        if cell not in missing:
+            _check_same(cell)
+    return missing
 
 
 def _leave_word(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
@@ -242,11 +248,14 @@ def _check_same(cell: Cell) -> None:
         return
     record = read_run(cell.folder)
     assert isinstance(record, RunRecord), "only finished runs are kept"
+    recipe = models.get(cell.model)
+    own = {"data": recipe.data, "batch_size": recipe.batch_size}  # what None means
     before = record.summary.get("asked", {})
     for key, value in cell.asked.items():
-        if before.get(key) != value:
+        was, is_now = (own.get(key) if one is None else one for one in (before.get(key), value))
+        if was != is_now:
             raise InputError(
-                f"{cell.folder} holds a run with {key} {before.get(key)!r}, this sweep has {value!r}: "
+                f"{cell.folder} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
                 "choose another --out, or repeat all by --force"
             )
 

@@ -74,23 +74,21 @@ def _print(found: "Scaling") -> None:
         table.add_column(heading, justify="right")
     for one in found.points:
         half = "" if one.half_width == float("inf") else f" +- {one.half_width:,.0f}"
-        off = one.speedup / one.predicted - 1.0
-        table.add_row(
-            f"{one.ranks}",
-            f"{one.samples_per_s:,.0f}{half}",
-            f"{one.speedup:.2f}",
-            f"{one.predicted:.2f}",
-            f"{off:+.1%}",
-        )
+        predicted, off = ("-", "-") if one.predicted is None else _against(one.speedup, one.predicted)
+        table.add_row(f"{one.ranks}", f"{one.per_s:,.0f}{half}", f"{one.speedup:.2f}", predicted, off)
     console.print(table)
     if found.alpha is not None:
         console.print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
     if found.cold_starts:
         starts = Table(box=None, header_style="bold")
-        for heading in ("compile", "before the first step, s", "a step, ms", "pays after steps"):
+        for heading in ("compile", "before the first step, s", "first step, ms", "a step, ms", "pays after steps"):
             starts.add_column(heading, justify="left" if heading == "compile" else "right")
         for row in found.cold_starts:
             even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
-            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.steady_ms:.1f}", even)
+            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.steady_ms:.1f}", even)
         console.print()
         console.print(starts)
+
+
+def _against(measured: float, predicted: float) -> tuple[str, str]:
+    return f"{predicted:.2f}", f"{measured / predicted - 1.0:+.1%}"

@@ -52,7 +52,7 @@ def sweep(
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
     from uneven.bench.provision import provide
-    from uneven.bench.sweep import SweepOrder, plan_sweep
+    from uneven.bench.sweep import SweepOrder, find_missing, plan_sweep
     from uneven.bench.sweep import sweep as run_sweep
 
     if quick and full:
@@ -77,7 +77,8 @@ def sweep(
     )
     if dry:
         cells, skipped = plan_sweep(order)
-        lines = [f"{'kept' if cell.is_done and not force else 'run '}  {cell.name}" for cell in cells]
+        missing = find_missing(order, cells)
+        lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
         print("\n".join([*lines, *(f"not   {one.mode}: {one.reason}" for one in skipped)]))
         return
     with _Bar(is_quiet=as_json) as bar:

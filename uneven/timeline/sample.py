@@ -1,7 +1,8 @@
 """The sampler: a background thread that notes utilisation every 100 ms, of the CPU, the memory and each GPU.
 
 It reads psutil and NVML and never touches torch, so it cannot disturb the streams it observes. Without NVML
-the GPU columns are simply absent.
+the GPU columns are simply absent. Every file it reads hands Python's lock to and fro, which the training feels more
+than the reading: so the process's own time is asked of the clock, and the machine's memory once a second.
 """
 
 import threading
@@ -43,13 +44,14 @@ class Sampler:
         self._psutil = psutil
         self._process = psutil.Process()
         self._gpus = _open_gpus()
+        self._ram_bytes = 0  # of the machine, as of the last full second
+        self._before = (0.0, 0.0)  # the last look's (moment, seconds that this process had worked)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work, name="uneven-sampler", daemon=True)
 
     def start(self) -> None:
-        # psutil's percentages are since the previous call: the first one has no previous.
-        self._psutil.cpu_percent()
-        self._process.cpu_percent()
+        self._psutil.cpu_percent()  # a percentage is since the previous call: the first one has no previous
+        self._before = (time.perf_counter(), time.process_time())
         self._thread.start()
 
     def stop(self) -> None:
@@ -72,11 +74,15 @@ class Sampler:
             except pynvml.NVMLError:
                 continue  # a GPU may fall off or refuse (MIG): the rest of the sample stands
             gpus.append((index, float(rates.gpu), int(memory.used)))
+        if len(self.samples) % max(1, round(1 / self._interval_s)) == 0:
+            self._ram_bytes = self._psutil.virtual_memory().used
+        before, self._before = self._before, (time.perf_counter(), time.process_time())
+        seconds, worked = (now - then for now, then in zip(self._before, before, strict=True))
         return Sample(
             t_ns=time.perf_counter_ns(),
             cpu=self._psutil.cpu_percent(),
-            process_cpu=self._process.cpu_percent(),
-            ram_bytes=self._psutil.virtual_memory().used,
+            process_cpu=round(100 * worked / seconds, 1),
+            ram_bytes=self._ram_bytes,
             process_bytes=self._process.memory_info().rss,
             gpus=tuple(gpus),
         )
