@@ -41,6 +41,7 @@ def test_rows_are_means_over_seeds_against_the_fastest_solo(tmp_path: Path) -> N
     assert model.target == pytest.approx(0.99 * 0.972)
     assert fast.target_seeds == 3
     assert fast.target_s == pytest.approx(2000 / 1330.0)
+    assert not fast.target_is_bound, "the first of two evaluations was below"
     assert rows["cpu-cadence"].target_seeds == 0
     assert fast.loss_gap == pytest.approx(0.0)
     assert model.best == "cpu-async", "cadence is faster, and worse by more than the margin"
@@ -122,6 +123,18 @@ def test_a_run_that_shared_the_machine_moves_neither_times_nor_the_gap(tmp_path:
     assert (solo.samples_per_s, solo.train_s) == (1000.0, 2.0)
     assert together.speedup == pytest.approx(1.3)
     assert model.gap == pytest.approx(2.5)
+
+
+def test_a_target_met_by_the_first_evaluation_is_an_upper_bound(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97)
+    folder = make_run(tmp_path, "lenet", "cpu-async", 0, 0.97)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    del lines[0]["accuracy"]  # evaluated at the end only
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(tmp_path)
+    solo, together = report.models[0].rows
+    assert (solo.target_is_bound, together.target_is_bound) == (False, True)
+    assert "| <= 2.0 |" in render_markdown(report)
 
 
 def test_the_text_says_it_all(tmp_path: Path) -> None:

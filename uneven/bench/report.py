@@ -60,6 +60,7 @@ class Row:
     peak_memory_bytes: int | None = None
     target_s: float | None = None  # training until the target, of the seeds that reached it
     target_seeds: int = 0
+    target_is_bound: bool = False  # the first evaluation of a run met it: it may have been met long before
     passed: float | None = None  # the best quality on the way, mean over seeds, where the end is worse by the margin
     loss_gap: float | None = None  # of the training loss to solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
@@ -223,6 +224,7 @@ def _row(
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=statistics.median(reached) if reached and has_speed and not is_for_speed else None,
         target_seeds=len(reached),
+        target_is_bound=any(_reached(recipe, run, target, evaluations=1) is not None for run in runs),
         passed=None if is_for_speed else _passed(recipe, runs),
         loss_gap=None if is_for_speed else _loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
@@ -286,12 +288,12 @@ def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
     return mean * NEAR if recipe.higher_is_better else mean / NEAR
 
 
-def _reached(recipe: Recipe, run: RunRecord, target: float | None) -> float | None:
-    """Seconds of training when an evaluation first met the target."""
-    for entry in run.metrics:
-        value = entry.get(recipe.metric)
-        if target is None or value is None:
-            continue
+def _reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: int | None = None) -> float | None:
+    """Seconds of training when an evaluation, of so many or of all, first met the target."""
+    if target is None:
+        return None
+    for entry in [one for one in run.metrics if recipe.metric in one][:evaluations]:
+        value = entry[recipe.metric]
         if value >= target if recipe.higher_is_better else value <= target:
             return float(entry["train_seconds"])
     return None

@@ -146,6 +146,8 @@ def _chart(
         across, up = zip(*points, strict=True)
         look = looks[row.mode]
         line = chart.line(list(across), list(up), legend_label=row.mode, name=row.mode, line_width=2, **look)
+        if len(points) == 1:  # evaluated at the end only
+            chart.scatter(list(across), list(up), legend_label=row.mode, size=8, color=look["color"])
         tips = [("mode", row.mode), (label, "$x{0,0}"), ("value", "$y{0.0000}")]
         chart.add_tools(HoverTool(renderers=[line], tooltips=tips, visible=False))
     chart.xaxis.formatter = NumeralTickFormatter(format="0.[0]a")  # 1.5m samples

@@ -105,7 +105,7 @@ def _quality_row(model: ModelReport, row: Row) -> list[str]:
     else:
         quality = _value(model, row.quality)
         quality += f" +- {_value(model, row.quality_half)}" if row.quality_half is not None else ""
-    reached = "" if row.target_s is None else f"{row.target_s:.1f}"
+    reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
     if row.target_s is not None and row.target_seeds < row.seeds:
         reached += f" ({row.target_seeds} of {row.seeds} seeds)"
     return [

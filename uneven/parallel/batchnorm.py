@@ -10,6 +10,7 @@ normalised but enters neither statistics nor gradients.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Circle:
 
 def synchronise(model: nn.Module) -> Circle:
     """Turn the model's BatchNorm layers into synchronised ones, in place: same objects, params and names."""
+    _keep_out_of_graphs()
     circle = Circle()
     for module in model.modules():
         kind = _KINDS.get(type(module))
@@ -65,6 +67,12 @@ def synchronise(model: nn.Module) -> Circle:
             module.circle = circle  # type: ignore[assignment]
             circle.layers.append(module)
     return circle
+
+
+@cache
+def _keep_out_of_graphs() -> None:
+    """torch.compile is not to trace the sums. Said late, for saying it loads the compiler: two seconds for everybody."""
+    _Synced.forward = torch.compiler.disable(_Synced.forward)  # type: ignore[method-assign]
 
 
 def synced_buffers(model: nn.Module) -> set[str]:
@@ -95,7 +103,6 @@ class _Synced(nn.modules.batchnorm._BatchNorm):
 
     circle: Circle
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if not (self.circle.is_open and (self.training or self.running_mean is None)):
             return super().forward(input)
