@@ -71,7 +71,7 @@ def synchronise(model: nn.Module) -> Circle:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """torch.compile is not to trace the sums. Said late, for saying it loads the compiler: two seconds for everybody."""
+    """torch.compile is not to trace the sums. Said late, since that loads the compiler: two seconds for everybody."""
     _Synced.forward = torch.compiler.disable(_Synced.forward)  # type: ignore[method-assign]
 
 
