@@ -1,7 +1,12 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
+import os
 import threading
 from collections.abc import Iterator
+
+# As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
+# in those that tests start. It is read when torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -94,7 +94,7 @@ def test_graph_and_module_train_the_same_bits_on_two_ranks(settings: dict[str, A
     assert not torch.equal(states[0].params["conv.weight"], seeded(ResNet20, "B").state_dict()["conv.weight"])
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", ["async", pytest.param("cadence", marks=pytest.mark.soak)])
 def test_a_pickled_graph_trains_on_rank_processes(policy: str) -> None:
     """The run itself proves that every sample was trained once. The module takes the state, and so does the graph."""
     graph = seeded(make_graph, "B")
