@@ -61,8 +61,8 @@ def stop_for_two_seconds(rank: int, step: int) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "stopped": {"act": stop_for_two_seconds},
     "few slots": {"batch_size": 590, "epochs": 1},  # 2 slots: with 3 ranks one of them gets none
-    "long claims": {"epochs": 10, "batch_size": 2},  # steps so short that a claim holds several of them
-    "loader": {"dataset": list(zip(X, Y, strict=True)), "workers": 2},  # slots are handed out ahead
+    "long claims": {"epochs": 6, "batch_size": 2},  # steps so short that a claim holds several of them
+    "loader": {"dataset": list(zip(X, Y, strict=True)), "workers": 1},  # slots are handed out ahead
 }
 
 

@@ -13,9 +13,8 @@ from tests.faults import start as start
 from uneven import supervise
 
 
-@pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_killed_rank_is_named(tmp_path: Path, policy: str) -> None:
-    killed(tmp_path, policy)
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    killed(tmp_path, "async")
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,13 @@ def test_every_rank_is_given_its_slice(fake_mps: FakeMps, tmp_path: Path, capsys
     assert fake_mps.left() == []
 
 
-@pytest.mark.parametrize(("end", "words"), [("raise KeyError('own')", "own"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        pytest.param("raise KeyError('own')", "own", marks=pytest.mark.soak),
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
+)
 def test_a_run_that_fails_ends_the_daemon(fake_mps: FakeMps, tmp_path: Path, end: str, words: str) -> None:
     source = f"import os, signal\nfrom uneven import Ddp\nif Ddp.rank() == 1: {end}\nsignal.pause()"
     with pytest.raises(RankError) as caught:

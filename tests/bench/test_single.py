@@ -16,7 +16,7 @@ def order(out: Path, **changes: Any) -> Order:
     return Order(**{**settings, "out": out, "progress": "off", **changes})
 
 
-@pytest.mark.parametrize("mode", ["solo-0", "sync"])
+@pytest.mark.parametrize("mode", ["solo-0", pytest.param("sync", marks=pytest.mark.soak)])
 def test_a_run_folder_is_complete_and_its_quality_is_that_of_the_saved_state(tmp_path: Path, mode: str) -> None:
     summary = run_single(order(tmp_path, mode=mode))
     folder = tmp_path / "logistic" / mode / "seed-0"
