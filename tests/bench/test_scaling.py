@@ -59,8 +59,8 @@ def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, st
     plain, compiled = found.cold_starts
     assert (plain.first_ms, compiled.first_ms) == (1500, 750), "three quarters of what make_run lets pass"
     steps = -(-2000 // 64)
-    assert plain.steady_ms == pytest.approx(2000 / steps)
-    assert compiled.steady_ms == pytest.approx(1000 / steps)
+    assert plain.step_ms == pytest.approx(2000 / steps)
+    assert compiled.step_ms == pytest.approx(1000 / steps)
     assert compiled.break_even_steps == pytest.approx(3000 / (1000 / steps))
     assert plain.break_even_steps is None
     write_scaling_page(found, "lenet", tmp_path / "scaling.html")

@@ -251,3 +251,25 @@ def test_the_way_out_is_named_only_where_it_is_one() -> None:
     told = [describe_batchnorm(model, Circle(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
     assert "sync_batchnorm=True makes it see all 16" in told[0]
     assert told[1] == "  BatchNorm sees 11 and 5 samples"
+
+
+def test_a_compiled_model_leaves_the_layers_that_wait_for_others_out_of_its_graphs() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normalised: Tensor = self.norm(x.sin())
+            return normalised
+
+    model = Net()
+    traced: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        traced.extend(str(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
+        return graph
+
+    synchronise(model)
+    torch.compile(model, backend=look)(torch.randn(5, 3))  # type: ignore[arg-type]
+    assert traced == ["sin"]

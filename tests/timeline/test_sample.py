@@ -4,6 +4,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from uneven.timeline import sample as module
 from uneven.timeline.sample import Sampler
 
 
@@ -55,3 +56,16 @@ def test_a_lost_gpu_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(interval_s=0.001)
     wait_for_samples(sampler, 1)
     assert sampler.samples[0].gpus == ((0, 73.0, 1234),)
+
+
+def test_the_process_is_measured_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler()
+    moments = iter([(10.0, 4.0), (10.5, 4.75), (12.5, 4.75)])  # (clock, seconds worked)
+    for expected in (None, 150.0, 0.0):
+        now, worked = next(moments)
+        clock = SimpleNamespace(
+            perf_counter=lambda now=now: now, process_time=lambda worked=worked: worked, perf_counter_ns=lambda: 0
+        )
+        monkeypatch.setattr(module, "time", clock)
+        look = sampler._look()
+        assert expected is None or look.process_cpu == expected

@@ -18,10 +18,9 @@ from uneven.bench.interval import interval
 from uneven.bench.process import flags, run_uneven
 from uneven.bench.runs import RunRecord, read_run
 from uneven.bench.sets import WINDOW
+from uneven.config import CHOICES
 from uneven.errors import InputError, RankError
 from uneven.hardware.cores import available_cores
-
-COMPILES = ("off", "default", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class ColdStart:
     compile: str
     before_s: float  # set-up and compilation, off the training clock
     first_ms: float  # the first step
-    steady_ms: float  # a step on average
+    step_ms: float  # a step on average
     break_even_steps: float | None  # until the time is won back against "off"
 
 
@@ -110,9 +109,9 @@ def _check(order: ScalingOrder) -> None:
     cores = len(available_cores())
     if order.device == "cpu" and max(order.ranks) > cores:
         raise InputError(f"--ranks {max(order.ranks)} on {cores} cores: a rank needs a core of its own")
-    unknown = [one for one in order.compiles if one not in COMPILES]
+    unknown = [one for one in order.compiles if one not in CHOICES["compile"]]
     if unknown:
-        raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(COMPILES)}")
+        raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(CHOICES['compile'])}")
 
 
 def _fitted(speeds: dict[int, list[float]]) -> tuple[float | None, list[Point]]:
@@ -159,11 +158,11 @@ def _cold_starts(found: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
         assert timeline is not None, "the run has just written it"
         seconds = timeline.accounts[0].seconds
         steps = -(-record.summary["samples"] // record.summary["batch_size"])
-        steady_ms = 1e3 * record.summary["train_seconds"] / steps
+        step_ms = 1e3 * record.summary["train_seconds"] / steps
         before_s = seconds["setup"] + seconds["compile"]
         plain = next((row for row in rows if row.compile == "off"), None)
-        gain_ms = plain.steady_ms - steady_ms if plain else 0.0
+        gain_ms = plain.step_ms - step_ms if plain else 0.0
         even = 1e3 * (before_s - plain.before_s) / gain_ms if plain and gain_ms > 0 else None
         first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
-        rows.append(ColdStart(compile, before_s, first_ms, steady_ms, even))
+        rows.append(ColdStart(compile, before_s, first_ms, step_ms, even))
     return rows

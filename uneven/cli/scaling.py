@@ -85,7 +85,7 @@ def _print(found: "Scaling") -> None:
             starts.add_column(heading, justify="left" if heading == "compile" else "right")
         for row in found.cold_starts:
             even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
-            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.steady_ms:.1f}", even)
+            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}", even)
         console.print()
         console.print(starts)
 
