@@ -1,4 +1,4 @@
-"""Everything that can happen to a rank, made to happen: for tests/test_processes.py and tests/test_soak.py."""
+"""Everything that can happen to a rank, made to happen: for launch/test_rank_processes.py and launch/test_soak.py."""
 
 import os
 import queue

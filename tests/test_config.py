@@ -7,7 +7,7 @@ from torch import nn
 
 from uneven import InputError
 from uneven.config import LOCAL_SETTINGS, Task, check_task, resolve
-from uneven.pace.opening import terms_of
+from uneven.train.events import terms_of
 
 
 @pytest.mark.parametrize(

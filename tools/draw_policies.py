@@ -25,9 +25,9 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as MplPath
 
 from uneven.policy.axis import Axis
-from uneven.policy.course import Course
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
+from uneven.policy.slot_schedule import Course
 from uneven.policy.windows import Row, Terms, Windows
 
 BATCH = 64
@@ -151,7 +151,7 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
 def _live(
     rank: int, trace: Trace, clock: list[float], axis: Axis, terms: Terms, claim: Callable[[int], int] | None
 ) -> Iterator[float | Average]:
-    """The loop of uneven/pace/local.py, with work replaced by time."""
+    """The loop of uneven/train/local_sgd.py, with work replaced by time."""
 
     def spend(kind: str, ms: float, samples: float = 0.0) -> float:
         trace.spans.append(Span(rank, kind, clock[0], clock[0] + ms, samples))

@@ -24,11 +24,11 @@ from uneven.data.feed import Micros
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Part
-from uneven.progress import Reporter
-from uneven.seat import Seat
+from uneven.results.progress import Reporter
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
-from uneven.worker import Worker
+from uneven.train.rank_info import Seat
+from uneven.train.worker import Worker
 
 WAYS = ("off", "recorder", "recorder and sampler")
 SIZES = {"small": (8, 16), "large": (256, 512)}  # (batch size, width of the model)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Ddp": "uneven.ddp",
+    "Ddp": "uneven.api.fit",
     "FlowBuilder": "uneven.graph.flow",
-    "fit": "uneven.ddp",
-    "Run": "uneven.run",
-    "TrainedState": "uneven.state",
+    "fit": "uneven.api.fit",
+    "Run": "uneven.launch.run",
+    "TrainedState": "uneven.results.state",
     "TensorData": "uneven.data.tensors",
     "InputError": "uneven.errors",
     "MachineError": "uneven.errors",
@@ -22,12 +22,12 @@ _HOMES = {
 __all__ = ["Ddp", "FlowBuilder", "InputError", "MachineError", "RankError", "Run", "TensorData", "TrainedState", "fit"]
 
 if TYPE_CHECKING:
+    from uneven.api.fit import Ddp, fit
     from uneven.data.tensors import TensorData
-    from uneven.ddp import Ddp, fit
     from uneven.errors import InputError, MachineError, RankError
     from uneven.graph.flow import FlowBuilder
-    from uneven.run import Run
-    from uneven.state import TrainedState
+    from uneven.launch.run import Run
+    from uneven.results.state import TrainedState
 
 
 def __getattr__(name: str) -> Any:

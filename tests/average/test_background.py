@@ -13,7 +13,7 @@ from tests.ranks import ThreadGroup, on_threads
 from uneven.average.background import Arrived, BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.road import lay_road
+from uneven.average.transport import lay_road
 from uneven.comm.group import Group
 from uneven.errors import RankError
 

@@ -21,8 +21,8 @@ from uneven.bench.models.resnet_graph import make_graph
 from uneven.config import Task, resolve
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
-from uneven.seat import Seat
-from uneven.worker import Worker
+from uneven.train.rank_info import Seat
+from uneven.train.worker import Worker
 
 BIN = Path(sys.executable).parent
 generator = torch.Generator().manual_seed(1)

@@ -18,8 +18,8 @@ from uneven.config import RunConfig, Task
 from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.progress import Reporter
-from uneven.worker import Seat, Worker
+from uneven.results.progress import Reporter
+from uneven.train.worker import Seat, Worker
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.road import lay_road
+from uneven.average.transport import lay_road
 from uneven.comm.group import SoloGroup, TorchGroup
 from uneven.comm.store import open_store
 

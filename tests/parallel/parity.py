@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.ranks import on_threads
 from uneven.comm.group import Group
 from uneven.parallel.strategy import FullState, MakeOptimizer, Strategy
-from uneven.share.apportion import apportion, cut_by
+from uneven.policy.apportion import apportion, cut_by
 
 STEPS, SAMPLES, CLIP = 3, 12, 0.4
 KINDS = ("plain", "tied", "frozen", "unused", "buffers", "channels_last")

@@ -16,7 +16,7 @@ from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.parallel.batchnorm import Circle, describe_batchnorm, synced_buffers, synchronise
-from uneven.worker import RankResult, Seat, Worker
+from uneven.train.worker import RankResult, Seat, Worker
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

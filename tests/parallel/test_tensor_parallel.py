@@ -17,7 +17,7 @@ from uneven.parallel.sequence_parallel import SequenceParallel
 from uneven.parallel.strategy import FullState
 from uneven.parallel.tensor_loss import vocabulary_cross_entropy
 from uneven.parallel.tensor_parallel import Columns, Places, Rows, TensorParallel, Words
-from uneven.share.apportion import apportion, cut_by
+from uneven.policy.apportion import apportion, cut_by
 
 WORDS, HEADS, HEAD, WIDTH, INNER, LENGTH, ROWS = 11, 4, 3, 12, 10, 5, 4
 CLIP = 0.3

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from uneven.policy.course import Course
+from uneven.policy.slot_schedule import Course
 from uneven.policy.windows import Decision, Row, Terms, Windows
 
 NEVER = float("inf")

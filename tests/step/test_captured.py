@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import Silent
-from tests.test_exact import Net, assert_exact, loss_and_count, mean_loss, train
+from tests.train.test_gradient_sync import Net, assert_exact, loss_and_count, mean_loss, train
 from uneven import InputError, TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.parallel.gradients import GradientRoad
-from uneven.rig import Rig
-from uneven.seat import RankResult, Seat
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured import GRID, MOST, CapturedBackward
 from uneven.step.eager import EagerStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
-from uneven.worker import Worker
+from uneven.train.engine import Rig
+from uneven.train.rank_info import RankResult, Seat
+from uneven.train.worker import Worker
 
 T = TypeVar("T")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -66,7 +66,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The sizes captured, in order."""
     OnCpu.made, OnCpu.alive = [], []
     monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
-    monkeypatch.setattr("uneven.rig.can_capture", lambda _: True)
+    monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: True)
     return OnCpu.made
 
 

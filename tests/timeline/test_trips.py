@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.test_local import train
+from tests.train.test_local_sgd import train
 from uneven.timeline.export import Timeline
 from uneven.timeline.record import Event
 from uneven.timeline.trips import trips_of

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.road import Road
+from uneven.average.transport import Road
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
-from uneven.comm.landing import set_out
+from uneven.comm.host_copy import set_out
 from uneven.errors import RankError
 
 EXTRA = 2  # numbers that travel with a rank's row: its weight, and whether it is broken

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
-from uneven.comm.landing import set_out
+from uneven.comm.host_copy import set_out
 
 
 class BufferAverage:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.pace.exact import Row
 from uneven.parallel.reference import TorchDdp
 from uneven.step.eager import EagerStep
-from uneven.worker import Worker
+from uneven.train.gradient_sync import Row
+from uneven.train.worker import Worker
 
 ASK_EVERY = 20  # steps between two questions whether to stop: DDP itself carries no such numbers
 

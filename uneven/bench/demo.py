@@ -180,7 +180,7 @@ def folder_of(order: DemoOrder, mode: str) -> Path:
 
 def _train(order: DemoOrder, mode: str) -> Summary:
     from uneven.bench.single import Order, run_single
-    from uneven.progress import bars_only
+    from uneven.results.progress import bars_only
 
     # Seven resolved configurations and twenty epochs in words would bury the table.
     with bars_only():

@@ -19,9 +19,9 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
-from uneven.prepare import settle
-from uneven.progress import Reporter
-from uneven.supervise import run_ranks
+from uneven.launch.launcher import run_ranks
+from uneven.launch.preflight import settle
+from uneven.results.progress import Reporter
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
 FOREVER = 10**6  # epochs: the segments end by themselves

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from uneven.comm.gather import gather_rows
-from uneven.pace.exact import ExactPace
-from uneven.pace.local import LocalPace
 from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
-from uneven.worker import Worker
+from uneven.train.gradient_sync import ExactPace
+from uneven.train.local_sgd import LocalPace
+from uneven.train.worker import Worker
 
 LEAST_STEPS = 3
 LEAST_WINDOWS = 3

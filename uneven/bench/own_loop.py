@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from uneven.api.fit import Ddp
 from uneven.bench.modes import resolve_mode
 from uneven.bench.single import Order, conclude, make_config, make_task
-from uneven.ddp import Ddp
 
 if TYPE_CHECKING:
     from uneven.config import Settings

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from uneven.progress import Reporter
+from uneven.results.progress import Reporter
 
 
 class PairsBar(Reporter):

@@ -16,11 +16,11 @@ from pathlib import Path
 from uneven.bench.interval import interval
 from uneven.bench.joint import LEAST_STEPS, DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
 from uneven.comm.gather import gather_bytes
-from uneven.pace.exact import ExactPace
-from uneven.pace.local import LocalPace
-from uneven.rig import Rig
-from uneven.seat import Seat
-from uneven.worker import Worker
+from uneven.train.engine import Rig
+from uneven.train.gradient_sync import ExactPace
+from uneven.train.local_sgd import LocalPace
+from uneven.train.rank_info import Seat
+from uneven.train.worker import Worker
 
 
 @dataclass(frozen=True)

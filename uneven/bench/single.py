@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import uneven
+from uneven.api.loop import check_loop
 from uneven.bench import models
 from uneven.bench.ddp_step import train_with_ddp
 from uneven.bench.modes import Mode, resolve_mode
@@ -33,12 +34,11 @@ from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
-from uneven.loop import check_loop
-from uneven.prepare import settle
-from uneven.progress import Reporter
-from uneven.run import launch
-from uneven.start import run_on_ranks
-from uneven.state import TrainedState
+from uneven.launch.preflight import settle
+from uneven.launch.run import launch
+from uneven.launch.start import run_on_ranks
+from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import Precision
 from uneven.timeline.page import write_page

@@ -19,7 +19,7 @@ from uneven.errors import InputError, RankError
 from uneven.hardware.cores import CorePlan, assign_cores, available_cores
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.preflight import check_device
-from uneven.share.apportion import check_shares
+from uneven.policy.apportion import check_shares
 
 LEAST_STEPS = 3  # of which two warm up
 MUONS = {MUON, MUON_ALONE}  # in bf16, which takes an old CPU many seconds a step: few steps, and none in a quick run

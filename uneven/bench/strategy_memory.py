@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from uneven.parallel.pieces import own_whole
 from uneven.parallel.tensor_parallel import Columns, How, Plan, Rows, Words
-from uneven.share.apportion import apportion
+from uneven.policy.apportion import apportion
 
 NUMBER = 4  # bytes of one in fp32
 CUT = {  # which categories a strategy cuts; tensor parallelism cuts all, but not of all params

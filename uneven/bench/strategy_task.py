@@ -12,11 +12,11 @@ from torch.optim import AdamW, Optimizer
 from uneven.bench.models import gpt, gpt_nano
 from uneven.comm.group import Group
 from uneven.config import STRATEGIES, TOGETHER
-from uneven.optim.muon_adamw import MuonAdamW
 from uneven.parallel.catalog import make_strategy, plan_of
+from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reference import TorchFsdp, TorchReplicated, TorchTensor
 from uneven.parallel.strategy import FullState, on_host
-from uneven.share.apportion import apportion, cut_by
+from uneven.policy.apportion import apportion, cut_by
 
 DENSE, MUON, MUON_ALONE = "dense", "muon", "muon-1"
 TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp", "torch-tensor")

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from uneven.data.apart import ApartContext, end_with_parent
 from uneven.data.ledger import permutation, sample_keys
+from uneven.data.loader_context import ApartContext, end_with_parent
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
 

@@ -14,7 +14,7 @@ from uneven.comm.collectives import gather_pieces
 from uneven.comm.group import Group
 from uneven.comm.work import Works
 from uneven.parallel.buckets import is_filled, view_like
-from uneven.share.apportion import apportion, check_shares, cut_by
+from uneven.policy.apportion import apportion, check_shares, cut_by
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from uneven.comm.collectives import gather_pieces, reduce_pieces
 from uneven.comm.group import Group
-from uneven.share.apportion import apportion, cut_by
+from uneven.policy.apportion import apportion, cut_by
 
 
 class SharedRows:

@@ -30,7 +30,7 @@ from uneven.parallel.strategy import (
 )
 from uneven.parallel.tensor_functions import join_last
 from uneven.parallel.tensor_layers import ColumnLinear, RowLinear, VocabularyEmbedding, keep_own_rows
-from uneven.share.apportion import apportion, cut_by
+from uneven.policy.apportion import apportion, cut_by
 
 
 @dataclass(frozen=True)

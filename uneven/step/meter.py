@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from uneven.comm.group import Group
-from uneven.comm.landing import set_out
+from uneven.comm.host_copy import set_out
 
 
 class LossMeter:

@@ -1,0 +1,92 @@
+"""Nothing stays behind: processes in any state, and folders of launchers that are gone."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from uneven.launch import cleanup
+from uneven.launch.processes import RankProcesses, describe_exit
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
+
+
+def folder_of(home: Path, pid: int, space: int | None = None) -> Path:
+    space = cleanup._process_space() if space is None else space
+    folder = home / f"uneven-{space}-{pid}-abc"
+    folder.mkdir()
+    (folder / "payload").write_text("data")
+    return folder
+
+
+def test_only_folders_of_dead_launchers_of_our_own_are_swept(tmp_path: Path, dead_pid: int) -> None:
+    stale = folder_of(tmp_path, dead_pid)
+    kept = [folder_of(tmp_path, os.getpid()), folder_of(tmp_path, dead_pid, space=1), tmp_path / "uneven-mine"]
+    kept[2].mkdir()
+    cleanup.sweep(tmp_path)
+    assert not stale.exists()
+    assert all(folder.exists() for folder in kept)
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
+    """A process that names a folder in its command, as ranks do."""
+    folder = tmp_path / "uneven-run"
+    folder.mkdir()
+    command = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()", str(folder)]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # until then its command may not be there to read yet
+        yield folder, process
+        process.kill()
+
+
+def test_a_stopped_rank_is_ended_by_whoever_cleans_up(
+    sleeper: tuple[Path, "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, process = sleeper
+    (folder / "pid-0").write_text(str(process.pid))
+    (folder / "pid-1").write_text(str(os.getpid()))  # never oneself
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(cleanup, "_live", {folder})
+    cleanup.leave_nothing()
+    assert process.wait(30) == -signal.SIGKILL
+    assert not folder.exists()
+
+
+def test_a_number_that_went_to_another_process_is_left_alone(
+    sleeper: tuple[Path, "subprocess.Popen[bytes]"], tmp_path: Path
+) -> None:
+    _, process = sleeper
+    other = tmp_path / "uneven-other"
+    other.mkdir()
+    (other / "pid-0").write_text(str(process.pid))
+    cleanup._end_ranks(other)
+    assert process.poll() is None
+    assert psutil.pid_exists(process.pid)
+
+
+def test_end_ends_a_stopped_process(tmp_path: Path) -> None:
+    ranks = RankProcesses(tmp_path, [1])
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    ranks.end()
+    (code,) = ranks.exit_codes()
+    assert code == -signal.SIGKILL
+    assert describe_exit(code) == "was ended by SIGKILL"
+    ranks.end()  # once more does no harm
+
+
+def test_exit_codes_in_words() -> None:
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "was ended by SIGSEGV"
+    assert describe_exit(-99) == "was ended by signal 99"

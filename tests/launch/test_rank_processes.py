@@ -1,0 +1,73 @@
+"""Ranks as real processes, and what can go wrong with one: the run ends, says why, and leaves nothing.
+
+One of each here; tests/launch/test_soak.py repeats them against the clock.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import Launcher, differing, killed, nothing_left, raising, saved_state, stopped, stopped_for_a_while
+from tests.faults import start as start
+from uneven.launch import launcher
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    killed(tmp_path, "async")
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "SILENT_S", 2.0)  # the true limit is soaked
+    stopped(tmp_path, "sync")
+
+
+def test_a_rank_stopped_for_a_while_goes_on(tmp_path: Path) -> None:
+    stopped_for_a_while(tmp_path, "async")
+
+
+def test_a_rank_that_raises_shows_its_own_traceback(tmp_path: Path) -> None:
+    raising(tmp_path, "sync")
+
+
+def test_a_rank_with_another_model_is_named_before_training(tmp_path: Path) -> None:
+    differing(tmp_path, "sync")
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_ctrl_c_stops_all_ranks_and_the_state_loads(start: Callable[..., Launcher], policy: str) -> None:
+    launcher = start("training", policy)
+    launcher.read_until(lambda lines: lines.count("step") >= 6)
+    code, _ = launcher.interrupt()
+    assert code == 130, launcher.said()
+    assert "stopped after" in launcher.said()
+    saved_state(launcher)
+    nothing_left(launcher.pids, launcher.process.pid)
+
+
+def test_ctrl_c_during_start_up_ends_a_run_that_never_began(start: Callable[..., Launcher]) -> None:
+    launcher = start("starting")
+    launcher.read_until(lambda _: len(launcher.pids) == 2)
+    code, _ = launcher.interrupt()
+    assert code == 130, launcher.said()
+    assert "before its first step" in launcher.said()
+    assert not (launcher.folder / "runs").exists()
+    nothing_left(launcher.pids, launcher.process.pid)
+
+
+def test_a_second_ctrl_c_ends_at_once(start: Callable[..., Launcher]) -> None:
+    launcher = start("endless")
+    launcher.read_until(lambda lines: lines.count("step") == 2)
+    code, _ = launcher.interrupt(times=2)
+    assert code == 130, launcher.said()
+    nothing_left(launcher.pids, launcher.process.pid)
+
+
+def test_ranks_notice_that_their_launcher_was_killed_and_end_a_stopped_one_too(
+    start: Callable[..., Launcher],
+) -> None:
+    launcher = start("stopping")
+    launcher.read_until(lambda lines: lines[-1] == "stopping")
+    launcher.process.kill()
+    launcher.process.wait()
+    nothing_left(launcher.pids, launcher.process.pid)

@@ -1,0 +1,246 @@
+"""Ranks along the axis, on simulated clusters: nothing lost, nobody stuck, little waited, averages merged promptly."""
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policy.simulation import Cluster, Outcome, Simulation
+from uneven.policy.slot_schedule import Course
+from uneven.policy.windows import Row, Terms, Windows
+
+CADENCE, ASYNC = Terms(), Terms(is_async=True)
+POLICIES = pytest.mark.parametrize("terms", [CADENCE, ASYNC], ids=["cadence", "async"])
+
+
+def random_cluster(rng: random.Random, ranks: int, windows: int = 12) -> Cluster:
+    """Gaps from 1 to 10; long enough for about so many windows."""
+    gap = rng.choice([1.0, 1.5, 2.0, 2.5, 4.0, 10.0])
+    slot_ms = [10.0, *(10.0 * rng.uniform(1.0, gap) for _ in range(ranks - 2)), 10.0 * gap]
+    total = int(windows * 10 * max(slot_ms) * sum(1.0 / ms for ms in slot_ms))
+    return Cluster(slot_ms, total, seed=rng.randrange(10**6))
+
+
+def run(cluster: Cluster, terms: Terms, max_lead: int | None = None, hint: float = 1.0) -> Outcome:
+    hints = [ms * (hint if rank % 2 else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
+    return Simulation(cluster, terms, hints, max_lead).run()
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+# Whatever the cluster (what must hold is checked in the simulation)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    ranks = draw(st.integers(1, 6))
+    total = draw(st.integers(1, 150))
+    return Cluster(
+        slot_ms=[draw(st.sampled_from([1.0, 2.5, 10.0])) * draw(st.floats(0.5, 1.5)) for _ in range(ranks)],
+        total=total,
+        seed=draw(st.integers(0, 99)),
+        jitter=draw(st.sampled_from([0.0, 0.05, 0.3])),
+        spikes=draw(st.sampled_from([0.0, 0.05])),
+        stop=draw(st.sampled_from([None, (0, total // 2, 2000.0), (ranks - 1, 0, 2000.0)])),
+        change=draw(st.sampled_from([None, (0, total // 2, 4.0), (ranks - 1, total // 2, 0.2)])),
+        transfer_ms=draw(st.sampled_from([0.01, 1.0, 100.0])),
+        claim_ms=draw(st.sampled_from([0.0, 0.1, 3.0])),
+        lookahead=draw(st.sampled_from([0, 0, 1, 2, 8])),
+        epoch=draw(st.sampled_from([None, 1, 3, 10, 37])),
+        short=draw(st.sampled_from([1, 64])),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.sampled_from([None, 0.3, 1.0, 3.0]), st.integers(0, 4)
+)
+def test_every_slot_is_trained_once_and_nobody_is_stuck(
+    cluster: Cluster, is_async: bool, anchor: int, hint: float | None, max_lead: int
+) -> None:
+    hints = None if hint is None else [ms * (hint if rank else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
+    outcome = Simulation(cluster, Terms(is_async=is_async, anchor=anchor), hints, max_lead or None).run()
+    assert outcome.most_lead <= (max_lead or 10**6)
+    assert outcome.claims <= cluster.total + cluster.ranks
+
+
+@settings(max_examples=50, deadline=None)
+@given(clusters(), st.integers(1, 5))
+def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
+    shares = tuple(float(rank % 3) for rank in range(1, cluster.ranks + 1))
+    outcome = Simulation(cluster, Terms(anchor=anchor, shares=shares)).run()
+    assert outcome.decisions == []
+
+
+@POLICIES
+def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: Terms) -> None:
+    slot_ms = [10.0 + rank for rank in range(64)]
+    run(Cluster(slot_ms, 130, epoch=50, lookahead=2), terms)
+    Simulation(Cluster(slot_ms, 130, epoch=50), terms).run()
+
+
+# Little waited
+
+
+@pytest.mark.parametrize(("ranks", "many"), [(2, 30), (3, 20), (8, 8), (16, 2), (64, 1)])
+@POLICIES
+def test_efficiency_over_random_clusters(terms: Terms, ranks: int, many: int) -> None:
+    rng = random.Random(ranks)
+    found = [run(random_cluster(rng, ranks), terms).efficiency for _ in range(many)]
+    if terms.is_async:
+        # What is lost: snapshots and claims (1 %), and at the end half a slot of the slowest of 120.
+        assert mean(found) > 0.975
+        assert min(found) > 0.96
+    else:
+        # Besides: the transfer, whole counts (up to half a slot of ten), and the noise of the slowest rank.
+        assert mean(found) > 0.955
+        assert min(found) > 0.93
+
+
+@pytest.mark.parametrize(
+    ("trouble", "least_cadence", "least_async"),
+    [
+        ({"jitter": 0.2}, 0.94, 0.975),
+        ({"spikes": 0.01}, 0.92, 0.975),
+        ({"wander": 0.1}, 0.92, 0.975),
+        ({"transfer_ms": 30.0}, 0.9, 0.96),
+        ({"claim_ms": 0.5}, 0.96, 0.96),
+        ({"lookahead": 8}, 0.96, 0.975),
+        ({"epoch": 200, "short": 1}, 0.94, 0.94),
+        ({"change": (0, 150, 2.0)}, 0.9, 0.975),  # two windows of fifteen with the old counts
+        ({"change": (1, 150, 0.4)}, 0.93, 0.975),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_efficiency_in_trouble(trouble: dict[str, object], least_cadence: float, least_async: float) -> None:
+    rng = random.Random(0)
+    pairs = [replace(random_cluster(rng, ranks, 15), **trouble) for ranks in (2, 3, 6) * 3]  # type: ignore[arg-type]
+    assert mean([run(cluster, CADENCE).efficiency for cluster in pairs]) > least_cadence
+    assert mean([run(cluster, ASYNC).efficiency for cluster in pairs]) > least_async
+
+
+@pytest.mark.parametrize("hint", [None, 0.5, 0.7, 1.5, 3.0])
+def test_wrong_hints_or_none_cost_little(hint: float | None) -> None:
+    rng = random.Random(0)
+    for terms, least in ((CADENCE, 0.92), (ASYNC, 0.97)):
+        found = []
+        for _ in range(8):
+            cluster = random_cluster(rng, 3, 20)
+            outcome = Simulation(cluster, terms).run() if hint is None else run(cluster, terms, hint=hint)
+            found.append(outcome.efficiency)
+        assert mean(found) > least
+
+
+def test_waiting_does_not_make_windows_longer() -> None:
+    rng = random.Random(3)
+    for trouble in ({"jitter": 0.3}, {"spikes": 0.03}, {"wander": 0.2}, {"stop": (0, 100, 2000.0)}):
+        for _ in range(4):
+            cluster = replace(random_cluster(rng, 3, 20), **trouble)
+            assert max(one.anchor for one in run(cluster, CADENCE).rounds) <= 25.0
+
+
+@POLICIES
+def test_a_slow_link_sets_the_anchor_once(terms: Terms) -> None:
+    for seed in range(4):
+        cluster = Cluster([10.0, 14.0, 25.0], 7000, seed=seed, transfer_ms=40.0, jitter=0.1)
+        outcome = run(cluster, terms)
+        anchors = [one.anchor for one in outcome.rounds]
+        assert anchors == sorted(anchors)
+        assert len(set(anchors[10:])) <= 2
+        assert 15.0 < anchors[-1] < 90.0
+
+
+# Averages are merged promptly
+
+
+@pytest.mark.parametrize("lookahead", [0, 2, 8])
+@pytest.mark.parametrize("lie", [1.0, 0.7, 1.3])
+def test_averages_are_merged_within_two_slots_of_the_slowest_rank(lookahead: int, lie: float) -> None:
+    rng = random.Random(lookahead)
+    delays = []
+    for ranks in (2, 3, 8, 2):
+        cluster = random_cluster(rng, ranks)
+        cluster.lookahead, cluster.claim_ms = lookahead, rng.choice([0.1, 0.3])
+        cluster.lies = [lie if rank % 2 else 1.0 for rank in range(ranks)]  # the counts stay wrong for ever
+        delays.append(mean(run(cluster, ASYNC).delays))
+    assert max(delays) < 1.5
+    assert mean(delays) < 1.1
+
+
+def test_no_rank_goes_farther_ahead_than_it_may() -> None:
+    for max_lead in (1, 3, None):
+        cluster = Cluster([10.0, 25.0], 2000, stop=(1, 700, 2000.0))
+        outcome = run(cluster, ASYNC, max_lead)
+        assert outcome.most_lead == (max_lead or 50)
+
+
+@pytest.mark.parametrize("lookahead", [0, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_stop_rounds_do_not_come_in_a_burst(rank: int, lookahead: int) -> None:
+    outcome = run(Cluster([10.0, 25.0], 3000, stop=(rank, 1000, 2000.0), lookahead=lookahead), ASYNC)
+    periods_ms = sorted(outcome.periods_ms[:-2])  # the last ones are shortened by the end
+    assert periods_ms[-1] > 2000.0
+    # What a feed holds is old news after a stop: it may cost one early round, no more.
+    assert periods_ms[1 if lookahead else 0] > 150.0
+    assert outcome.efficiency > 0.9
+
+
+# One course
+
+
+def alone(total: int, event: int, hints: list[float], claimed: int = 0) -> tuple[Windows, Course]:
+    """Rank 0 of an async run in which others have claimed so much already and claim nothing more."""
+
+    def claim(many: int) -> int:
+        nonlocal claimed
+        claimed += many
+        return claimed - many
+
+    windows = Windows(ASYNC, len(hints), 64, lambda slot: event if slot < event else total, hints)
+    return windows, Course(windows, 0, total, claim)
+
+
+def test_a_claim_past_an_event_is_kept_until_it_is_passed() -> None:
+    windows, course = alone(40, 20, [10.0, 10.0], claimed=22)
+    assert windows.due == windows.event == 20
+    assert course.next_slot == 22
+    assert course.hand() is None
+    assert course.is_due()
+    course.enter()
+    windows.note([Row(next_slot=22), Row(next_slot=20)])
+    course.merged()
+    assert windows.event == 40
+    assert course.hand() == 22
+
+
+def test_a_round_is_due_when_claims_have_come_to_it_whatever_the_feed_still_holds() -> None:
+    windows, course = alone(1000, 1000, [10.0, 10.0], claimed=17)
+    assert windows.due == 20
+    held = deque(course.hand() for _ in range(3))
+    assert list(held) == [17, 18, 19]
+    assert not course.is_due()
+    held.append(course.hand())
+    assert course.next_slot == 17
+    assert course.is_due()
+
+
+def test_before_an_event_a_feed_holds_no_more_than_the_ranks_part() -> None:
+    _, course = alone(30, 30, [100.0, 10.0])
+    held = [course.hand() for _ in range(8)]
+    assert held == [0, 1, 2, None, None, None, None, None]
+
+
+def test_claims_grow_with_their_cost_but_stay_far_below_the_window() -> None:
+    windows, course = alone(10_000, 10_000, [1.0, 1.0])
+    asked = []
+    course.claim = lambda many: asked.append(many) or 0  # type: ignore[func-returns-value]
+    for course.claim_ms in (0.0, 0.015, 10.0):
+        assert course.hand() is not None
+        course._given.clear()
+        course._handed = 0
+    assert asked == [1, 2, windows.counts[0] // 4]

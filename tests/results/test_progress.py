@@ -1,0 +1,159 @@
+"""The launcher's view: what the bars show of the ranks' posts. Not on a terminal, rich draws them once, at the end."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from uneven.policy.axis import Axis
+from uneven.results.progress import Reporter, bars_only, pace_words
+
+TOTAL = 10_000
+ENTRY = {"epoch": 1, "samples": TOTAL, "train_loss": 0.5, "lr": 0.1, "train_seconds": 4.0, "samples_per_s": 2500.0}
+
+
+def post(own: int, device: str, **more: Any) -> dict[str, Any]:
+    plain = {"phase": "compute", "slot": 3, "total": TOTAL, "epochs": 1, "seconds": 4.0, "loss": 0.25, "pace": {}}
+    return {**plain, "own": own, "device": device, **more}
+
+
+def pair(fast: int, slow: int, **more: Any) -> list[dict[str, Any]]:
+    return [post(fast, "cpu", **more), post(slow, "cpu@0.4", **more)]
+
+
+@pytest.fixture
+def last_frame(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """The rows that stand when a run has closed, after these posts one after the other."""
+
+    def draw(*posts: list[dict[str, Any]], columns: int = 120) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with bars_only():
+            reporter = Reporter("bar", "lenet cpu-async")
+        for one in posts:
+            reporter.ranks(one)
+        reporter.close()
+        return [line.rstrip() for line in capsys.readouterr().err.splitlines() if line.strip()]
+
+    return draw
+
+
+def test_a_run_that_is_over_stands_at_a_hundred_percent_though_its_last_steps_were_never_posted(last_frame) -> None:  # type: ignore[no-untyped-def]
+    whole, fast, slow = last_frame(pair(6900, 2700), pair(6900, 2700, history=[ENTRY]))
+    assert "100 %" in whole
+    assert "2,400 samples/s" in whole
+    assert "ETA" not in whole
+    assert "share 72 %" in fast
+    assert "share 28 %" in slow
+    # The pieces of the devices make up the bar of the run, without gap or overlap.
+    line = "\u2501"
+    assert (fast + slow).count(line) == whole.count(line) == 40
+    assert slow.index(line) == fast.rindex(line) + 1
+
+
+def test_a_run_in_progress_is_shown_by_device_with_share_and_speed(last_frame) -> None:  # type: ignore[no-untyped-def]
+    whole, fast, slow = last_frame(pair(3600, 1400))
+    assert "lenet cpu-async" in whole
+    assert "50 %" in whole
+    assert "1,250 samples/s  loss 0.2500" in whole
+    assert fast.startswith("  cpu ")
+    assert "share 72 %" in fast
+    assert fast.endswith(" 900")
+    assert slow.startswith("  cpu@0.4 ")
+    assert slow.endswith(" 350")
+
+
+def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) -> None:  # type: ignore[no-untyped-def]
+    pace = {"round": 12, "lead": 3, "anchor": 13.6, "delay": 0.44}
+    _, fast, slow = last_frame([post(3600, "cpu", pace=pace), post(1400, "cpu@0.4", pace={**pace, "lead": 0})])
+    assert "round 12 anchor 14 lead 3 delay 0.4" in fast
+    assert "lead 0" in slow
+    assert pace_words({}) == ""
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_everything_but_the_bar_keeps_its_room(last_frame, columns: int) -> None:  # type: ignore[no-untyped-def]
+    pace = {"round": 128, "lead": 13, "anchor": 136.6, "delay": 10.44}
+    lines = last_frame(pair(3600, 1400, pace=pace), columns=columns)
+    assert all(len(line) <= columns for line in lines)
+    assert "ETA -:--" in lines[0]
+    assert all(line.endswith("delay 10.4") for line in lines[1:])
+
+
+def test_before_anybody_trains_the_bar_says_that_it_starts(last_frame) -> None:  # type: ignore[no-untyped-def]
+    (line,) = last_frame([{}, {}], [{"phase": "setup", "slot": 0, "device": "cpu"}, {}])
+    assert "starting" in line
+    assert "%" not in line
+
+
+def test_a_round_that_has_just_begun_has_no_loss_and_the_last_one_stays(last_frame) -> None:  # type: ignore[no-untyped-def]
+    no_loss = pair(3700, 1500, loss=float("nan"))
+    assert "loss 0.2500" in last_frame(pair(3600, 1400), no_loss)[0]
+    assert "loss -" in last_frame(no_loss)[0]
+    mixed = [post(3000, "cpu", loss=0.1), post(1000, "cpu@0.4", loss=0.5)]
+    assert "loss 0.2000" in last_frame(mixed)[0]
+
+
+def test_an_evaluation_is_named(last_frame) -> None:  # type: ignore[no-untyped-def]
+    assert "evaluation" in last_frame(pair(7000, 2900, phase="evaluation"))[0]
+
+
+def test_devices_of_one_name_are_told_apart_by_rank(last_frame) -> None:  # type: ignore[no-untyped-def]
+    _, *devices = last_frame([post(1000, "cpu"), post(1000, "cpu"), post(500, "cpu@0.5")])
+    assert [line.split("\u2501")[0].strip() for line in devices] == ["cpu #0", "cpu #1", "cpu@0.5"]
+
+
+def test_a_rank_that_trained_nothing_yet_is_shown_too(last_frame) -> None:  # type: ignore[no-untyped-def]
+    _, fast, slow = last_frame([post(0, "cpu", seconds=0.0), post(0, "cpu@0.4", seconds=0.0)])
+    assert "share 0 %" in fast
+    assert "share 0 %" in slow
+
+
+def test_lines_tell_each_epoch_and_note_once(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter, heard = Reporter("lines"), []
+    reporter.listeners.append(heard.append)
+    for _ in range(3):
+        reporter.ranks(pair(5000, 2000, history=[ENTRY], notes=["  a word"]))
+    reporter.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["  a word", "epoch 1/1  train_loss 0.5000  2,500 samples/s  4.0 s"]
+    assert heard == [ENTRY]
+
+
+def test_bars_only_keeps_reporters_from_talking_but_not_from_listening(capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[dict[str, Any]] = []
+    with bars_only():
+        reporter = Reporter("auto")
+    reporter.listeners.append(heard.append)
+    reporter.say(["a word"])
+    reporter.ranks(pair(5000, 2000, history=[ENTRY]))
+    reporter.close()
+    assert capsys.readouterr().err == ""
+    assert heard == [ENTRY]
+    Reporter("auto").say(["a word"])
+    assert capsys.readouterr().err == "a word\n"
+
+
+def test_auto_is_a_bar_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert Reporter("auto").style == "lines"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert Reporter("auto").style == "bar"
+
+
+def test_a_device_alone_ends_at_a_hundred_percent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    reporter = Reporter("bar", "mlp solo-0")
+    reporter.started(Axis(TOTAL, 64, 1), "cpu")
+    reporter.stepped(6400, 6400, 2.0, 0.125)
+    reporter.epoch_done(ENTRY)
+    reporter.close()
+    *_, bar = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert "mlp solo-0" in bar
+    assert "100 % 3,200 samples/s  loss 0.1250" in bar

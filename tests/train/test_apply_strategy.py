@@ -1,0 +1,209 @@
+"""Strategies inside the core: whoever holds what, a run ends with the params, state and metrics of one process."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from tests.api.test_loop import train_loop
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, params, train
+from uneven import fit
+from uneven.config import CUTTING, REPLICATED, STRATEGIES, Evaluation, resolve
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError
+from uneven.hardware.device import parse_devices
+from uneven.launch.preflight import settle
+from uneven.parallel.tensor_parallel import Columns, Places, Plan, Rows, Words
+from uneven.results.state import TrainedState
+
+BY_SAMPLES = [name for name in STRATEGIES if name not in ("tensor", "sequence")]
+WORDS, WIDTH = 7, 8
+
+
+def assert_same_optimizer(ours: TrainedState, dense: TrainedState) -> None:
+    found = {name for name in dense.optimizer if not name.startswith("random.")}
+    assert {name for name in ours.optimizer if not name.startswith("random.")} == found
+    for name in found:
+        torch.testing.assert_close(ours.optimizer[name], dense.optimizer[name], rtol=1e-10, atol=1e-10)
+    # As they are saved: pairs of numbers become lists on the way from a process.
+    assert json.dumps(ours.param_groups) == json.dumps(dense.param_groups)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"accumulate": 3}, {"step": loss_and_count}])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "sequence"])
+def test_equals_one_process(name: str, size: int, options: dict[str, Any]) -> None:
+    """Samples by one ratio, bytes by another, a zero in both; a schedule, an unused layer and a tail slot."""
+    common: dict[str, Any] = {
+        "optimizer": "adamw",
+        "global_batch_size": 24,
+        "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
+        **options,
+    }
+    dense = train(1, **common)[0]
+    if name in BY_SAMPLES:
+        common["shares"] = (5, 0, 2)[:size] if size == 3 else (5, 2)
+    if name in CUTTING:
+        common["memory_shares"] = (1, 3, 0)[:size]
+    ours = train(size, strategy=name, **common)
+    assert_exact(ours, dense, "adamw", torch.float64)
+    assert_same_optimizer(ours[0].state, dense.state)
+    assert ours[0].state.history[-1]["train_loss"] == pytest.approx(dense.state.history[-1]["train_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["sync", "balanced"])
+@pytest.mark.parametrize("name", BY_SAMPLES)
+def test_goes_with_both_exact_policies(name: str, policy: str) -> None:
+    """Without shares: bytes go by memory, samples equally or by what is measured as it trains."""
+    dense = train(1, global_batch_size=24, optimizer="sgd")[0]
+    ours = train(3, strategy=name, policy=policy, global_batch_size=24, optimizer="sgd")
+    assert_exact(ours, dense, "sgd", torch.float64)
+
+
+class Reader(nn.Module):
+    """Tokens in, scores of the next ones out: the least that can be cut by rows of a sequence."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(6, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        own = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=own) * 0.3)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        scores: Tensor = self.head(x + self.narrow(torch.tanh(self.wide(self.norm(x)))))
+        return scores
+
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.words, self.wide, self.narrow]
+
+    def tensor_plan(self) -> Plan:
+        return {
+            "words": Words(),
+            "places": Places(),
+            "wide": Columns(),
+            "narrow": Rows(),
+            "head": Columns(gathers=True),
+        }
+
+
+def next_token(model: nn.Module, tokens: Any) -> Tensor:
+
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor", "sequence"])
+def test_a_sequence_model_in_pieces(name: str) -> None:
+    data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
+    common = {"dataset": data, "step": next_token, "make_model": Reader, "global_batch_size": 12, "optimizer": "sgd"}
+    dense = train(1, **common)[0]  # type: ignore[arg-type]
+    for result in train(2, strategy=name, memory_shares=(5, 2), **common):  # type: ignore[arg-type]
+        for key, value in params(dense).items():
+            torch.testing.assert_close(params(result)[key], value, rtol=1e-10, atol=1e-10)
+
+
+def count_right(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    scores = model(batch[0])
+    loss = F.cross_entropy(scores, batch[1], reduction="sum")
+    return {"loss": loss, "accuracy": (scores.argmax(1) == batch[1]).sum()}, len(batch[1])
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "tensor"])
+def test_evaluation_and_checkpoints(name: str, tmp_path: Path) -> None:
+    """Ranks have unequal numbers of test batches; a checkpoint is a whole model."""
+    test = Evaluation(TensorData(X[:37].double(), Y[:37]), count_right, batch_size=4)
+    common: dict[str, Any] = {"global_batch_size": 24, "evaluation": test, "checkpoint_every": 1}
+    dense = train(1, out=tmp_path / "dense", **common)[0].state
+    shares = {} if name == "tensor" else {"shares": (5, 0, 2)}
+    ours = train(3, strategy=name, out=tmp_path / "ours", **shares, **common)[0].state
+    for mine, theirs in zip(ours.history, dense.history, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert mine["accuracy"] == pytest.approx(theirs["accuracy"])
+    saved, expected = (TrainedState.load(tmp_path / one / "epoch-1") for one in ("ours", "dense"))
+    for key, value in expected.params.items():
+        torch.testing.assert_close(saved.params[key], value, rtol=1e-10, atol=1e-10)
+    assert_same_optimizer(saved, expected)
+
+
+def test_on_processes() -> None:
+    """One process each, over Gloo, from `fit` to its state."""
+
+    def trained(**changes: Any) -> TrainedState:
+        make_model, data = partial(Net, torch.float64), TensorData(X.double(), Y)
+        settings = {"epochs": 2, "seed": 3, "progress": "off", **changes}
+        return fit(model=make_model, optimizer=OPTIMIZERS["adamw"], step=loss_and_count, dataset=data, **settings)
+
+    alone = trained(batch_size=24, devices="cpu")
+    ours = trained(batch_size=12, devices="cpu,cpu", strategy="fsdp", memory_shares=(5, 2))
+    for key, value in alone.params.items():
+        torch.testing.assert_close(ours.params[key], value, rtol=1e-10, atol=1e-10)
+    assert_same_optimizer(ours, alone)
+
+
+def test_a_device_alone_trains_plainly() -> None:
+    assert_exact(train(1, strategy="fsdp", batch_size=24), train(1, batch_size=24)[0], "sgd", torch.float64)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_loop_of_ones_own_takes_what_is_replicated(name: str) -> None:
+    dense = train_loop(1, batch_size=24)[0]
+    for state in train_loop(2, batch_size=12, strategy=name):
+        for key, value in dense.params.items():
+            torch.testing.assert_close(state.params[key], value, rtol=1e-10, atol=1e-10)
+        assert_same_optimizer(state, dense)
+
+
+def test_a_loop_of_ones_own_refuses_pieces() -> None:
+    with pytest.raises(InputError, match=r"use fit or Ddp\.builder, or one of ddp-flat"):
+        train_loop(2, strategy="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"strategy": "zero3"}, "must be one of ddp-flat, ddp-bucketed"),
+        ({"strategy": "fsdp", "policy": "async"}, "every device trains a replica of its own"),
+        ({"memory_shares": (1, 2)}, "cuts nothing"),
+        ({"strategy": "ddp-flat", "memory_shares": (1, 2)}, "cuts nothing"),
+        ({"strategy": "fsdp", "memory_shares": (0, 0)}, "not all 0"),
+        ({"strategy": "fsdp", "memory_shares": (1, 2, 3)}, "3 entries for 2 devices"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "use 'bf16'"),
+        ({"strategy": "zero2", "sync_batchnorm": True}, "use 'zero1'"),
+        ({"strategy": "fsdp", "compile": "default"}, "use 'off'"),
+        ({"strategy": "zero1", "compile": "graph"}, "whole params"),
+        ({"strategy": "tensor", "shares": (1, 2)}, "the same samples"),
+        ({"strategy": "tensor", "memory_cap": 3}, "the same samples"),
+    ],
+)
+def test_what_does_not_go_together_is_told(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        settle(resolve({"batch_size": 8, "epochs": 1, **settings}), parse_devices("cpu,cpu"))
+
+
+class Dropping(Reader):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.drop = nn.Dropout(0.1)
+
+
+def test_dropout_and_a_missing_plan_are_told() -> None:
+    with pytest.raises(InputError, match="drop drops elements at random"):
+        train(2, strategy="tensor", make_model=Dropping)
+    with pytest.raises(InputError, match="tensor_plan"):
+        train(2, strategy="tensor", make_model=lambda dtype: nn.Linear(6, 3).to(dtype))
+
+
+def test_every_name_has_its_place() -> None:
+    assert set(REPLICATED) | set(CUTTING) == set(STRATEGIES)

@@ -1,0 +1,331 @@
+"""cadence and async on threads: real workers, real averages. Cadence with fixed counts equals a dense computation.
+
+Async depends on who comes first, so there the invariants are tested: every sample once, nothing lost, replicas equal.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss
+from uneven.config import Evaluation, Task, resolve
+from uneven.data.ledger import permutation, prove_exactly_once
+from uneven.data.tensors import TensorData
+from uneven.errors import RankError
+from uneven.hardware.device import parse_devices
+from uneven.policy.axis import Axis
+from uneven.policy.scale import ramp
+from uneven.train.worker import RankResult, Seat, Worker
+
+SEED = 3
+
+
+def train(
+    size: int,
+    *,
+    optimizer: Any = "sgd",
+    step: Any = mean_loss,
+    scheduler: Any = None,
+    evaluation: Evaluation | None = None,
+    make_model: Callable[[], nn.Module] | None = None,
+    stop: threading.Event | None = None,
+    is_whole: bool = True,
+    **changes: Any,
+) -> list[RankResult]:
+    config = resolve({"batch_size": 8, "epochs": 3, "seed": SEED, "policy": "cadence", "anchor": 2, **changes})
+    make_optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    model, data = make_model or partial(Net, torch.float64), TensorData(X.double(), Y)
+    task = Task(model, make_optimizer, step, data, scheduler, evaluation)
+    devices = parse_devices(["cpu"] * size)
+
+    def rank(group: ThreadGroup) -> RankResult:
+        return Worker(
+            task, config, Seat(group.rank, devices), lambda _: group, stop or threading.Event(), Silent()
+        ).train()
+
+    results = on_threads(size, rank)
+    axis = Axis(len(X), config.slot_size(size), config.epochs)
+    prove_exactly_once(axis, [result.log for result in results], axis.total if is_whole else None)
+    assert_replicas_equal(results)
+    return results
+
+
+def assert_replicas_equal(results: list[RankResult]) -> None:
+    first = {**results[0].state.params, **results[0].state.buffers}
+    for result in results[1:]:
+        for name, value in {**result.state.params, **result.state.buffers}.items():
+            assert torch.equal(value, first[name]), name
+
+
+def dense(
+    counts: tuple[int, ...],
+    *,
+    optimizer: str,
+    step: Any = mean_loss,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+    scale: float,
+    epochs: int = 3,
+) -> dict[str, torch.Tensor]:
+    """Local SGD written down once more, in one process: replicas in turn, averages by samples at the windows' ends."""
+    axis = Axis(len(X), 8 * accumulate, epochs)
+    models = [Net(torch.float64) for _ in counts]
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
+    schedulers = [scheduler(one) if scheduler else None for one in optimizers]
+    positions = [0] * len(counts)
+    plain = [[group["lr"] for group in one.param_groups] for one in optimizers]
+    start = 0
+    while start < axis.total:
+        left = axis.total - start
+        length = sum(counts) if left >= 2 * sum(counts) else left - left // 2 if left > sum(counts) else left
+        end = start + length
+        cut = apportioned(counts, end - start)
+        weights = []
+        slot = start
+        for rank, many in enumerate(cut):
+            model, own = models[rank], optimizers[rank]
+            weight = 0
+            for index in range(slot, slot + many):
+                place = axis.slot(index)
+                for group, rate in zip(own.param_groups, plain[rank], strict=True):
+                    group["lr"] = rate
+                if schedulers[rank] is not None:
+                    for _ in range(axis.schedule_position(index) - positions[rank]):
+                        schedulers[rank].step()
+                    positions[rank] = axis.schedule_position(index)
+                    plain[rank] = [group["lr"] for group in own.param_groups]
+                factor = ramp(scale, axis.samples_before(index), axis.samples, axis.samples * epochs)
+                for group in own.param_groups:
+                    group["lr"] *= factor
+                train_slot(model, own, place.epoch, place.first, place.samples, step, max_grad_norm)
+                weight += place.samples
+            weights.append(weight)
+            slot += many
+        average_by(models, weights)
+        start = end
+    return {name: param.detach() for name, param in models[0].named_parameters()}
+
+
+def apportioned(counts: tuple[int, ...], slots: int) -> list[int]:
+    """Each next slot to the rank that would finish it first."""
+    cut = [0] * len(counts)
+    for _ in range(slots):
+        cut[min(range(len(counts)), key=lambda rank: (cut[rank] + 1) / counts[rank])] += 1
+    return cut
+
+
+def train_slot(
+    model: nn.Module, own: torch.optim.Optimizer, epoch: int, first: int, samples: int, step: Any, norm: float | None
+) -> None:
+    order = torch.from_numpy(permutation(SEED, epoch, len(X)))[first : first + samples]
+    own.zero_grad()
+    result = step(model, (X.double()[order], Y[order]))
+    loss = result[0] / result[1].clamp(min=1) if isinstance(result, tuple) else result
+    loss.backward()
+    if norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+    own.step()
+
+
+def average_by(models: list[nn.Module], weights: list[int]) -> None:
+    with torch.no_grad():
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            average = sum(param * (weight / sum(weights)) for param, weight in zip(params, weights, strict=True))
+            for param in params:
+                param.copy_(average)
+
+
+def half_every_four(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 4, gamma=0.5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [
+        ((2, 2), {}),
+        ((5, 2), {"max_grad_norm": 0.1}),
+        ((4, 2), {"scheduler": half_every_four}),
+        ((2, 6, 2), {"step": loss_and_count}),
+        ((2, 4, 3, 2), {"accumulate": 2}),
+    ],
+)
+def test_cadence_equals_a_dense_computation(optimizer: str, counts: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Tail slots of 70 samples, shorter last windows; LR x1.3 after its warm-up."""
+    ours = train(len(counts), optimizer=optimizer, shares=counts, lr_scale=1.3, **options)
+    wanted = dense(counts, optimizer=optimizer, scale=1.3, **options)
+    moved = max(
+        float((value - param.detach()).abs().max())
+        for value, param in zip(wanted.values(), Net(torch.float64).parameters(), strict=True)
+    )
+    assert moved > 0.01
+    for name, value in ours[0].state.params.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+def test_cadence_with_fixed_shares_is_bit_equal_twice() -> None:
+    one, two = (train(3, shares=(3, 2, 1)) for _ in range(2))
+    assert all(torch.equal(value, two[0].state.params[name]) for name, value in one[0].state.params.items())
+    assert [result.log for result in one] == [result.log for result in two]
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"anchor": 50}, {"batch_size": 70}, {"epochs": 1, "batch_size": 40}])
+def test_every_sample_once_and_replicas_equal(policy: str, size: int, options: dict[str, Any]) -> None:
+    """Windows longer than the run, one slot an epoch, fewer slots than ranks."""
+    results = train(size, policy=policy, **options)
+    assert results[0].state.finished
+    assert len({len(result.rounds) for result in results}) == 1
+    assert [entry["epoch"] for entry in results[0].state.history] == list(range(1, options.get("epochs", 3) + 1))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_epochs_are_counted_whether_ranks_meet_at_their_ends_or_not(policy: str) -> None:
+    def eval_step(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+        return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="sum")}, len(batch[1])
+
+    test_set = TensorData(X.double(), Y)
+    evaluated = train(2, policy=policy, epochs=4, evaluation=Evaluation(test_set, eval_step, every=2))
+    assert [["loss" in entry for entry in result.state.history] for result in evaluated] == [[False, True] * 2] * 2
+    assert evaluated[0].state.history[1]["loss"] == evaluated[1].state.history[1]["loss"]
+    ends = [due for due, *_ in evaluated[0].rounds]
+    assert {18, 36} <= set(ends)  # 9 slots an epoch, evaluated after every second
+    streamed = train(2, policy=policy, epochs=4)
+    assert [entry["samples"] for entry in streamed[0].state.history] == [70, 140, 210, 280]
+    assert all(entry["train_loss"] > 0 for entry in streamed[1].state.history)
+
+
+def test_the_loss_of_an_epoch_is_everybodys() -> None:
+    def with_evaluation(size: int) -> list[dict[str, Any]]:
+        evaluation = Evaluation(TensorData(X.double(), Y), lambda m, b: ({"n": len(b[1])}, len(b[1])))
+        frozen = partial(torch.optim.SGD, lr=0.0)
+        return train(size, optimizer=frozen, lr_scale=1.0, evaluation=evaluation)[0].state.history
+
+    for mine, alone in zip(with_evaluation(3), with_evaluation(1), strict=True):
+        assert mine["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(torch.float64)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.norm(x))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_batchnorm_statistics_are_averaged_in_rounds(policy: str) -> None:
+    results = train(3, policy=policy, make_model=Normed, epochs=8)
+    buffers = results[0].state.buffers
+    torch.testing.assert_close(buffers["norm.running_mean"], X.double().mean(0), atol=0.15, rtol=0.0)
+    torch.testing.assert_close(buffers["norm.running_var"], X.double().var(0), atol=0.4, rtol=0.0)
+    assert buffers["norm.num_batches_tracked"] > 8
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_averaged_optimizer_state_is_equal_after_the_last_round(policy: str) -> None:
+    results = train(2, policy=policy, optimizer="adam", optimizer_state="average")
+    one, two = (result.state.optimizer for result in results)
+    moments = [name for name in one if name.endswith(("exp_avg", "exp_avg_sq"))]
+    assert moments
+    assert all(torch.equal(one[name], two[name]) for name in moments)
+    kept = train(2, policy=policy, optimizer="adam")
+    assert any(not torch.equal(kept[0].state.optimizer[name], kept[1].state.optimizer[name]) for name in moments)
+
+
+def once_at(place: int, act: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A step that acts once, when it meets the sample at this place of the first epoch; no warm-up goes there."""
+    sample = X.double()[permutation(SEED, 0, len(X))[place]]
+    lock, is_over = threading.Lock(), [False]
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        factor = 1.0
+        with lock:
+            if not is_over[0] and bool((batch[0] == sample).all(1).any()):
+                is_over[0] = True
+                factor = act() or 1.0
+        return mean_loss(model, batch) * factor
+
+    return step
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_stop_request_stops_all_with_equal_replicas(policy: str) -> None:
+    stop = threading.Event()
+    results = train(3, policy=policy, epochs=50, step=once_at(60, stop.set), stop=stop, is_whole=False)
+    assert not results[0].state.finished
+    assert 3 <= sum(len(result.log) for result in results) < 60
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_params_that_are_not_finite_are_left_out_once(policy: str) -> None:
+    results = train(3, policy=policy, step=once_at(60, lambda: float("nan")), verify=True)
+    assert all(bool(value.isfinite().all()) for value in results[0].state.params.values())
+    alerts = [event for event in results[1].timeline.events if event.kind == "alert"]
+    assert [event.fields["what"] for event in alerts] == ["not finite"]
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_params_that_stay_not_finite_end_the_run(policy: str) -> None:
+    with pytest.raises(RankError, match="not finite"):
+        train(2, policy=policy, step=lambda model, batch: mean_loss(model, batch) * float("nan"))
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) -> None:
+    """Every sample moves a coordinate of its own, at a rate that only grows: so does the distance of the replicas."""
+
+    class Coordinates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(70, dtype=torch.float64))
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        place = (batch[0][:, None] == X.double()).all(2).nonzero()[:, 1]
+        return -model.w[place].mean()
+
+    results = train(
+        2,
+        policy=policy,
+        step=step,
+        make_model=Coordinates,
+        optimizer=partial(torch.optim.SGD, lr=0.02),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.08),
+        epochs=12,
+        anchor=4,
+        divergence_threshold=1e-3,
+        max_anchor=4,  # else rounds that cost much on a busy machine make windows too long for this
+        lr_scale=1.0,
+    )
+    guards = [event.fields["anchor"] for event in results[0].timeline.events if event.kind == "guard"]
+    assert guards, "the guard never spoke"
+    assert min(guards) < 4.0
+
+
+def test_a_scale_that_is_asked_for_counts_in_every_policy_and_alone() -> None:
+    for size, policy in ((1, "balanced"), (1, "async"), (2, "sync"), (2, "cadence")):
+        options = {"anchor": None} if policy in ("balanced", "sync") else {}
+        result = train(size, policy=policy, lr_scale=0.5, **options)[0]
+        assert result.state.param_groups[0]["lr"] == pytest.approx(0.5 * 0.05), (size, policy)
+
+
+def test_the_learning_rate_is_scaled_by_the_effective_ranks() -> None:
+    rates = {}
+    for optimizer in ("sgd", "adam"):
+        result = train(2, shares=(1, 1), optimizer=optimizer)[0]
+        rates[optimizer] = result.state.param_groups[0]["lr"]
+    assert rates["sgd"] == pytest.approx(2 * 0.05)
+    assert rates["adam"] == pytest.approx(2 * 1e-2)
+    assert train(2, shares=(1, 1), lr_scale=1.0)[0].state.param_groups[0]["lr"] == 0.05

@@ -1,0 +1,310 @@
+"""The user's own training loop: batches out, losses in, and a step of all ranks between them.
+
+    for x, y in ddp.batches(epoch):
+        ddp.step(F.cross_entropy(ddp(x), y))
+
+A Worker does the work; its train step is the loss the user has just handed over. Invariant: every rank trains its
+part of every slot, in order. Whoever leaves the road (a break, a batch without its step) tells the others in one last
+sum, and all of them raise; nobody waits for a rank that will not come.
+"""
+
+import atexit
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from uneven.comm.group import Group
+from uneven.config import REPLICATED, RunConfig, Task
+from uneven.data.feed import Feed, Inputs, Micros
+from uneven.data.tensors import Batch
+from uneven.errors import InputError, RankError
+from uneven.policy.axis import Part
+from uneven.policy.finish import Cost
+from uneven.results.state import TrainedState
+from uneven.train.rank_info import RankResult, Report, Seat
+from uneven.train.status import BROKE_OFF, FINISHED
+from uneven.train.worker import Worker
+
+Keep = Callable[[Group, RankResult, bool], TrainedState]  # (group, result, was the run interrupted)
+
+
+class Loop:
+    """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
+
+    As a context manager it finishes by itself. Leaving it by an exception, or ending the process without `finish`,
+    only closes the group: the other ranks see that and raise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[Any], Optimizer],
+        dataset: Any,
+        make_scheduler: Callable[..., Any] | None,
+        config: RunConfig,
+        seat: Seat,
+        join: Callable[[nn.Module], Group],
+        stop: threading.Event,
+        report: Report,
+        keep: Keep,
+        leave: Callable[[], None],
+    ) -> None:
+        """`keep` makes the state of the finished run, with the group still open; `leave` closes the group."""
+        check_loop(config, seat.size)
+        task = Task(lambda: model, make_optimizer, self._hand_over, dataset, make_scheduler)
+        self.worker = worker = Worker(task, config, seat, join, stop, report)
+        self._keep, self._close_group = keep, leave
+        self._loss: Any = None
+        self._due: tuple[Part, Micros] | None = None  # the batch that waits for its step
+        self._began_ns = 0
+        self._is_iterating = False
+        self._broken: str | None = None
+        self._state: TrainedState | None = None
+        worker.rig.feed = _Opened(worker.rig.feed)
+        worker.rig.is_rehearsed = False  # the first step compiles and allocates
+        worker.rig.takes_whole_parts = True
+        self._open = ExitStack()
+        self._open.enter_context(worker.recording())
+        try:
+            if config.compile == "default":
+                worker.rig.model.compile()
+            self._pace = worker.meet(Cost(0.0, 1.0))
+        except BaseException:
+            self._open.close()
+            leave()
+            raise
+        worker.report.started(worker.axis, worker.rig.feed.place)
+        self._stream = worker.rig.feed.stream(self._pace.parts())
+        worker.recorder.enter("evaluation")
+        atexit.register(self._leave)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.worker.rig.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.worker.rig.optimizer
+
+    @property
+    def rank(self) -> int:
+        return self.worker.seat.rank
+
+    @property
+    def size(self) -> int:
+        return self.worker.seat.size
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model, in the run's precision."""
+        with self.worker.rig.eager.precision.region():
+            return self.worker.rig.model(*inputs, **named)
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
+        self._check_usable()
+        worker = self.worker
+        due = self._pace.epoch
+        if self._is_iterating:
+            raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
+        if due >= worker.config.epochs:
+            raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
+        if epoch != due:
+            raise InputError(f"epoch={epoch!r}: epochs are consecutive, the next one is {due}; write range({due}, ...)")
+        return self._iterate(epoch)
+
+    def step(self, loss: Any) -> None:
+        """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count)."""
+        self._check_usable()
+        if self._due is None:
+            self._fail("ddp.step() was called without a batch: call it once for every batch of ddp.batches(epoch)")
+        tensor = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1 or not tensor.requires_grad:
+            self._fail(
+                f"ddp.step() was given {_name_loss(loss)}; pass the batch's mean loss as one scalar tensor with its "
+                "graph (before backward, without detach), or (loss_sum, count)"
+            )
+        (part, micros), self._due = self._due, None
+        self._loss = loss
+        worker = self.worker
+        if self.size == 1:  # among others, the clock of the step starts at the last collective
+            worker.rig.slow_down(self._began_ns)
+        self._train(part, micros)
+
+    def finish(self) -> TrainedState:
+        """The trained state, the same on every rank; at an epoch's end, after the last or earlier on all ranks."""
+        if self._state is not None:
+            return self._state
+        self._check_usable()
+        worker = self.worker
+        if self._is_iterating:
+            self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
+        if self._pace.epoch < worker.config.epochs and self.size > 1:
+            on = [rank for rank, word in enumerate(self._pace.say(FINISHED)) if word != FINISHED]
+            if on:
+                self._end_badly(f"rank {self.rank} called ddp.finish() while rank {on[0]} trains on")
+        return self._complete(was_interrupted=False)
+
+    def __enter__(self) -> "Loop":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._leave()
+
+    def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
+        worker = self.worker
+        self._is_iterating = True
+        try:
+            self._pace.rejoin()
+            while self._pace.epoch <= epoch:
+                part, micros = next(self._stream)
+                if not micros:  # a mean over no samples is NaN: the user need not see it
+                    self._train(part, [])
+                    continue
+                self._due = (part, micros)
+                self._began_ns = worker.recorder.enter("compute")
+                yield micros[0][0]
+                if self._waits():
+                    self._fail("a batch was not trained: call ddp.step(loss) once for every batch before the next one")
+                self._check_usable()
+                worker.recorder.enter("data")
+        except GeneratorExit:
+            # Nothing can be raised out of a break: the next use of this loop does, and on the others their step.
+            if self._pace.epoch <= epoch:
+                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.rig.trained}")
+            return
+        finally:
+            self._is_iterating = False
+        worker.recorder.enter("evaluation")  # what the user does between epochs is not training time
+
+    def _train(self, part: Part, micros: Micros) -> None:
+        try:
+            is_stopped = self.worker.train_part(self._pace, part, micros)
+        except RankError as error:
+            self._end_badly(str(error))
+        if is_stopped:
+            self._complete(was_interrupted=True)
+            raise KeyboardInterrupt
+
+    def _waits(self) -> bool:
+        return self._due is not None
+
+    def _hand_over(self, model: nn.Module, batch: Any) -> Any:
+        """The worker's train step: forward has already been done, by the user."""
+        del model, batch
+        loss, self._loss = self._loss, None
+        return loss
+
+    def _break_off(self, why: str) -> None:
+        if self._broken is not None or self._state is not None:
+            return
+        self._due = None
+        self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
+        if self.size > 1:
+            with suppress(RuntimeError):  # the others may be gone already
+                self._pace.say(BROKE_OFF)
+        self._leave()
+
+    def _fail(self, message: str) -> NoReturn:
+        """A wrong use on this rank: the others are told, so that they do not wait."""
+        self._break_off(f"rank {self.rank}: {message}")
+        raise InputError(message)
+
+    def _end_badly(self, message: str) -> NoReturn:
+        self._broken = message
+        self._leave()
+        raise RankError(message)
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise RankError(self._broken)
+        if self._state is not None:
+            raise InputError("this loop is finished; call Ddp.setup again to train on")
+
+    def _complete(self, was_interrupted: bool) -> TrainedState:
+        worker = self.worker
+        self._pace.conclude()
+        self._open.close()
+        self._state = self._keep(worker.group, worker.result(), was_interrupted)
+        self._leave()
+        return self._state
+
+    def _leave(self) -> None:
+        """Without any collective: the group closes, the model is the user's alone again."""
+        atexit.unregister(self._leave)
+        if self._broken is None and self._state is None:
+            self._broken = "this loop was left before it finished"
+        self._open.close()
+        self._pace.close()
+        self._close_group()
+
+
+class _Opened:
+    """A feed whose inputs are batches already: the user needs them before the step does."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.place = feed.place
+        self.lookahead = feed.lookahead
+
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        for part, micros in self._feed.stream(parts):
+            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
+
+    def open(self, inputs: Inputs) -> Batch:
+        return inputs
+
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        return self._feed.in_order(first, stop)
+
+
+def check_loop(config: RunConfig, size: int) -> None:
+    """Refuse settings that an own loop cannot obey, with the reason."""
+    if config.accumulate > 1:
+        raise InputError(
+            f"accumulate={config.accumulate} with Ddp.setup: one ddp.step is one optimizer step of all ranks; make "
+            "batch_size larger, or use fit, which has micro-batches"
+        )
+    if config.compile == "graph":
+        raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
+    if size > 1 and not config.is_replicated:
+        raise InputError(
+            f"strategy={config.strategy!r} with Ddp.setup: devices meet inside forward and backward, where a loop of "
+            f"your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
+        )
+    _check_caps(config, size)
+    if config.sync_batchnorm and size > 1:
+        raise InputError(
+            "sync_batchnorm=True with Ddp.setup: BatchNorm meets in every layer, and a rank without samples in a step "
+            "has no batch to pass through them; use fit or Ddp.builder"
+        )
+
+
+def _check_caps(config: RunConfig, size: int) -> None:
+    """A rank's part of a step is one batch here, so caps can bound only shares that move."""
+    if config.memory_cap is None:
+        return
+    if size == 1 or config.policy != "balanced" or config.is_shared_out:
+        raise InputError(
+            f"memory_cap={config.memory_cap!r} with Ddp.setup bounds the shares of policy='balanced' on several "
+            "devices; here it would be ignored: leave it out and make batch_size smaller"
+        )
+    held, samples = sum(config.caps(size)), config.slot_size(size)
+    if held < samples:
+        raise InputError(
+            f"memory_cap={config.memory_cap!r} holds {held:g} of the {samples} samples of a step, and with Ddp.setup "
+            "there are no micro-batches; make batch_size smaller, or use fit"
+        )
+
+
+def _name_loss(loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
+    return f"a {type(loss).__name__}"

@@ -1,0 +1,227 @@
+"""THE STORY: check -> resolve the devices -> launch -> wait -> result.
+
+`launch` checks everything that can fail before the first step, prints the resolved configuration once and
+returns a Run at once; the training goes on beside the caller. `Run.join` waits for it.
+"""
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from uneven.comm.group import SoloGroup
+from uneven.config import RunConfig, Task
+from uneven.errors import StoppedError
+from uneven.hardware.device import Device, needs_ranks
+from uneven.launch.cleanup import leave_nothing
+from uneven.launch.context import Member, collect, this_member
+from uneven.launch.launcher import Program, train_on_ranks
+from uneven.launch.preflight import prepare
+from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
+from uneven.timeline.export import Timeline
+from uneven.timeline.record import TRAINING
+from uneven.train.rank_info import Seat
+from uneven.train.worker import Worker
+
+Body = Callable[[threading.Event, Reporter], TrainedState]
+
+
+class Run:
+    """A run in progress. Ctrl-C during `join` stops it after the current step and saves its state."""
+
+    def __init__(
+        self,
+        body: Body,
+        config: RunConfig,
+        devices: tuple[Device, ...],
+        reporter: Reporter,
+        member: Member | None = None,
+    ) -> None:
+        self._body = body
+        self._member = member
+        self._is_lead = member is None or member.rank == 0
+        self._config = config
+        self._devices = devices
+        self._reporter = reporter
+        self._stop = threading.Event()
+        # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
+        self._done = threading.Event()
+        self._state: TrainedState | None = None
+        self._error: BaseException | None = None
+        self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        reporter.listeners.append(self._epochs.put)
+        # A daemon: a caller that ends without joining must not leave the process training for nobody.
+        self._thread = threading.Thread(target=self._work, name="uneven-run", daemon=True)
+        atexit.register(self._end_with_the_process)
+        self._thread.start()
+
+    @property
+    def config(self) -> RunConfig:
+        return self._config
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(str(device) for device in self._devices)
+
+    def stop(self) -> None:
+        """Ask the run to stop after its current step; `join` then returns the state reached."""
+        self._stop.set()
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """One entry per epoch, as soon as it is finished; ends with the run. `join()` still has to follow.
+
+        Under `uneven run` and torchrun every rank has its own.
+        """
+        try:
+            while (entry := self._epochs.get()) is not None:
+                yield entry
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
+
+    def join(self) -> TrainedState:
+        """Wait for the end; returns the trained state, or raises what went wrong."""
+        try:
+            self._done.wait()
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
+        if self._member is not None and self._member.asked.is_set():
+            # The Ctrl-C was the starter's; it came as a request, and the run has obeyed it.
+            self._interrupted()
+            raise KeyboardInterrupt
+        self._ended()
+        if self._error is not None:
+            raise self._error
+        assert self._state is not None, "a rank that neither failed nor returned a state"
+        return self._state
+
+    def _interrupted(self) -> None:
+        """First Ctrl-C: stop after this step and save. A second one ends the process at once."""
+        self.stop()
+        try:
+            self._done.wait()
+        except KeyboardInterrupt:
+            leave_nothing()
+            os._exit(130)
+        self._ended()
+        if isinstance(self._error, StoppedError):
+            self._reporter.say([str(self._error)])
+        elif self._error is not None:
+            raise self._error
+        if self._state is not None and self._is_lead:
+            keep_interrupted(self._state, self._reporter)
+
+    def _ended(self) -> None:
+        # The interpreter must not shut down under a thread that is still freeing tensors: torch's destructors
+        # would then be unwound in the middle, which aborts the process ("terminate called ...").
+        self._thread.join()
+        atexit.unregister(self._end_with_the_process)
+
+    def _end_with_the_process(self) -> None:
+        """The caller leaves without joining: end after the current step, for the same reason."""
+        self.stop()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._state = keep(self._body(self._stop, self._reporter), self._config, self._reporter, self._is_lead)
+        except BaseException as error:  # handed to join(), which raises it in the caller's thread
+            self._error = error
+        finally:
+            self._reporter.close()
+            self._epochs.put(None)
+            self._done.set()
+
+
+def launch(
+    task: Task,
+    config: RunConfig,
+    *,
+    title: str = "train",
+    program: Program | None = None,
+    on_epoch: Sequence[Callable[[dict[str, Any]], None]] = (),
+) -> Run:
+    """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
+    member = this_member()
+    prepared = prepare(task, config, member, title)
+    prepared.reporter.listeners += on_epoch
+    devices = prepared.devices
+    alone = partial(train_on_ranks, program=program) if needs_ranks(devices) else _solo
+    train = alone if member is None else partial(_as_rank, member)
+    return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, member)
+
+
+def _solo(
+    task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
+) -> TrainedState:
+    """One device needs no process of its own: it trains on the run's thread, in the caller's process."""
+    worker = Worker(task, config, Seat(0, devices), lambda _: SoloGroup(), stop, reporter)
+    return collect(SoloGroup(), worker.train(), worker.axis)
+
+
+def _as_rank(
+    member: Member,
+    task: Task,
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    reporter: Reporter,
+) -> TrainedState:
+    """This process is one of several ranks already: it trains its part, on the run's thread."""
+    join = member.joiner(config, devices, len(task.dataset))
+    worker = Worker(task, config, Seat(member.rank, devices), join, stop, reporter)
+    member.attend(worker, stop)
+    try:
+        result = worker.train()
+        return collect(worker.group, result, worker.axis)
+    finally:
+        member.attend(None)
+        member.leave()
+
+
+def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
+    """Say how it went and write `out`; the first rank does it for all."""
+    assert state.timeline is not None, "a finished rank has a timeline"
+    reporter.close()
+    reporter.say(last_lines(state, state.timeline))
+    if config.out is None or not is_lead:
+        return state
+    state.save(config.out)
+    state.timeline.save(config.out)
+    reporter.say([f"state and timeline are in {config.out}"])
+    return replace(state, folder=config.out)
+
+
+def keep_interrupted(state: TrainedState, reporter: Reporter) -> None:
+    """A stopped run is worth its state: where no folder was named, in one of its own."""
+    folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
+    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
+
+
+def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
+    """How the run went: totals, and where each rank's time was spent."""
+    longest = max(account.training_s for account in timeline.accounts)
+    done = "trained" if state.finished else "stopped: trained"
+    speed = state.samples / longest if longest else 0.0
+    lines = [f"{done} {state.samples:,} samples in {longest:.1f} s ({speed:,.0f} samples/s)"]
+    for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
+        spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
+        apart = account.wall_s - account.training_s
+        own = sum(samples for _, _, samples in state.log[lane.rank])
+        share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
+        lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {apart:.1f} s")
+    alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
+    if alone and speed:
+        lines.append(
+            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
+            "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"
+        )
+    return lines
