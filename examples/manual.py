@@ -16,7 +16,7 @@ ddp.sync_params()
 torch.manual_seed(0)  # the same order on every rank
 for _ in range(3):
     for batch in torch.randperm(len(images)).split(64):
-        mine = batch[ddp.rank :: ddp.size]  # any split will do
+        mine = batch[ddp.rank :: ddp.world_size]  # any split will do
         optimizer.zero_grad()
         F.cross_entropy(ddp(images[mine]), labels[mine]).backward()
         ddp.weighted_all_reduce_gradients(len(mine))

@@ -21,7 +21,7 @@ def main(port: str, rank: str, size: str, what: str, result: str, backend: str) 
     module, function = what.split(":")
     found = getattr(importlib.import_module(module), function)(group)
     torch.save(found, result)
-    group.sum_(torch.zeros(1)).wait()  # nobody leaves while another still sends
+    group.all_reduce(torch.zeros(1)).wait()  # nobody leaves while another still sends
     sys.stdout.flush()
     os._exit(0)  # torch 2.13 may abort when the interpreter ends with a group
 

@@ -108,31 +108,31 @@ class ThreadGroup:
 
     def __init__(self, room: _Room, rank: int) -> None:
         self.rank = rank
-        self.size = room.size
+        self.world_size = room.size
         self.traffic = Traffic()
         self._room = room
         self._count = 0
         self._twins = 0
 
-    def sum_(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         return self._meet(tensor, in_rank_order)
 
-    def max_(self, tensor: Tensor) -> Work:
+    def all_reduce_max(self, tensor: Tensor) -> Work:
         return self._meet(tensor, lambda parts: torch.stack(parts).amax(0))
 
-    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
         return self._meet(tensor, lambda parts: parts[owner])
 
-    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
         return self._meet(tensor, in_rank_order, owner)
 
     def is_nccl(self, tensor: Tensor) -> bool:
         return self.pretends_nccl
 
-    def another(self) -> "ThreadGroup":
+    def new_group(self) -> "ThreadGroup":
         self._twins += 1
         with self._room.lock:
-            room = self._room.twins.setdefault(self._twins, _Room(self.size))
+            room = self._room.twins.setdefault(self._twins, _Room(self.world_size))
         return ThreadGroup(room, self.rank)
 
     def claim(self, many: int) -> int:

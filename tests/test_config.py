@@ -7,7 +7,7 @@ from torch import nn
 
 from uneven import InputError
 from uneven.config import LOCAL_SETTINGS, Task, check_task, resolve
-from uneven.train.events import terms_of
+from uneven.train.events import local_sgd_config
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from uneven.train.events import terms_of
         ({"batch_size": True}, ("batch_size=True",)),
         ({"epochs": -1}, ("epochs=-1", "at least 1")),
         ({"accumulate": 0}, ("accumulate=0",)),
-        ({"workers": -1}, ("workers=-1", "at least 0")),
+        ({"num_workers": -1}, ("num_workers=-1", "at least 0")),
         ({"seed": -3}, ("seed=-3",)),
         ({"policy": "fast"}, ("policy='fast'", "sync, balanced, cadence, async")),
         ({"backend": "mpi"}, ("backend='mpi'", "auto, nccl, cpu")),
@@ -34,7 +34,7 @@ from uneven.train.events import terms_of
         ({"policy": "async", "anchor": 0}, ("anchor=0", "whole number of at least 1")),
         ({"policy": "async", "anchor": 2.5}, ("anchor=2.5", "whole number")),
         ({"policy": "cadence", "max_anchor": -1}, ("max_anchor=-1",)),
-        ({"policy": "async", "max_lead": 0}, ("max_lead=0", "at least 1")),
+        ({"policy": "async", "max_staleness": 0}, ("max_staleness=0", "at least 1")),
         ({"policy": "async", "overhead_target": 0}, ("overhead_target=0", "above 0")),
         ({"policy": "async", "divergence_threshold": -0.1}, ("divergence_threshold=-0.1", "above 0")),
         ({"policy": "async", "optimizer_state": "sum"}, ("optimizer_state='sum'", "keep, average")),
@@ -76,7 +76,7 @@ LOCAL = {
     "max_anchor": 50,
     "overhead_target": 0.1,
     "divergence_threshold": 0.2,
-    "max_lead": 3,
+    "max_staleness": 3,
     "optimizer_state": "average",
     "verify": True,
 }
@@ -97,7 +97,7 @@ def test_every_setting_of_the_local_policies_is_among_those_refused() -> None:
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_the_local_policies_take_their_settings(policy: str) -> None:
-    given = {name: value for name, value in LOCAL.items() if name != "max_lead" or policy == "async"}
+    given = {name: value for name, value in LOCAL.items() if name != "max_staleness" or policy == "async"}
     config = resolve({"batch_size": 1, "epochs": 1, "policy": policy, **given})
     assert config.is_local
     assert {name: getattr(config, name) for name in given} == given
@@ -157,7 +157,7 @@ def test_a_slot_is_all_ranks_samples_or_in_the_local_policies_one_ranks(settings
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"policy": "cadence", "max_lead": 5}, "belongs to policy='async'"),
+        ({"policy": "cadence", "max_staleness": 5}, "belongs to policy='async'"),
         ({"policy": "async", "anchor": 30, "max_anchor": 20}, "anchor=30 is above max_anchor=20"),
         ({"policy": "async", "overhead_target": 1.5}, "must be below 1"),
         ({"policy": "async", "lr_scale": float("inf")}, "lr_scale=inf must be a number above 0"),
@@ -173,7 +173,7 @@ def test_settings_of_windows_that_contradict_each_other(settings: dict[str, Any]
     [({}, (10, 200)), ({"anchor": 300}, (300, 300)), ({"max_anchor": 5}, (5, 5)), ({"anchor": 3}, (3, 200))],
 )
 def test_an_anchor_moves_the_default_of_its_bound(settings: dict[str, Any], anchors: tuple[int, int]) -> None:
-    terms = terms_of(resolve({"batch_size": 8, "epochs": 1, "policy": "cadence", **settings}))
+    terms = local_sgd_config(resolve({"batch_size": 8, "epochs": 1, "policy": "cadence", **settings}))
     assert (terms.anchor, terms.max_anchor) == anchors
 
 

@@ -11,57 +11,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "uneven"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Who may import whom, by the first name below `uneven`. Lower layers never import upper ones.
-ARROWS = {
-    "errors": set(),
-    "files": {"errors"},
-    "config": {"errors"},
-    "policy": set(),
-    "timeline": {"errors", "files"},
-    "hardware": {"errors"},
-    "comm": {"errors"},
-    "payload": set(),
-    "data": {"errors", "files", "policy"},
-    "share": set(),
-    "parallel": {"comm", "config", "errors", "share"},
-    "optim": {"comm", "parallel"},
-    "average": {"comm", "errors"},
-    "step": {"comm", "config", "data", "errors", "parallel", "policy"},
-    "state": {"data", "errors", "files", "policy", "timeline"},
-    "progress": {"policy"},
-    "seat": {"comm", "hardware", "policy", "state", "timeline"},
-    "rig": {"config", "data", "hardware", "parallel", "policy", "seat", "state", "step", "timeline"},
-    "pace": {"average", "comm", "config", "data", "errors", "parallel", "policy", "rig", "step"},
-    "worker": {"comm", "config", "data", "pace", "policy", "rig", "seat", "state", "step", "timeline"},
-    "member": {
-        *("comm", "config", "data", "errors", "hardware", "policy", "seat", "state", "timeline", "worker"),
-    },
-    "script": {"comm", "config", "hardware", "member"},
-    "rank": {"comm", "errors", "hardware", "payload", "script", "worker"},
-    "supervise": {
-        *("comm", "config", "data", "errors", "hardware", "payload", "policy", "progress", "state", "timeline"),
-    },
-    "start": {"config", "errors", "hardware", "progress", "script", "supervise"},
-    "prepare": {"comm", "config", "data", "errors", "files", "hardware", "member", "policy", "progress"},
-    "run": {
-        *("comm", "config", "errors", "hardware", "member", "policy", "prepare", "progress"),
-        *("seat", "state", "supervise", "timeline", "worker"),
-    },
-    "loop": {"comm", "config", "data", "errors", "pace", "policy", "seat", "state", "worker"},
-    "manual": {"average", "comm", "errors"},
-    "ddp": {
-        *("comm", "config", "errors", "hardware", "loop", "manual", "member", "policy", "prepare", "run", "seat"),
-        "state",
-    },
-    "graph": {"errors"},
-    "bench": {
-        *("comm", "config", "data", "ddp", "errors", "files", "graph", "hardware", "loop", "optim", "pace"),
-        *("parallel", "policy", "prepare", "progress", "rank", "rig", "run", "seat", "share", "start", "state"),
-        *("step", "supervise", "timeline", "worker"),
-    },
-    "cli": {"bench", "data", "errors", "hardware", "start"},
-    "__main__": {"cli"},
-}
+# The rooms from top to bottom: a room imports only rooms that stand below it, so no two rooms import each other.
+ROOMS = (
+    *("__main__", "cli", "bench", "api", "launch", "train", "results", "step", "parallel", "average", "data"),
+    *("timeline", "graph", "hardware", "comm", "policy", "config", "files", "errors", "version"),
+)
+ROOT_MODULES = {"__init__", "__main__", "config", "errors", "files", "version"}
+PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy
 
 
 def imported_modules(path: Path) -> list[str]:
@@ -75,22 +31,31 @@ def imported_modules(path: Path) -> list[str]:
     return names
 
 
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_follow_the_arrows(path: Path) -> None:
-    home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if home == "__init__":
+def test_imports_point_downwards(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":  # it names the public objects and imports them on first use
         return
+    may_use_distributed = room == "comm" or path == PACKAGE / "parallel" / "reference.py"
     for name in imported_modules(path):
         parts = name.split(".")
-        if parts[0] == "uneven" and len(parts) > 1 and parts[1] in ARROWS:
-            assert parts[1] == home or parts[1] in ARROWS[home], f"{home} must not import {name}"
-        may_wire = home == "comm" or path == PACKAGE / "parallel" / "reference.py"
-        assert may_wire or not name.startswith("torch.distributed"), f"{home} must not import {name}"
+        if parts[0] == "uneven" and len(parts) > 1 and parts[1] in ROOMS:
+            assert parts[1] == room or ROOMS.index(room) < ROOMS.index(parts[1]), f"{room} must not import {name}"
+        assert may_use_distributed or not name.startswith("torch.distributed"), f"{room} must not import {name}"
+        assert room not in PURE or parts[0] not in ("torch", "numpy") or _is_for_types(path), f"{room} imports {name}"
 
 
-def test_every_part_of_the_package_has_its_arrows() -> None:
-    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
-    assert parts == set(ARROWS)
+def _is_for_types(path: Path) -> bool:
+    return "if TYPE_CHECKING:" in path.read_text()
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room_of(path) for path in FILES} - {"__init__"} == set(ROOMS)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT_MODULES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -28,7 +28,7 @@ from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.slot_schedule import Course
-from uneven.policy.windows import Row, Terms, Windows
+from uneven.policy.windows import LocalSGDConfig, Row, Windows
 
 BATCH = 64
 COSTS = (Cost(4.0, 36.0 / BATCH), Cost(10.0, 90.0 / BATCH))  # 40 and 100 ms a batch: a gap of 2.5
@@ -130,7 +130,7 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
         count[0] += many
         return count[0] - many
 
-    terms = Terms(is_async=is_async, anchor=anchor)
+    terms = LocalSGDConfig(is_async=is_async, anchor=anchor)
     lives = [_live(rank, trace, clock, axis, terms, claim if is_async else None) for rank in range(len(COSTS))]
     queue = [(0.0, rank) for rank in range(len(lives))]
     waiting: list[tuple[Average, int]] = []
@@ -149,7 +149,7 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
 
 
 def _live(
-    rank: int, trace: Trace, clock: list[float], axis: Axis, terms: Terms, claim: Callable[[int], int] | None
+    rank: int, trace: Trace, clock: list[float], axis: Axis, terms: LocalSGDConfig, claim: Callable[[int], int] | None
 ) -> Iterator[float | Average]:
     """The loop of uneven/train/local_sgd.py, with work replaced by time."""
 

@@ -27,7 +27,7 @@ from uneven.policy.axis import Part
 from uneven.results.progress import Reporter
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 WAYS = ("off", "recorder", "recorder and sampler")
@@ -62,20 +62,20 @@ class Loop:
         data = TensorData(torch.randn(SAMPLES, FEATURES), torch.randint(CLASSES, (SAMPLES,)))
         config = resolve({"batch_size": batch_size, "epochs": 100_000, "devices": "cpu", "progress": "off"})
         task = Task(make_model, lambda params: torch.optim.SGD(params, lr=0.01), loss, data)
-        seat = Seat(0, parse_devices("cpu"))
-        self._worker = Worker(task, config, seat, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
+        rank_info = RankInfo(0, parse_devices("cpu"))
+        self._worker = Worker(task, config, rank_info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
         self._pace = self._worker.prepare()
         self._recorders = {"off": SilentRecorder(), "on": self._worker.recorder}
-        self._stream: Iterator[tuple[Part, Micros]] = iter(self._worker.rig.feed.stream(self._pace.parts()))
+        self._stream: Iterator[tuple[Part, Micros]] = iter(self._worker.engine.feed.stream(self._pace.parts()))
 
     def step_us(self, way: str, seconds: float) -> float:
         """Train for about so long; the time of a step."""
         worker = self._worker
-        worker.recorder = worker.rig.recorder = self._recorders["off" if way == "off" else "on"]
+        worker.recorder = worker.engine.recorder = self._recorders["off" if way == "off" else "on"]
         sampler = Sampler() if "sampler" in way else None
         if sampler is not None:
             sampler.start()
-        self._pace.rejoin()
+        self._pace.reset_timer()
         steps, began = 0, time.perf_counter()
         while (now := time.perf_counter()) < began + seconds:
             part, micros = next(self._stream)

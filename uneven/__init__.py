@@ -6,7 +6,7 @@ The public names are imported on first use, so that `import uneven` costs no tor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from uneven.version import __version__ as __version__
 
 _HOMES = {
     "Ddp": "uneven.api.fit",

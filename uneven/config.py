@@ -21,13 +21,13 @@ EXACT_POLICIES = ("sync", "balanced")
 LOCAL_POLICIES = ("cadence", "async")
 POLICIES = EXACT_POLICIES + LOCAL_POLICIES
 LOCAL_SETTINGS = (
-    *("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_lead", "optimizer_state", "verify"),
+    *("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_staleness", "optimizer_state", "verify"),
 )
 SCALES = ("auto", "linear", "sqrt")
 REPLICATED = ("ddp-flat", "ddp-bucketed", "zero1")  # strategies with the whole model on every device
-TOGETHER = ("tensor", "sequence")  # strategies whose devices work on the same samples
-CUTTING = ("zero1", "zero2", "fsdp", *TOGETHER)  # strategies in which devices hold a piece of something
-STRATEGIES = (*REPLICATED, "zero2", "fsdp", *TOGETHER)
+MODEL_PARALLEL = ("tensor", "sequence")  # strategies whose devices work on the same samples
+SHARDED = ("zero1", "zero2", "fsdp", *MODEL_PARALLEL)  # strategies in which devices hold a piece of something
+STRATEGIES = (*REPLICATED, "zero2", "fsdp", *MODEL_PARALLEL)
 CHOICES = {
     "policy": POLICIES,
     "backend": ("auto", "nccl", "cpu"),
@@ -87,12 +87,12 @@ class Settings(TypedDict, total=False):
     max_anchor: int | None
     overhead_target: float | None
     divergence_threshold: float | None
-    max_lead: int | None
+    max_staleness: int | None
     optimizer_state: str | None
     verify: bool
     precision: str
     compile: str
-    workers: int
+    num_workers: int
     checkpoint_every: int | None
     out: str | Path | None
     replay: str | Path | None
@@ -122,12 +122,12 @@ class RunConfig:
     max_anchor: int | None = None
     overhead_target: float | None = None
     divergence_threshold: float | None = None
-    max_lead: int | None = None
+    max_staleness: int | None = None
     optimizer_state: str | None = None
     verify: bool = False
     precision: str = "fp32"
     compile: str = "off"
-    workers: int = 0
+    num_workers: int = 0
     checkpoint_every: int | None = None
     out: Path | None = None
     replay: Path | None = None
@@ -137,7 +137,7 @@ class RunConfig:
         _check_choices(vars(self))
         for name in ("batch_size", "epochs", "accumulate"):
             _check_count(name, getattr(self, name), least=1)
-        _check_count("workers", self.workers, least=0)
+        _check_count("num_workers", self.num_workers, least=0)
         _check_count("seed", self.seed, least=0)
         if self.global_batch_size is not None:
             _check_count("global_batch_size", self.global_batch_size, least=1)
@@ -177,10 +177,10 @@ class RunConfig:
     def _check_strategy(self) -> None:
         """Who holds what goes with the exact policies: the local ones have a whole replica on every device."""
         name, bytes_by = self.strategy, self.memory_shares
-        if bytes_by is not None and name not in CUTTING:
+        if bytes_by is not None and name not in SHARDED:
             raise InputError(
                 f"memory_shares={bytes_by!r} says how a strategy cuts its bytes, and "
-                f"strategy={name!r} cuts nothing; use one of {', '.join(CUTTING)}, or leave it out"
+                f"strategy={name!r} cuts nothing; use one of {', '.join(SHARDED)}, or leave it out"
             )
         if name is None:
             return
@@ -189,7 +189,7 @@ class RunConfig:
                 f"strategy={name!r} with policy={self.policy!r}: there every device trains a replica of its own; use "
                 "policy='balanced' or 'sync', or leave the strategy out"
             )
-        if self.compile == "graph" and name in CUTTING:
+        if self.compile == "graph" and name in SHARDED:
             raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
         if not self.is_replicated:
             self._check_cut(name)
@@ -201,8 +201,8 @@ class RunConfig:
             "precision": (self.precision == "fp16", "gradients are not where the scaler looks for them; use 'bf16'"),
             "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
             "compile": (self.compile != "off", "params come and go while the model computes; use 'off'"),
-            "shares": (self.is_together and self.shares is not None, same_samples),
-            "memory_cap": (self.is_together and self.memory_cap is not None, same_samples),
+            "shares": (self.is_model_parallel and self.shares is not None, same_samples),
+            "memory_cap": (self.is_model_parallel and self.memory_cap is not None, same_samples),
         }
         for setting, (is_given, why) in ways_out.items():
             if is_given:
@@ -210,7 +210,7 @@ class RunConfig:
 
     def _check_windows(self) -> None:
         """The settings of the local policies, which the exact ones must not be given: they would be ignored."""
-        for name in ("anchor", "max_anchor", "max_lead"):
+        for name in ("anchor", "max_anchor", "max_staleness"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), least=1)
         for name in ("overhead_target", "divergence_threshold"):
@@ -227,8 +227,10 @@ class RunConfig:
                     f"global_batch_size={self.global_batch_size!r} with policy={self.policy!r}: there every device "
                     "steps by itself on batch_size samples; leave it out, or use policy='balanced'"
                 )
-            if self.max_lead is not None and self.policy != "async":
-                raise InputError(f"max_lead={self.max_lead} belongs to policy='async': cadence waits for every average")
+            if self.max_staleness is not None and self.policy != "async":
+                raise InputError(
+                    f"max_staleness={self.max_staleness} belongs to policy='async': cadence waits for every average"
+                )
             return
         given = [name for name in LOCAL_SETTINGS if getattr(self, name) not in (None, False)]
         if given:
@@ -262,9 +264,9 @@ class RunConfig:
         return self.strategy is None or self.strategy in REPLICATED
 
     @property
-    def is_together(self) -> bool:
+    def is_model_parallel(self) -> bool:
         """Whether all devices train the same samples, each its part of the layers."""
-        return self.strategy in TOGETHER
+        return self.strategy in MODEL_PARALLEL
 
     def evaluates(self, epoch: int, every: int) -> bool:
         """Whether an evaluation every so many epochs falls on the end of this one; the last always counts."""
@@ -276,7 +278,7 @@ class RunConfig:
         return every is not None and epoch + 1 != self.epochs and (epoch + 1) % every == 0
 
     @property
-    def is_shared_out(self) -> bool:
+    def has_fixed_shares(self) -> bool:
         """Whether the shares are known beforehand, so that nothing has to be measured."""
         return self.shares is not None or self.replay is not None
 

@@ -22,7 +22,7 @@ from uneven import InputError, TrainedState, config
 from uneven.cli.main import app
 from uneven.errors import RankError
 from uneven.launch import environment
-from uneven.launch.context import Member
+from uneven.launch.context import ProcessContext
 from uneven.launch.environment import Started, read_torchrun
 from uneven.launch.start import run_script
 
@@ -68,7 +68,7 @@ wrapped = Ddp.wrap(by_hand)
 wrapped.sync_params()
 optimizer = sgd(by_hand.parameters())
 for indices in torch.arange(150).split(40):
-    mine = torch.tensor([i for i in indices.tolist() if i % wrapped.size == wrapped.rank])
+    mine = torch.tensor([i for i in indices.tolist() if i % wrapped.world_size == wrapped.rank])
     optimizer.zero_grad()
     loss_of(by_hand, (X[mine], Y[mine])).backward()
     wrapped.weighted_all_reduce_gradients(len(mine))
@@ -80,7 +80,8 @@ loop_params = {name: value.cpu() for name, value in model.state_dict().items()}
 trained = {"fit": state.params, "loop": loop_params, "hand": dict(by_hand.state_dict())}
 torch.save(trained, out / f"r{rank}")
 (out / f"r{rank}.json").write_text(json.dumps(
-    {"name": __name__, "size": ddp.size, "config": state.config, "logs": len(loop.log), "finished": loop.finished}))
+    {"name": __name__, "size": ddp.world_size, "config": state.config, "logs": len(loop.log),
+     "finished": loop.finished}))
 if len(sys.argv) > 3:
     state = fit(model=net, optimizer=sgd, step=loss_of, dataset=TensorData(X, Y), devices="cpu,cpu",
                 **settings | {"batch_size": batch // 2})
@@ -324,7 +325,7 @@ def test_devices_must_match_the_processes_there_are() -> None:
     started = read_torchrun(TORCHRUN)
     assert started is not None
     with pytest.raises(InputError) as caught:
-        Member(started).devices("cpu,cpu@0.4")
+        ProcessContext(started).devices("cpu,cpu@0.4")
     assert "names 2 for the 4 processes that torchrun started" in str(caught.value)
 
 

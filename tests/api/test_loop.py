@@ -23,7 +23,7 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.launch.context import collect
 from uneven.policy.axis import Axis
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 
 SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs": 2, "seed": 3}
 DATA = TensorData(X.double(), Y)
@@ -37,11 +37,13 @@ def make_loop(group: ThreadGroup, scheduler: Any = None, **changes: Any) -> Loop
         DATA,
         scheduler,
         config,
-        Seat(group.rank, parse_devices(["cpu"] * group.size)),
+        RankInfo(group.rank, parse_devices(["cpu"] * group.world_size)),
         lambda _: group,
         threading.Event(),
         Silent(),
-        lambda group, result, _: collect(group, result, Axis(len(DATA), config.slot_size(group.size), config.epochs)),
+        lambda group, result, _: collect(
+            group, result, Axis(len(DATA), config.slot_size(group.world_size), config.epochs)
+        ),
         lambda: None,
     )
 

@@ -13,7 +13,7 @@ from tests.ranks import ThreadGroup, on_threads
 from uneven.average.background import Arrived, BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.transport import lay_road
+from uneven.average.transport import make_transport
 from uneven.comm.group import Group
 from uneven.errors import RankError
 
@@ -41,8 +41,8 @@ class Side:
                 param.copy_(torch.randn(param.shape, generator=torch_random, dtype=torch.float64))
         self.optimizer: Optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         replica = Replica(self.model, self.optimizer, with_state)
-        road = lay_road(replica, is_nccl=False)
-        self.average = BackgroundAverage(replica, road, BufferAverage(self.model), group, verify)
+        transport = make_transport(replica, is_nccl=False)
+        self.average = BackgroundAverage(replica, transport, BufferAverage(self.model), group, verify)
 
     @property
     def params(self) -> Tensor:
@@ -64,7 +64,7 @@ class Side:
 
 def on_ranks(size: int, body: Callable[[Side], T], **options: Any) -> list[T]:
     def rank(group: ThreadGroup) -> T:
-        with closing(Side(group.another(), **options)) as side:
+        with closing(Side(group.new_group(), **options)) as side:
             return body(side)
 
     return on_threads(size, rank)

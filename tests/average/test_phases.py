@@ -37,7 +37,7 @@ class GatedGroup(SoloGroup):
         self.gates = [Gate(), Gate(), Gate()]
         self._passed = iter(self.gates)
 
-    def sum_(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         return Work(next(self._passed), tensor, self.traffic)
 
     def open(self) -> None:
@@ -106,11 +106,11 @@ def test_an_error_on_the_way_is_raised_by_finish(sums: int) -> None:
 
         left = sums
 
-        def sum_(self, tensor: Tensor) -> Work:
+        def all_reduce(self, tensor: Tensor) -> Work:
             self.left -= 1
             if self.left < 0:
                 raise RuntimeError("Connection closed by peer")
-            return super().sum_(tensor)
+            return super().all_reduce(tensor)
 
     with closing(Side(Lost())) as side:
         before = side.params

@@ -12,7 +12,7 @@ from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.host import HostRoad
 from uneven.average.replica import Replica
-from uneven.average.transport import Road, lay_road
+from uneven.average.transport import Transport, make_transport
 from uneven.comm.group import SoloGroup
 from uneven.errors import RankError
 
@@ -28,8 +28,8 @@ class Rank:
         layers = [nn.Linear(500, 500), *([nn.BatchNorm1d(500)] if with_buffers else [])]
         self.model = nn.Sequential(*layers).cuda()
         replica = Replica(self.model, SGD(self.model.parameters(), lr=0.1))
-        self.road: Road = lay_road(replica, is_nccl)
-        self.average = BackgroundAverage(replica, self.road, BufferAverage(self.model), SoloGroup(), verify)
+        self.transport: Transport = make_transport(replica, is_nccl)
+        self.average = BackgroundAverage(replica, self.transport, BufferAverage(self.model), SoloGroup(), verify)
 
     @property
     def params(self) -> Tensor:
@@ -53,10 +53,10 @@ def rank() -> Iterator[Rank]:
 
 def test_a_snapshot_is_read_only_when_it_has_landed(rank: Rank) -> None:
     """Fails when the wait in HostRoad.land is taken out: the host then sums what was there before."""
-    assert isinstance(rank.road, HostRoad)
+    assert isinstance(rank.transport, HostRoad)
     for number in (1.0, 2.0, 3.0):
         rank.work(number)
-        with torch.cuda.stream(rank.road.copying):
+        with torch.cuda.stream(rank.transport.copying):
             torch.cuda._sleep(LONG)
         rank.average.start(1.0, list)
         rank.work(-number)  # what training does meanwhile has no part in the snapshot
@@ -66,15 +66,15 @@ def test_a_snapshot_is_read_only_when_it_has_landed(rank: Rank) -> None:
 
 def test_an_average_is_merged_only_when_it_is_loaded(rank: Rank) -> None:
     """Fails when the wait in HostRoad.load is taken out."""
-    assert isinstance(rank.road, HostRoad)
-    load, copying = rank.road.load, rank.road.copying
+    assert isinstance(rank.transport, HostRoad)
+    load, copying = rank.transport.load, rank.transport.copying
 
     def slow_load() -> None:
         with torch.cuda.stream(copying):
             torch.cuda._sleep(LONG)
         load()
 
-    rank.road.load = slow_load  # type: ignore[method-assign]
+    rank.transport.load = slow_load  # type: ignore[method-assign]
     for number in (1.0, 2.0, 3.0):
         rank.work(number)
         rank.average.start(1.0, list)
@@ -97,12 +97,12 @@ def test_training_is_not_waited_for_and_its_work_is_kept(is_nccl: bool) -> None:
 
 def test_verify_names_a_snapshot_that_had_not_landed() -> None:
     with closing(Rank(verify=True, with_buffers=False)) as rank:
-        assert isinstance(rank.road, HostRoad)
+        assert isinstance(rank.transport, HostRoad)
         rank.work(1.0)
         rank.average.start(1.0, list)
         rank.average.finish(is_unchanged=True)
-        rank.road.land = lambda: None  # type: ignore[method-assign]
-        with torch.cuda.stream(rank.road.copying):
+        rank.transport.land = lambda: None  # type: ignore[method-assign]
+        with torch.cuda.stream(rank.transport.copying):
             torch.cuda._sleep(LONG)
         rank.work(2.0)
         rank.average.start(1.0, list)
@@ -116,6 +116,6 @@ def test_verify_names_an_average_that_did_not_arrive(which: str) -> None:
         rank.work(1.0)
         rank.average.start(1.0, list)
         rank.average.wait()
-        getattr(rank.road, which).numbers[3] += 1.0
+        getattr(rank.transport, which).numbers[3] += 1.0
         with pytest.raises(RankError, match="average changed between its arrival and its merge"):
             rank.average.finish(is_unchanged=True)

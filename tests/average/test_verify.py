@@ -41,7 +41,7 @@ def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
     with gated(verify=True) as (side, group):
         side.average.start(1.0, list)
         assert group.gates[0].reached.wait(30)
-        flip_a_bit(side.average.road.snapshot.numbers)
+        flip_a_bit(side.average.transport.snapshot.numbers)
         group.open()
         with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):
             side.average.finish(is_unchanged=True)
@@ -54,7 +54,7 @@ def test_verify_names_an_average_that_changed_before_it_was_merged(which: str) -
         before = side.params
         side.average.start(1.0, list)
         side.average.wait()
-        flip_a_bit(getattr(side.average.road, which).numbers)
+        flip_a_bit(getattr(side.average.transport, which).numbers)
         with pytest.raises(RankError, match="average changed between its arrival and its merge"):
             side.average.finish(is_unchanged=False)
         assert torch.equal(side.params, before), "nothing wrong was merged"
@@ -64,12 +64,12 @@ class FaultyGroup:
     """Hands rank 1 its sum of the params with a flipped bit, as a broken wire or memory would."""
 
     def __init__(self, group: ThreadGroup) -> None:
-        self.rank, self.size, self.traffic = group.rank, group.size, group.traffic
+        self.rank, self.world_size, self.traffic = group.rank, group.world_size, group.traffic
         self._group, self._sums = group, 0
 
-    def sum_(self, tensor: Tensor) -> Any:
+    def all_reduce(self, tensor: Tensor) -> Any:
         self._sums += 1
-        result = self._group.sum_(tensor).wait()
+        result = self._group.all_reduce(tensor).wait()
         if self._sums == 2 and self.rank == 1:
             flip_a_bit(result)
         return Work(Done(), result, self.traffic)
@@ -84,7 +84,7 @@ class Done:
 
 def test_verify_names_the_rank_whose_average_differs_before_anybody_merges_it() -> None:
     def rank(group: ThreadGroup) -> None:
-        with closing(Side(FaultyGroup(group.another()), verify=True)) as side:  # type: ignore[arg-type]
+        with closing(Side(FaultyGroup(group.new_group()), verify=True)) as side:  # type: ignore[arg-type]
             before = side.params
             with pytest.raises(RankError, match="rank 1 has another average than rank 0"):
                 side.round(1.0)
@@ -95,7 +95,7 @@ def test_verify_names_the_rank_whose_average_differs_before_anybody_merges_it() 
 
 def test_without_verify_none_of_this_is_looked_at() -> None:
     def rank(group: ThreadGroup) -> Tensor:
-        with closing(Side(FaultyGroup(group.another()))) as side:  # type: ignore[arg-type]
+        with closing(Side(FaultyGroup(group.new_group()))) as side:  # type: ignore[arg-type]
             side.round(1.0)
             return side.params
 

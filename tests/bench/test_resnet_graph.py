@@ -21,7 +21,7 @@ from uneven.bench.models.resnet_graph import make_graph
 from uneven.config import Task, resolve
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 BIN = Path(sys.executable).parent
@@ -82,8 +82,8 @@ def test_graph_and_module_train_the_same_bits_on_two_ranks(settings: dict[str, A
         task = Task(partial(copy.deepcopy, model), sgd, classify.train_step, DATA)
 
         def rank(group: ThreadGroup) -> TrainedState:
-            seat = Seat(group.rank, devices)
-            return Worker(task, config, seat, lambda _: group, threading.Event(), Silent()).train().state
+            rank_info = RankInfo(group.rank, devices)
+            return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent()).train().state
 
         return on_threads(2, rank)[0]
 

@@ -19,7 +19,7 @@ from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter
-from uneven.train.worker import Seat, Worker
+from uneven.train.worker import RankInfo, Worker
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -37,7 +37,7 @@ def measure(policy: str, tmp_path: Path, size: int = 2) -> tuple[Pairs, list[Wor
     def rank(group: ThreadGroup) -> Worker:
         home = tmp_path / f"{policy}-{group.rank}"
         home.mkdir()
-        worker = Worker(task, config, Seat(group.rank, devices), lambda _: group, threading.Event(), Silent())
+        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent())
         alternate(plan, worker, home)
         return worker
 
@@ -56,10 +56,10 @@ def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: s
         assert all(sum(shares) == 16 for shares in pairs.shares)
     else:  # every segment ends with a round, on both ranks
         assert len(pairs.delays) >= 2 * 4
-        parts = [part for worker in workers for part in worker.rig.log]
-        prove_exactly_once(workers[0].axis, [worker.rig.log for worker in workers], len(parts))
-    assert workers[0].rig.trained == workers[1].rig.trained > 0
-    for a, b in zip(workers[0].rig.model.parameters(), workers[1].rig.model.parameters(), strict=True):
+        parts = [part for worker in workers for part in worker.engine.log]
+        prove_exactly_once(workers[0].axis, [worker.engine.log for worker in workers], len(parts))
+    assert workers[0].engine.trained == workers[1].engine.trained > 0
+    for a, b in zip(workers[0].engine.model.parameters(), workers[1].engine.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

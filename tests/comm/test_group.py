@@ -15,7 +15,7 @@ from torch.optim import SGD
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.transport import lay_road
+from uneven.average.transport import make_transport
 from uneven.comm.group import SoloGroup, TorchGroup
 from uneven.comm.store import open_store
 
@@ -26,7 +26,7 @@ from uneven.comm.group import TorchGroup
 from uneven.comm.store import reach_store
 
 group = TorchGroup(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2)
-twin = group.another()
+twin = group.new_group()
 for line in sys.stdin:
     print(eval(line), flush=True)
 """
@@ -41,7 +41,7 @@ class Pair:
             [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.group = TorchGroup(store, 0, 2)
-        self.twin = self.group.another()
+        self.twin = self.group.new_group()
 
     def ask(self, expression: str) -> None:
         """Rank 1 begins to work on it."""
@@ -64,23 +64,25 @@ def pair() -> Iterator[Pair]:
 
 
 def test_another_group_does_not_queue_behind_the_first(pair: Pair) -> None:
-    first = pair.group.sum_(torch.tensor([1.0, 2.0]))
-    second = pair.twin.sum_(torch.tensor([10.0]))
-    pair.ask("twin.sum_(torch.tensor([5.0])).wait().tolist()")  # the other way round than here
+    first = pair.group.all_reduce(torch.tensor([1.0, 2.0]))
+    second = pair.twin.all_reduce(torch.tensor([10.0]))
+    pair.ask("twin.all_reduce(torch.tensor([5.0])).wait().tolist()")  # the other way round than here
     assert second.wait().tolist() == [15.0]
     assert not first.is_completed()
-    pair.ask("group.sum_(torch.tensor([3.0, 4.0])).wait().tolist()")
+    pair.ask("group.all_reduce(torch.tensor([3.0, 4.0])).wait().tolist()")
     assert first.wait().tolist() == [4.0, 6.0]
     assert [pair.answer(), pair.answer()] == ["[15.0]", "[4.0, 6.0]"]
 
 
 def test_another_group_has_the_same_ranks_and_its_own_traffic(pair: Pair) -> None:
     before = (pair.group.traffic.payload_bytes, pair.twin.traffic.payload_bytes)
-    pair.ask("twin.max_(torch.tensor([7, 1])).wait().tolist(), twin.broadcast_(torch.zeros(1)).wait().tolist()")
-    assert pair.twin.max_(torch.tensor([3, 4])).wait().tolist() == [7, 4]
-    pair.twin.broadcast_(torch.tensor([0.5])).wait()
+    pair.ask(
+        "twin.all_reduce_max(torch.tensor([7, 1])).wait().tolist(), twin.broadcast(torch.zeros(1)).wait().tolist()"
+    )
+    assert pair.twin.all_reduce_max(torch.tensor([3, 4])).wait().tolist() == [7, 4]
+    pair.twin.broadcast(torch.tensor([0.5])).wait()
     assert pair.answer() == "([7, 4], [0.5])"
-    assert (pair.twin.rank, pair.twin.size) == (0, 2)
+    assert (pair.twin.rank, pair.twin.world_size) == (0, 2)
     assert pair.group.traffic.payload_bytes == before[0]
     assert pair.twin.traffic.payload_bytes == before[1] + 2 * 8 + 4
 
@@ -101,7 +103,7 @@ def test_claims_of_all_ranks_come_from_one_count_and_nobody_waits(pair: Pair) ->
 def test_a_round_in_flight_ends_when_another_rank_dies(pair: Pair) -> None:
     model = nn.Linear(3, 2)
     replica = Replica(model, SGD(model.parameters(), lr=0.1))
-    average = BackgroundAverage(replica, lay_road(replica, is_nccl=False), BufferAverage(model), pair.twin)
+    average = BackgroundAverage(replica, make_transport(replica, is_nccl=False), BufferAverage(model), pair.twin)
     before = model.weight.detach().clone()
     average.start(1.0, lambda: [0.0])
     assert not average.is_done()
@@ -125,7 +127,7 @@ def test_alone_claims_count_on() -> None:
 def test_alone_another_group_is_one_of_its_own() -> None:
     group = SoloGroup()
     group.claim(3)
-    twin = group.another()
+    twin = group.new_group()
     assert twin.claim(1) == 0
     assert twin.traffic is not group.traffic
-    assert twin.sum_(torch.tensor([2.0])).wait().tolist() == [2.0]
+    assert twin.all_reduce(torch.tensor([2.0])).wait().tolist() == [2.0]

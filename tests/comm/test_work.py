@@ -38,13 +38,13 @@ everywhere = pytest.mark.parametrize("run", [on_gloo, on_two_threads, alone])
 
 
 @everywhere
-@pytest.mark.parametrize("name", ["sum_", "max_", "broadcast_"])
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_max", "broadcast"])
 def test_wait_gives_the_tensor_itself_and_may_be_called_again(run: Callable[[Check], None], name: str) -> None:
     def check(group: Group) -> None:
         tensor = torch.full((3,), 2.0)
         work = getattr(group, name)(tensor)
         assert work.wait() is tensor
-        factor = group.size if name == "sum_" else 1
+        factor = group.world_size if name == "all_reduce" else 1
         assert tensor.tolist() == [2.0 * factor] * 3
         assert work.wait() is tensor
         assert tensor.tolist() == [2.0 * factor] * 3
@@ -56,13 +56,13 @@ def test_wait_gives_the_tensor_itself_and_may_be_called_again(run: Callable[[Che
 @everywhere
 def test_the_future_holds_the_result_and_runs_callbacks(run: Callable[[Check], None]) -> None:
     def check(group: Group) -> None:
-        work = group.sum_(torch.ones(2))
+        work = group.all_reduce(torch.ones(2))
         future = work.get_future()
         assert work.get_future() is future
         doubled = future.then(lambda done: done.value() * 2)
         work.wait()
-        assert future.wait().tolist() == [group.size] * 2
-        assert doubled.wait().tolist() == [2.0 * group.size] * 2
+        assert future.wait().tolist() == [group.world_size] * 2
+        assert doubled.wait().tolist() == [2.0 * group.world_size] * 2
         late = work.get_future()
         assert late.done()
 
@@ -72,9 +72,9 @@ def test_the_future_holds_the_result_and_runs_callbacks(run: Callable[[Check], N
 @everywhere
 def test_a_future_asked_for_after_the_end_is_set(run: Callable[[Check], None]) -> None:
     def check(group: Group) -> None:
-        work = group.sum_(torch.ones(2))
+        work = group.all_reduce(torch.ones(2))
         work.wait()
-        assert work.get_future().value().tolist() == [group.size] * 2
+        assert work.get_future().value().tolist() == [group.world_size] * 2
 
     run(check)
 
@@ -116,21 +116,21 @@ def test_completion_bytes_and_waiting_are_counted(monkeypatch: pytest.MonkeyPatc
 
 def test_a_group_counts_what_it_sends() -> None:
     def rank(group: ThreadGroup) -> Traffic:
-        group.sum_(torch.zeros(5)).wait()
-        group.max_(torch.zeros(2, dtype=torch.int64)).wait()
+        group.all_reduce(torch.zeros(5)).wait()
+        group.all_reduce_max(torch.zeros(2, dtype=torch.int64)).wait()
         return group.traffic
 
     for traffic in on_threads(2, rank):
         assert traffic.collectives == 2
         assert traffic.payload_bytes == 5 * 4 + 2 * 8
     solo = SoloGroup()
-    solo.sum_(torch.zeros(100)).wait()
+    solo.all_reduce(torch.zeros(100)).wait()
     assert solo.traffic.payload_bytes == 0, "alone nothing is on the wire"
 
 
 def test_gloo_sends_bytes_too() -> None:
     def check(group: Group) -> None:
-        group.sum_(torch.zeros(7)).wait()
+        group.all_reduce(torch.zeros(7)).wait()
         assert group.traffic.payload_bytes == 28
 
     on_gloo(check)
@@ -140,6 +140,6 @@ def test_threads_sum_in_rank_order_whatever_order_they_come_in() -> None:
     tiny = torch.tensor([1.0, 1e8, -1e8])
 
     def rank(group: ThreadGroup) -> Tensor:
-        return group.sum_(tiny[group.rank].clone()).wait()
+        return group.all_reduce(tiny[group.rank].clone()).wait()
 
     assert [one.item() for one in on_threads(3, rank)] == [((tiny[0] + tiny[1]) + tiny[2]).item()] * 3

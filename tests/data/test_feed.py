@@ -41,7 +41,7 @@ class Doubled:
     def __getitem__(self, index):
         return 2 * index
 
-feed = make_feed(Doubled(), torch.device("cpu"), 0, 2, workers=2, is_rank=True)
+feed = make_feed(Doubled(), torch.device("cpu"), 0, 2, num_workers=2, is_rank=True)
 parts = [part_of(slot, (slot.samples,), 0, 2) for slot in Axis(6, 2, 1).slots()]
 print(str(sorted(int(i) for _, micros in feed.stream(parts) for batch, _ in micros for i in batch)).replace(" ", ""))
 """
@@ -58,7 +58,7 @@ class Numbers:
     def __getitem__(self, index):
         return os.getpid()
 
-feed = make_feed(Numbers(), torch.device("cpu"), 0, 2, workers=2, is_rank=True)
+feed = make_feed(Numbers(), torch.device("cpu"), 0, 2, num_workers=2, is_rank=True)
 parts = (part_of(slot, (slot.samples,), 0, 2) for slot in Axis(4000, 2, 1).slots())
 stream = feed.stream(parts)
 seen = {int(pid) for _ in range(4) for batch, _ in next(stream)[1] for pid in batch}
@@ -68,8 +68,8 @@ while True:
 """
 
 
-def read(dataset: object, axis: Axis, batch_size: int, workers: int = 0) -> list[list[object]]:
-    feed = make_feed(dataset, CPU, seed=5, batch_size=batch_size, workers=workers)
+def read(dataset: object, axis: Axis, batch_size: int, num_workers: int = 0) -> list[list[object]]:
+    feed = make_feed(dataset, CPU, seed=5, batch_size=batch_size, num_workers=num_workers)
     return [[feed.open(inputs) for inputs, _ in micros] for _, micros in feed.stream(whole(axis, batch_size))]
 
 
@@ -113,7 +113,7 @@ def test_augmentation_is_keyed_by_position_whatever_reads_it() -> None:
 
 
 def test_loader_processes_read_the_same_samples() -> None:
-    here, there = read(Noisy(), Axis(23, 4, 1), 4), read(Noisy(), Axis(23, 4, 1), 4, workers=2)
+    here, there = read(Noisy(), Axis(23, 4, 1), 4), read(Noisy(), Axis(23, 4, 1), 4, num_workers=2)
     for slot_a, slot_b in zip(here, there, strict=True):
         for part_a, part_b in zip(slot_a[0], slot_b[0], strict=True):
             assert torch.equal(torch.as_tensor(part_a), torch.as_tensor(part_b))
@@ -141,12 +141,12 @@ def test_loader_processes_end_with_their_rank_even_if_it_is_killed(tmp_path: Pat
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_reading_leaves_the_training_random_numbers_alone(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_reading_leaves_the_training_random_numbers_alone(num_workers: int) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    read(Noisy(), Axis(23, 4, 1), 4, workers=workers)
+    read(Noisy(), Axis(23, 4, 1), 4, num_workers=num_workers)
     list(make_feed(Noisy(), CPU, seed=0, batch_size=4).in_order())
     assert torch.equal(torch.rand(3), expected)
 
@@ -158,13 +158,13 @@ def test_in_order_gives_every_sample_once_unshuffled() -> None:
         assert torch.cat([b for b, _ in batches]).tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_with_any_shares_read_each_sample_once_empty_parts_included(workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_with_any_shares_read_each_sample_once_empty_parts_included(num_workers: int) -> None:
     axis = Axis(23, 8, 2)
     shares = [(8, 0), (0, 8), (5, 3)]
     read_by_slot: dict[int, list[int]] = {slot.index: [] for slot in axis.slots()}
     for rank in (0, 1):
-        feed = make_feed(list(range(23)), CPU, seed=5, batch_size=4, workers=workers)
+        feed = make_feed(list(range(23)), CPU, seed=5, batch_size=4, num_workers=num_workers)
         parts = []
         for slot in axis.slots():
             cut = shares[slot.index % 3] if slot.samples == 8 else (0, slot.samples)

@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_ended_by_whoever_cleans_up(
     (folder / "pid-1").write_text(str(os.getpid()))  # never oneself
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(cleanup, "_live", {folder})
-    cleanup.leave_nothing()
+    cleanup.end_all_runs()
     assert process.wait(30) == -signal.SIGKILL
     assert not folder.exists()
 

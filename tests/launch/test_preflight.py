@@ -123,10 +123,10 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
 
     def rank(number: int, progress: str) -> str:
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
-        member: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             rank=number, note=None, devices=lambda _: devices, of_this_machine=lambda all_of_them: all_of_them[:1]
         )
-        prepare.prepare(TASK, config, member)
+        prepare.prepare(TASK, config, context)
         return capsys.readouterr().err
 
     assert "2 devices on several machines: cpu, cpu (speeds are measured" in rank(0, "lines")

@@ -90,7 +90,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 
 def test_the_data_set_may_be_tensors_or_any_map_style_set() -> None:
     assert equal(train(), train(dataset=list(zip(X, Y, strict=True))))
-    assert equal(train(), train(dataset=list(zip(X, Y, strict=True)), workers=2))
+    assert equal(train(), train(dataset=list(zip(X, Y, strict=True)), num_workers=2))
 
 
 def test_accumulation_equals_the_big_batch() -> None:
@@ -117,7 +117,7 @@ def test_builder_and_fit_are_the_same_road(tmp_path: Path) -> None:
         .accumulate(1)
         .precision("fp32")
         .compile("off")
-        .workers(0)
+        .num_workers(0)
         .max_grad_norm(None)
         .checkpoint_every(2)
         .out(tmp_path / "run")

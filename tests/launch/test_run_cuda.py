@@ -31,11 +31,11 @@ def test_a_set_too_large_for_the_device_trains_the_same_from_host_memory(
 
 
 @pytest.mark.parametrize("compile", ["off", "graph"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_any_map_style_set_trains_the_same(compile: str, workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_map_style_set_trains_the_same(compile: str, num_workers: int) -> None:
     data = make_data()
     plain = [(2 * x, y) for x, y in zip(*data.tensors, strict=True)]
-    assert_same(train(compile), train(compile, dataset=plain, workers=workers), rtol=1e-12, atol=1e-12)
+    assert_same(train(compile), train(compile, dataset=plain, num_workers=num_workers), rtol=1e-12, atol=1e-12)
 
 
 def test_evaluation_between_captured_steps_does_not_disturb_them() -> None:

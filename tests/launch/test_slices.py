@@ -20,7 +20,7 @@ from tests.hardware.fake_mps import FakeMps
 from tests.hardware.fake_mps import fake_mps as fake_mps
 from uneven import Ddp, InputError, RankError, config, fit, run, start
 from uneven.hardware.device import Device, parse_devices
-from uneven.launch.context import Member
+from uneven.launch.context import ProcessContext
 from uneven.launch.environment import read_torchrun
 from uneven.launch.launcher import run_ranks
 from uneven.results.progress import Reporter
@@ -176,7 +176,7 @@ def test_under_torchrun_it_is_too_late_for_slices() -> None:
     )
     assert started is not None
     with pytest.raises(InputError) as caught:
-        Member(started).devices(PAIR)
+        ProcessContext(started).devices(PAIR)
     message = str(caught.value)
     for word in ("torchrun", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "'cuda:0,cuda:0'", f"uneven run --devices {PAIR}"):
         assert word in message

@@ -23,7 +23,7 @@ WRAPS: dict[str, Callable[[nn.Module, Any, Group], Any]] = {
 def count_all(group: Group) -> dict[str, dict[str, int]]:
     """By strategy, ours on unequal shares with a zero among them."""
     found = {}
-    shares = (5.0, 0.0, 2.0)[: group.size]
+    shares = (5.0, 0.0, 2.0)[: group.world_size]
     for name in STRATEGIES:
         model: nn.Module = test_fsdp.Tower() if name not in ("tensor", "sequence") else Planned()
         found[name] = count(make_strategy(name, model, test_fsdp.make_adamw, group, shares))

@@ -15,8 +15,8 @@ from uneven import TrainedState, fit
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.parallel.batchnorm import Circle, describe_batchnorm, synced_buffers, synchronise
-from uneven.train.worker import RankResult, Seat, Worker
+from uneven.parallel.batchnorm import BatchNormSync, describe_batchnorm, synced_buffers, synchronise
+from uneven.train.worker import RankInfo, RankResult, Worker
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -63,15 +63,17 @@ def test_equals_torch_on_the_whole_batch(
 
     def rank(group: ThreadGroup) -> tuple[nn.Module, list[Any]]:
         module = layer(kind, **options)
-        circle = synchronise(module)
-        circle.group = group
+        batchnorm_sync = synchronise(module)
+        batchnorm_sync.group = group
         own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
         passes = []
         for x, slope in zip(batches, slopes, strict=True):
             if shares[group.rank]:
                 passes.append(one_pass(module, x[own], slope[own]))
             else:
-                with circle.phantom(True):  # whatever a phantom holds and whatever its loss, nothing may change
+                with batchnorm_sync.dummy_batch(
+                    True
+                ):  # whatever a phantom holds and whatever its loss, nothing may change
                     passes.append(one_pass(module, x[:1] * 100, slope[:1]))
         return module, passes
 
@@ -94,7 +96,7 @@ def test_equals_torch_on_the_whole_batch(
 
 def test_without_a_group_and_in_evaluation_it_is_torchs_own() -> None:
     plain, synced = layer(nn.BatchNorm1d), layer(nn.BatchNorm1d)
-    circle = synchronise(synced)
+    batchnorm_sync = synchronise(synced)
     x, slope = values(6, 4), values(6, 4, seed=1)
     for ours, reference in zip(one_pass(synced, x, slope), one_pass(plain, x, slope), strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=0)
@@ -102,8 +104,8 @@ def test_without_a_group_and_in_evaluation_it_is_torchs_own() -> None:
 
     def rank(group: ThreadGroup) -> Tensor:
         module = copy.deepcopy(synced).eval()
-        module.circle.group = group
-        assert module.circle is circle, "a copy stays in the circle"
+        module.batchnorm_sync.group = group
+        assert module.batchnorm_sync is batchnorm_sync, "a copy stays in the circle"
         return module(x[group.rank :])
 
     for rank_number, out in enumerate(on_threads(2, rank)):
@@ -114,9 +116,9 @@ def test_layers_are_changed_in_place_and_keep_everything() -> None:
     shared = nn.BatchNorm2d(3)
     model = nn.Sequential(nn.Conv2d(1, 3, 1), shared, nn.ReLU(), nn.Sequential(shared, nn.BatchNorm2d(3)))
     params, keys = list(model.parameters()), list(model.state_dict())
-    circle = synchronise(model)
+    batchnorm_sync = synchronise(model)
     assert model[1] is shared
-    assert circle.layers == [shared, model[3][1]]
+    assert batchnorm_sync.layers == [shared, model[3][1]]
     assert [id(p) for p in model.parameters()] == [id(p) for p in params]
     assert list(model.state_dict()) == keys
     assert isinstance(shared, nn.BatchNorm2d)
@@ -129,9 +131,12 @@ def test_layers_are_changed_in_place_and_keep_everything() -> None:
 def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
     def rank(group: ThreadGroup) -> str:
         module = layer(nn.BatchNorm1d)
-        circle = synchronise(module)
-        circle.group = group
-        with pytest.raises(ValueError, match="more than 1 value") as caught, circle.phantom(group.rank == 0):
+        batchnorm_sync = synchronise(module)
+        batchnorm_sync.group = group
+        with (
+            pytest.raises(ValueError, match="more than 1 value") as caught,
+            batchnorm_sync.dummy_batch(group.rank == 0),
+        ):
             module(values(1, 4))
         return str(caught.value)
 
@@ -176,7 +181,7 @@ def train(size: int, step: Any = mean_loss, **changes: Any) -> list[RankResult]:
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
-        return Worker(task, config, Seat(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
+        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
 
     return on_threads(size, rank)
 
@@ -248,7 +253,7 @@ def test_on_processes_two_ranks_equal_one() -> None:
 
 def test_the_way_out_is_named_only_where_it_is_one() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    told = [describe_batchnorm(model, Circle(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
+    told = [describe_batchnorm(model, BatchNormSync(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
     assert "sync_batchnorm=True makes it see all 16" in told[0]
     assert told[1] == "  BatchNorm sees 11 and 5 samples"
 

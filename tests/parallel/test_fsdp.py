@@ -67,7 +67,7 @@ def wrapped(group: Group, model: nn.Module, **options: Any) -> FSDP:
 
 def train(strategy: Strategy, group: Group) -> dict[str, Tensor]:
     for step in range(STEPS):
-        rows = batch(step).chunk(group.size)[group.rank]
+        rows = batch(step).chunk(group.world_size)[group.rank]
         (strategy.module(rows).square().sum() / ROWS).backward()
         strategy.optimizer.step()
         strategy.optimizer.zero_grad()

@@ -18,14 +18,14 @@ class Watched:
     """A thread group that remembers how large each sent tensor was."""
 
     def __init__(self, inner: ThreadGroup) -> None:
-        self.inner, self.rank, self.size, self.traffic = inner, inner.rank, inner.size, inner.traffic
+        self.inner, self.rank, self.world_size, self.traffic = inner, inner.rank, inner.world_size, inner.traffic
         self.sizes: list[tuple[int, torch.dtype]] = []
 
-    def sum_(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         self.sizes.append((tensor.numel(), tensor.dtype))
-        return self.inner.sum_(tensor)
+        return self.inner.all_reduce(tensor)
 
-    max_ = broadcast_ = sum_
+    all_reduce_max = broadcast = all_reduce
 
     def close(self) -> None: ...
 

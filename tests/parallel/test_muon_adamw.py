@@ -75,7 +75,7 @@ def train(group: Group, first: int = 0, state: Any = None, **options: Any) -> tu
     if state is not None:
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
-    rows = ROWS_OF[group.size][group.rank]
+    rows = ROWS_OF[group.world_size][group.rank]
     for step in range(first, STEPS):
         if rows is not None:  # a rank without samples brings no gradients
             loss_of(model, step, rows).backward()
@@ -125,13 +125,13 @@ def test_all_sums_start_before_anything_is_updated_and_sent() -> None:
     class Watched(ThreadGroup):
         words: list[str]
 
-        def sum_(self, tensor: Tensor) -> Any:
+        def all_reduce(self, tensor: Tensor) -> Any:
             self.words.append("sum")
-            return super().sum_(tensor)
+            return super().all_reduce(tensor)
 
-        def broadcast_(self, tensor: Tensor, owner: int = 0) -> Any:
+        def broadcast(self, tensor: Tensor, owner: int = 0) -> Any:
             self.words.append("send")
-            return super().broadcast_(tensor, owner)
+            return super().broadcast(tensor, owner)
 
     def rank(group: ThreadGroup) -> list[str]:
         group.__class__ = Watched

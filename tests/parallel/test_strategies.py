@@ -38,7 +38,7 @@ SHARES = (5.0, 0.0, 2.0)
 
 
 def sharded(make: MakeOptimizer, group: Group, shares: tuple[float, ...] | None, by_tensors: bool) -> MakeOptimizer:
-    own = None if shares is None else shares[: group.size]
+    own = None if shares is None else shares[: group.world_size]
     return lambda params: ShardedOptimizer(make(params), group, shares=own, by_tensors=by_tensors)
 
 
@@ -57,7 +57,7 @@ for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, S
 for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
     WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
         lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
-            model, make, group, shares=shares and shares[: group.size], by_tensors=by_tensors, bucket_bytes=200
+            model, make, group, shares=shares and shares[: group.world_size], by_tensors=by_tensors, bucket_bytes=200
         )
     )
 for shares in (None, SHARES):
@@ -65,7 +65,7 @@ for shares in (None, SHARES):
         model,
         make,
         group,
-        shares=shares and shares[: group.size],
+        shares=shares and shares[: group.world_size],
         units=[model.conv, model.inner],
         bucket_bytes=200 if shares else BUCKET_BYTES,
     )

@@ -28,8 +28,8 @@ from uneven.parallel.ddp_bucketed import DDPBucketed
 class Joined(TorchGroup):
     "The group that PyTorch's test has formed."
     def __init__(self, road):
-        self.rank, self.size = torch.distributed.get_rank(road), torch.distributed.get_world_size(road)
-        self.traffic, self._nccl, self._road = Traffic(), None, road
+        self.rank, self.world_size = torch.distributed.get_rank(road), torch.distributed.get_world_size(road)
+        self.traffic, self._nccl, self._process_group = Traffic(), None, road
 
 class Ours(nn.Module):
     "PyTorch's DDP averages where ours sums."
@@ -41,7 +41,7 @@ class Ours(nn.Module):
         group = Joined(process_group or torch.distributed.group.WORLD)
         for param in module.parameters():
             if param.requires_grad:
-                param.register_hook(lambda grad: grad / group.size)
+                param.register_hook(lambda grad: grad / group.world_size)
         self.strategy = [DDPBucketed(module, lambda params: torch.optim.SGD(params, 0.1), group)]
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from uneven.policy.slot_schedule import Course
-from uneven.policy.windows import Decision, Row, Terms, Windows
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.windows import Decision, LocalSGDConfig, Row, Windows
 
 NEVER = float("inf")
 
@@ -105,7 +105,11 @@ class Simulation:
     """`hints` are the times per slot measured beforehand; None as in a loop of the user's own."""
 
     def __init__(
-        self, cluster: Cluster, terms: Terms, hints: list[float] | None = None, max_lead: int | None = None
+        self,
+        cluster: Cluster,
+        terms: LocalSGDConfig,
+        hints: list[float] | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         self.cluster, self.terms = cluster, terms
         self.now_ms = 0.0
@@ -113,7 +117,7 @@ class Simulation:
         self.claimed = 0
         self._rng = random.Random(cluster.seed)
         self._queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(cluster.ranks)]
-        self._ranks = [_Rank(self, rank, hints, max_lead) for rank in range(cluster.ranks)]
+        self._ranks = [_Rank(self, rank, hints, max_staleness) for rank in range(cluster.ranks)]
 
     def run(self) -> Outcome:
         lives = [rank.life() for rank in self._ranks]
@@ -167,13 +171,15 @@ class Simulation:
 class _Rank:
     """The loop of one rank, with work and waiting replaced by time."""
 
-    def __init__(self, simulation: Simulation, rank: int, hints: list[float] | None, max_lead: int | None) -> None:
+    def __init__(self, simulation: Simulation, rank: int, hints: list[float] | None, max_staleness: int | None) -> None:
         self.simulation, self.rank, self.cluster = simulation, rank, simulation.cluster
         cluster, terms = self.cluster, simulation.terms
         hints = None if hints is None else list(hints)
         self.windows = Windows(terms, cluster.ranks, cluster.slot_size, cluster.next_event, hints)
-        self.course = Course(self.windows, rank, cluster.total, self._claim if terms.is_async else None, max_lead)
-        self.course.claim_ms = cluster.claim_ms
+        self.slot_schedule = SlotSchedule(
+            self.windows, rank, cluster.total, self._claim if terms.is_async else None, max_staleness
+        )
+        self.slot_schedule.claim_ms = cluster.claim_ms
         self.round = Round(0)  # the last one entered
         self.most_lead = 0
         self._rng = random.Random(f"{cluster.seed} {rank}")
@@ -189,30 +195,30 @@ class _Rank:
         for slot in self._feed():
             if self._owed_ms:
                 yield self._paid_ms()
-            before = self.windows.rounds, self.course.in_flight
+            before = self.windows.rounds, self.slot_schedule.in_flight
             if slot is not None:
                 yield self._slot_ms(slot)
                 self._note_slot(slot)
             yield from self._boundary()
-            has_moved = slot is not None or before != (self.windows.rounds, self.course.in_flight)
+            has_moved = slot is not None or before != (self.windows.rounds, self.slot_schedule.in_flight)
             idle = 0 if has_moved else idle + 1
             assert idle <= self.cluster.lookahead, "nothing to train and nothing to enter: a hang"
 
     def _feed(self) -> Iterator[int | None]:
         """Slots in the order handed out; a loader asks for the next one before it gives the oldest."""
-        ahead = deque(self.course.hand() for _ in range(self.cluster.lookahead))
-        while not self.course.is_over:
-            ahead.append(self.course.hand())
+        ahead = deque(self.slot_schedule.hand() for _ in range(self.cluster.lookahead))
+        while not self.slot_schedule.is_over:
+            ahead.append(self.slot_schedule.hand())
             yield ahead.popleft()
 
     def _boundary(self) -> Life:
-        course = self.course
-        while not course.is_over:
-            if course.in_flight:
-                if not course.may_merge(self.round.arrival_ms <= self.simulation.now_ms):
+        slot_schedule = self.slot_schedule
+        while not slot_schedule.is_over:
+            if slot_schedule.in_flight:
+                if not slot_schedule.may_merge(self.round.arrival_ms <= self.simulation.now_ms):
                     break
                 yield from self._merge()
-            elif course.is_due():
+            elif slot_schedule.is_due():
                 yield from self._enter()
             else:
                 break
@@ -221,14 +227,14 @@ class _Rank:
 
     def _enter(self) -> Life:
         row = self._costs._replace(
-            next_slot=float(self.course.next_slot),
+            next_slot=float(self.slot_schedule.next_slot),
             samples=self._samples,
             busy_ms=self._busy_ms,
             fingerprint=float(self.windows.fingerprint()),
         )
         self._busy_ms = self._samples = 0.0
         self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
-        self.course.enter()
+        self.slot_schedule.enter()
         is_blocking = self.windows.is_blocking
         yield self.cluster.touch_ms + self._paid_ms()
         if is_blocking:
@@ -242,7 +248,7 @@ class _Rank:
         self._costs = Row(transfer_ms=2.0 * touch_ms, latency_ms=one.arrival_ms - entered_ms)
         one.merged_ms[self.rank] = self.simulation.now_ms
         self.simulation.note(one, self.windows)
-        self.course.merged()
+        self.slot_schedule.merged()
         yield touch_ms
 
     def _slot_ms(self, slot: int) -> float:
@@ -272,9 +278,9 @@ class _Rank:
     def _note_slot(self, slot: int) -> None:
         self.simulation.outcome.work.append((slot, self._start_ms, self.simulation.now_ms))
         self._samples += self.cluster.samples(slot)
-        self.course.trained()
-        if self.course.in_flight:
-            self.most_lead = max(self.most_lead, self.course.lead)
+        self.slot_schedule.trained()
+        if self.slot_schedule.in_flight:
+            self.most_lead = max(self.most_lead, self.slot_schedule.staleness)
 
     def _claim(self, many: int) -> int:
         self._owed_ms += self.cluster.claim_ms

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.policy.test_exact import Cluster
-from uneven.policy.calibrating import CUTS, REPEATS, Learned
+from uneven.policy.calibrating import CUTS, REPEATS, Calibrating
 from uneven.policy.finish import Cost, equal_finish, finish_ms, fitted
 
 
@@ -22,7 +22,7 @@ def test_a_fixed_cost_does_not_drive_the_shares_to_one_end(seed: int) -> None:
     ranks = rng.randint(2, 6)
     costs = [Cost(rng.uniform(0.0, 30.0), rng.uniform(0.2, 2.0)) for _ in range(ranks)]
     cluster = Cluster(costs, 0.03, rng)
-    policy = Learned(ranks, 64 * ranks, lookahead=rng.choice([0, 0, 4]))
+    policy = Calibrating(ranks, 64 * ranks, lookahead=rng.choice([0, 0, 4]))
     for slot in range(60):
         shares = policy.shares(slot, policy.slot_size)
         assert sum(shares) == policy.slot_size
@@ -33,14 +33,14 @@ def test_a_fixed_cost_does_not_drive_the_shares_to_one_end(seed: int) -> None:
 
 
 def test_the_first_slots_have_three_sizes_and_short_slots_fit_in() -> None:
-    policy = Learned(2, 64)
+    policy = Calibrating(2, 64)
     sizes = {policy.shares(slot, 64) for slot in range(1 + REPEATS * len(CUTS))}
     assert sizes == {(32, 32), (16, 48), (48, 16)}
     assert sum(policy.shares(5, 7)) == 7
 
 
 def test_caps_hold_while_learning_and_afterwards() -> None:
-    policy = Learned(2, 64, caps=(60, 24))
+    policy = Calibrating(2, 64, caps=(60, 24))
     for slot in range(40):
         shares = policy.shares(slot, 64)
         assert sum(shares) == 64

@@ -11,7 +11,7 @@ import pytest
 from uneven import InputError
 from uneven.data.replay import Log, read_log
 from uneven.policy.axis import Axis
-from uneven.policy.recorded import RecordedCourse, RecordedWindows, Round
+from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.windows import Row
 
 START = Round(0, 0, 0, 1.0)
@@ -26,32 +26,32 @@ def play(
 ) -> list[Any]:
     """What a pace makes of them: slots as they are trained, ("enter", its next slot) and ("merge", lead, scale)."""
     windows = RecordedWindows(rounds, 2, events_at(*events), [float(len(slots)), 2.0])
-    course = RecordedCourse(windows, deque(slots), events[-1])
+    slot_schedule = RecordedSchedule(windows, deque(slots), events[-1])
     asked: deque[int] = deque()
     trace: list[Any] = []
     for _ in range(4 * (len(slots) + len(rounds))):  # more would be a pace that hangs
-        while len(asked) <= lookahead and (slot := course.hand()) is not None:
+        while len(asked) <= lookahead and (slot := slot_schedule.hand()) is not None:
             assert slot < windows.event, "no slot is read past an event that is not passed"
             asked.append(slot)
         if asked:
             trace.append(asked.popleft())
-            course.trained()
-        while not course.is_over:
-            if course.in_flight:
-                if not course.may_merge(has_arrived):
+            slot_schedule.trained()
+        while not slot_schedule.is_over:
+            if slot_schedule.in_flight:
+                if not slot_schedule.may_merge(has_arrived):
                     break
-                lead = course.lead
-                assert windows.note([Row(next_slot=course.next_slot), Row()]) == []
-                course.merged()
-                trace.append(("merge", lead, windows.scale))
-            elif course.is_due():
-                trace.append(("enter", course.next_slot))
-                course.enter()
+                staleness = slot_schedule.staleness
+                assert windows.note([Row(next_slot=slot_schedule.next_slot), Row()]) == []
+                slot_schedule.merged()
+                trace.append(("merge", staleness, windows.scale))
+            elif slot_schedule.is_due():
+                trace.append(("enter", slot_schedule.next_slot))
+                slot_schedule.enter()
             else:
                 break
-        if course.is_over:
+        if slot_schedule.is_over:
             assert not asked
-            assert course.parts == len(slots)
+            assert slot_schedule.parts == len(slots)
             return trace
     raise AssertionError(f"it never ends: {trace}")
 

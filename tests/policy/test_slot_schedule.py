@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policy.simulation import Cluster, Outcome, Simulation
-from uneven.policy.slot_schedule import Course
-from uneven.policy.windows import Row, Terms, Windows
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.windows import LocalSGDConfig, Row, Windows
 
-CADENCE, ASYNC = Terms(), Terms(is_async=True)
+CADENCE, ASYNC = LocalSGDConfig(), LocalSGDConfig(is_async=True)
 POLICIES = pytest.mark.parametrize("terms", [CADENCE, ASYNC], ids=["cadence", "async"])
 
 
@@ -24,9 +24,9 @@ def random_cluster(rng: random.Random, ranks: int, windows: int = 12) -> Cluster
     return Cluster(slot_ms, total, seed=rng.randrange(10**6))
 
 
-def run(cluster: Cluster, terms: Terms, max_lead: int | None = None, hint: float = 1.0) -> Outcome:
+def run(cluster: Cluster, terms: LocalSGDConfig, max_staleness: int | None = None, hint: float = 1.0) -> Outcome:
     hints = [ms * (hint if rank % 2 else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
-    return Simulation(cluster, terms, hints, max_lead).run()
+    return Simulation(cluster, terms, hints, max_staleness).run()
 
 
 def mean(values: list[float]) -> float:
@@ -61,11 +61,11 @@ def clusters(draw: st.DrawFn) -> Cluster:
     clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.sampled_from([None, 0.3, 1.0, 3.0]), st.integers(0, 4)
 )
 def test_every_slot_is_trained_once_and_nobody_is_stuck(
-    cluster: Cluster, is_async: bool, anchor: int, hint: float | None, max_lead: int
+    cluster: Cluster, is_async: bool, anchor: int, hint: float | None, max_staleness: int
 ) -> None:
     hints = None if hint is None else [ms * (hint if rank else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
-    outcome = Simulation(cluster, Terms(is_async=is_async, anchor=anchor), hints, max_lead or None).run()
-    assert outcome.most_lead <= (max_lead or 10**6)
+    outcome = Simulation(cluster, LocalSGDConfig(is_async=is_async, anchor=anchor), hints, max_staleness or None).run()
+    assert outcome.most_lead <= (max_staleness or 10**6)
     assert outcome.claims <= cluster.total + cluster.ranks
 
 
@@ -73,12 +73,12 @@ def test_every_slot_is_trained_once_and_nobody_is_stuck(
 @given(clusters(), st.integers(1, 5))
 def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
     shares = tuple(float(rank % 3) for rank in range(1, cluster.ranks + 1))
-    outcome = Simulation(cluster, Terms(anchor=anchor, shares=shares)).run()
+    outcome = Simulation(cluster, LocalSGDConfig(anchor=anchor, shares=shares)).run()
     assert outcome.decisions == []
 
 
 @POLICIES
-def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: Terms) -> None:
+def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: LocalSGDConfig) -> None:
     slot_ms = [10.0 + rank for rank in range(64)]
     run(Cluster(slot_ms, 130, epoch=50, lookahead=2), terms)
     Simulation(Cluster(slot_ms, 130, epoch=50), terms).run()
@@ -89,7 +89,7 @@ def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: Terms
 
 @pytest.mark.parametrize(("ranks", "many"), [(2, 30), (3, 20), (8, 8), (16, 2), (64, 1)])
 @POLICIES
-def test_efficiency_over_random_clusters(terms: Terms, ranks: int, many: int) -> None:
+def test_efficiency_over_random_clusters(terms: LocalSGDConfig, ranks: int, many: int) -> None:
     rng = random.Random(ranks)
     found = [run(random_cluster(rng, ranks), terms).efficiency for _ in range(many)]
     if terms.is_async:
@@ -145,7 +145,7 @@ def test_waiting_does_not_make_windows_longer() -> None:
 
 
 @POLICIES
-def test_a_slow_link_sets_the_anchor_once(terms: Terms) -> None:
+def test_a_slow_link_sets_the_anchor_once(terms: LocalSGDConfig) -> None:
     for seed in range(4):
         cluster = Cluster([10.0, 14.0, 25.0], 7000, seed=seed, transfer_ms=40.0, jitter=0.1)
         outcome = run(cluster, terms)
@@ -173,10 +173,10 @@ def test_averages_are_merged_within_two_slots_of_the_slowest_rank(lookahead: int
 
 
 def test_no_rank_goes_farther_ahead_than_it_may() -> None:
-    for max_lead in (1, 3, None):
+    for max_staleness in (1, 3, None):
         cluster = Cluster([10.0, 25.0], 2000, stop=(1, 700, 2000.0))
-        outcome = run(cluster, ASYNC, max_lead)
-        assert outcome.most_lead == (max_lead or 50)
+        outcome = run(cluster, ASYNC, max_staleness)
+        assert outcome.most_lead == (max_staleness or 50)
 
 
 @pytest.mark.parametrize("lookahead", [0, 8])
@@ -193,7 +193,7 @@ def test_after_a_stop_rounds_do_not_come_in_a_burst(rank: int, lookahead: int) -
 # One course
 
 
-def alone(total: int, event: int, hints: list[float], claimed: int = 0) -> tuple[Windows, Course]:
+def alone(total: int, event: int, hints: list[float], claimed: int = 0) -> tuple[Windows, SlotSchedule]:
     """Rank 0 of an async run in which others have claimed so much already and claim nothing more."""
 
     def claim(many: int) -> int:
@@ -202,45 +202,45 @@ def alone(total: int, event: int, hints: list[float], claimed: int = 0) -> tuple
         return claimed - many
 
     windows = Windows(ASYNC, len(hints), 64, lambda slot: event if slot < event else total, hints)
-    return windows, Course(windows, 0, total, claim)
+    return windows, SlotSchedule(windows, 0, total, claim)
 
 
 def test_a_claim_past_an_event_is_kept_until_it_is_passed() -> None:
-    windows, course = alone(40, 20, [10.0, 10.0], claimed=22)
+    windows, slot_schedule = alone(40, 20, [10.0, 10.0], claimed=22)
     assert windows.due == windows.event == 20
-    assert course.next_slot == 22
-    assert course.hand() is None
-    assert course.is_due()
-    course.enter()
+    assert slot_schedule.next_slot == 22
+    assert slot_schedule.hand() is None
+    assert slot_schedule.is_due()
+    slot_schedule.enter()
     windows.note([Row(next_slot=22), Row(next_slot=20)])
-    course.merged()
+    slot_schedule.merged()
     assert windows.event == 40
-    assert course.hand() == 22
+    assert slot_schedule.hand() == 22
 
 
 def test_a_round_is_due_when_claims_have_come_to_it_whatever_the_feed_still_holds() -> None:
-    windows, course = alone(1000, 1000, [10.0, 10.0], claimed=17)
+    windows, slot_schedule = alone(1000, 1000, [10.0, 10.0], claimed=17)
     assert windows.due == 20
-    held = deque(course.hand() for _ in range(3))
+    held = deque(slot_schedule.hand() for _ in range(3))
     assert list(held) == [17, 18, 19]
-    assert not course.is_due()
-    held.append(course.hand())
-    assert course.next_slot == 17
-    assert course.is_due()
+    assert not slot_schedule.is_due()
+    held.append(slot_schedule.hand())
+    assert slot_schedule.next_slot == 17
+    assert slot_schedule.is_due()
 
 
 def test_before_an_event_a_feed_holds_no_more_than_the_ranks_part() -> None:
-    _, course = alone(30, 30, [100.0, 10.0])
-    held = [course.hand() for _ in range(8)]
+    _, slot_schedule = alone(30, 30, [100.0, 10.0])
+    held = [slot_schedule.hand() for _ in range(8)]
     assert held == [0, 1, 2, None, None, None, None, None]
 
 
 def test_claims_grow_with_their_cost_but_stay_far_below_the_window() -> None:
-    windows, course = alone(10_000, 10_000, [1.0, 1.0])
+    windows, slot_schedule = alone(10_000, 10_000, [1.0, 1.0])
     asked = []
-    course.claim = lambda many: asked.append(many) or 0  # type: ignore[func-returns-value]
-    for course.claim_ms in (0.0, 0.015, 10.0):
-        assert course.hand() is not None
-        course._given.clear()
-        course._handed = 0
+    slot_schedule.claim = lambda many: asked.append(many) or 0  # type: ignore[func-returns-value]
+    for slot_schedule.claim_ms in (0.0, 0.015, 10.0):
+        assert slot_schedule.hand() is not None
+        slot_schedule._given.clear()
+        slot_schedule._handed = 0
     assert asked == [1, 2, windows.counts[0] // 4]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uneven.policy.windows import Decision, Row, Terms, Windows
+from uneven.policy.windows import Decision, LocalSGDConfig, Row, Windows
 
 FAR = 10**9
 
@@ -73,7 +73,7 @@ def random_ms(rng: random.Random, ranks: int) -> list[float]:
 def make(
     ms: list[float] | None, ranks: int = 2, next_event: Callable[[int], int] = far, is_async: bool = False
 ) -> Windows:
-    return Windows(Terms(is_async=is_async), ranks if ms is None else len(ms), 64, next_event, ms)
+    return Windows(LocalSGDConfig(is_async=is_async), ranks if ms is None else len(ms), 64, next_event, ms)
 
 
 # Counts and windows
@@ -86,7 +86,7 @@ def test_counts_let_all_ranks_finish_together() -> None:
 
 
 def test_fixed_shares_give_the_documented_counts_and_nothing_moves() -> None:
-    windows = Windows(Terms(shares=(5.0, 2.0)), 2, 64, far)
+    windows = Windows(LocalSGDConfig(shares=(5.0, 2.0)), 2, 64, far)
     assert windows.counts == (25, 10)
     ranks = Ranks(windows, [30.0, 10.0], jitter=0.3)
     ranks.transfer_ms, ranks.divergence = 500.0, 3.0
@@ -96,7 +96,7 @@ def test_fixed_shares_give_the_documented_counts_and_nothing_moves() -> None:
 
 
 def test_a_share_of_nothing_gets_nothing() -> None:
-    windows = Windows(Terms(shares=(3.0, 0.0, 1.0)), 3, 64, every(8, 16))
+    windows = Windows(LocalSGDConfig(shares=(3.0, 0.0, 1.0)), 3, 64, every(8, 16))
     assert windows.counts == (30, 0, 10)
     assert windows.cut() == (6, 0, 2)
 
@@ -112,7 +112,7 @@ def test_a_share_of_nothing_gets_nothing() -> None:
 def test_windows_tile_the_axis_and_stop_at_every_event(
     ms: list[float], epoch: int, total: int, anchor: int, has_hints: bool
 ) -> None:
-    windows = Windows(Terms(anchor=anchor), len(ms), 64, every(epoch, total), ms if has_hints else None)
+    windows = Windows(LocalSGDConfig(anchor=anchor), len(ms), 64, every(epoch, total), ms if has_hints else None)
     ranks = Ranks(windows, ms, jitter=0.1)
     at, passed = 0, []
     while not windows.is_over:
@@ -296,7 +296,7 @@ def test_one_slow_round_does_not_make_windows_longer() -> None:
 
 def test_whole_counts_that_split_badly_make_windows_longer() -> None:
     # One slot a window against one and a half: a third of the window is lost.
-    windows = Windows(Terms(anchor=1), 2, 64, far, [10.0, 15.0])
+    windows = Windows(LocalSGDConfig(anchor=1), 2, 64, far, [10.0, 15.0])
     ranks = Ranks(windows, [10.0, 15.0])
     ranks.meet(20)
     assert ranks.loss() <= 0.04

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from uneven.policy.axis import Axis
-from uneven.results.progress import Reporter, bars_only, pace_words
+from uneven.results.progress import Reporter, bars_only, describe_rounds
 
 TOTAL = 10_000
 ENTRY = {"epoch": 1, "samples": TOTAL, "train_loss": 0.5, "lr": 0.1, "train_seconds": 4.0, "samples_per_s": 2500.0}
@@ -65,16 +65,16 @@ def test_a_run_in_progress_is_shown_by_device_with_share_and_speed(last_frame) -
 
 
 def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) -> None:  # type: ignore[no-untyped-def]
-    pace = {"round": 12, "lead": 3, "anchor": 13.6, "delay": 0.44}
-    _, fast, slow = last_frame([post(3600, "cpu", pace=pace), post(1400, "cpu@0.4", pace={**pace, "lead": 0})])
-    assert "round 12 anchor 14 lead 3 delay 0.4" in fast
-    assert "lead 0" in slow
-    assert pace_words({}) == ""
+    pace = {"round": 12, "staleness": 3, "anchor": 13.6, "delay": 0.44}
+    _, fast, slow = last_frame([post(3600, "cpu", pace=pace), post(1400, "cpu@0.4", pace={**pace, "staleness": 0})])
+    assert "round 12 anchor 14 staleness 3 delay 0.4" in fast
+    assert "staleness 0" in slow
+    assert describe_rounds({}) == ""
 
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_everything_but_the_bar_keeps_its_room(last_frame, columns: int) -> None:  # type: ignore[no-untyped-def]
-    pace = {"round": 128, "lead": 13, "anchor": 136.6, "delay": 10.44}
+    pace = {"round": 128, "staleness": 13, "anchor": 136.6, "delay": 10.44}
     lines = last_frame(pair(3600, 1400, pace=pace), columns=columns)
     assert all(len(line) <= columns for line in lines)
     assert "ETA -:--" in lines[0]

@@ -15,7 +15,7 @@ from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
 from uneven.hardware.device import parse_devices
 from uneven.results.state import capture_state
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 
@@ -167,8 +167,8 @@ def test_synchronised_batchnorm_leaves_the_structure_that_was_asked_for() -> Non
     devices = parse_devices(["cpu", "cpu"])
 
     def rank(group: ThreadGroup) -> TrainedState:
-        seat = Seat(group.rank, devices)
-        return Worker(task, config, seat, lambda _: group, threading.Event(), Silent()).train().state
+        rank_info = RankInfo(group.rank, devices)
+        return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent()).train().state
 
     state = on_threads(2, rank)[0]
     assert state.structure == make_graph(nn.ReLU()).structure

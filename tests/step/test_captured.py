@@ -26,8 +26,8 @@ from uneven.step.eager import EagerStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
-from uneven.train.engine import Rig
-from uneven.train.rank_info import RankResult, Seat
+from uneven.train.engine import Engine
+from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
 T = TypeVar("T")
@@ -256,7 +256,9 @@ def test_synchronised_batchnorm_is_refused_in_words(captures: list[list[int]]) -
     config = resolve({"batch_size": 8, "epochs": 1, "compile": "graph", "sync_batchnorm": True, "policy": "sync"})
     data = TensorData(torch.randn(32, 6), torch.zeros(32, dtype=torch.int64))
     task = Task(make, lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
-    worker = Worker(task, config, Seat(0, parse_devices("cpu,cpu")), lambda _: Mirror(), threading.Event(), Silent())
+    worker = Worker(
+        task, config, RankInfo(0, parse_devices("cpu,cpu")), lambda _: Mirror(), threading.Event(), Silent()
+    )
     with pytest.raises(InputError, match=r"sync_batchnorm=True.*use compile='off'"):
         worker.train()
 
@@ -264,20 +266,20 @@ def test_synchronised_batchnorm_is_refused_in_words(captures: list[list[int]]) -
 class Mirror(SoloGroup):
     """Rank 0 of two, the other of which tells the same about itself in tables and brings nothing else."""
 
-    size = 2
+    world_size = 2
 
-    def sum_(self, tensor: Tensor) -> Any:
-        if tensor.dim() == 2 and len(tensor) == self.size and tensor.device.type == "cpu":
+    def all_reduce(self, tensor: Tensor) -> Any:
+        if tensor.dim() == 2 and len(tensor) == self.world_size and tensor.device.type == "cpu":
             tensor[1] = tensor[0]
-        return super().sum_(tensor)
+        return super().all_reduce(tensor)
 
 
 def half_of_a_run(compile: str, **changes: Any) -> RankResult:
     config = resolve({"batch_size": 16, "epochs": 3, "policy": "sync", "compile": compile, **changes})
     data = TensorData(torch.randn(70, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(70) % 3)
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.AdamW(params, lr=1e-2), loss_and_count, data)
-    seat = Seat(0, parse_devices("cuda:0,cuda:0"))
-    return Worker(task, config, seat, lambda _: Mirror(), threading.Event(), Silent()).train()
+    rank_info = RankInfo(0, parse_devices("cuda:0,cuda:0"))
+    return Worker(task, config, rank_info, lambda _: Mirror(), threading.Event(), Silent()).train()
 
 
 @pytest.mark.cuda
@@ -297,15 +299,15 @@ def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
     config = resolve({"batch_size": 16, "epochs": 1, "compile": compile})
     data = TensorData(torch.randn(70, 6).double(), torch.arange(70) % 3)
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
-    rig = Rig(task, config, Seat(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
-    before = {name: value.clone() for name, value in rig.model.state_dict().items()}
-    rig.warm_up()
-    cost = rig.measure()
+    engine = Engine(task, config, RankInfo(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    engine.warm_up()
+    cost = engine.measure()
     assert cost.cap == 32, "the whole slot fits"
     assert cost.fixed_ms >= 0
     assert cost.sample_ms > 0
-    assert all(torch.equal(value, before[name]) for name, value in rig.model.state_dict().items())
-    assert (rig.captured is not None) == (compile == "graph")
+    assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
+    assert (engine.captured is not None) == (compile == "graph")
 
 
 @pytest.mark.cuda
@@ -317,6 +319,6 @@ def test_a_train_step_that_reads_the_host_is_refused_before_the_group_forms() ->
     config = resolve({"batch_size": 16, "epochs": 1, "compile": "graph"})
     data = TensorData(torch.randn(70, 6).double(), torch.arange(70) % 3)
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), reads, data)
-    rig = Rig(task, config, Seat(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
+    engine = Engine(task, config, RankInfo(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
     with pytest.raises(InputError, match="use compile='off'"):
-        rig.warm_up()
+        engine.warm_up()

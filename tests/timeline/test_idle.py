@@ -31,8 +31,8 @@ def test_the_rest_of_a_gap_in_which_an_epoch_ends_is_its_end() -> None:
     timeline = lanes_of([("compute", 10), ("other", 4), ("evaluation", 6), ("compute", 10), ("other", 4)])
     ended = Timeline(timeline.lanes, timeline.accounts, [Event(12, 0, "epoch", {"epoch": 1})], [])
     assert causes(ended) == [(("evaluation", 6), ("epoch end", 4)), (("unexplained", 4),)]
-    another = Timeline(timeline.lanes, timeline.accounts, [Event(12, 1, "epoch", {"epoch": 1})], [])
-    assert causes(another)[0] == (("evaluation", 6), ("unexplained", 4))
+    new_group = Timeline(timeline.lanes, timeline.accounts, [Event(12, 1, "epoch", {"epoch": 1})], [])
+    assert causes(new_group)[0] == (("evaluation", 6), ("unexplained", 4))
 
 
 def test_a_rank_waits_for_the_one_that_comes_last() -> None:

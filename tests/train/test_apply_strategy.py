@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.api.test_loop import train_loop
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, params, train
 from uneven import fit
-from uneven.config import CUTTING, REPLICATED, STRATEGIES, Evaluation, resolve
+from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
@@ -49,7 +49,7 @@ def test_equals_one_process(name: str, size: int, options: dict[str, Any]) -> No
     dense = train(1, **common)[0]
     if name in BY_SAMPLES:
         common["shares"] = (5, 0, 2)[:size] if size == 3 else (5, 2)
-    if name in CUTTING:
+    if name in SHARDED:
         common["memory_shares"] = (1, 3, 0)[:size]
     ours = train(size, strategy=name, **common)
     assert_exact(ours, dense, "adamw", torch.float64)
@@ -206,4 +206,4 @@ def test_dropout_and_a_missing_plan_are_told() -> None:
 
 
 def test_every_name_has_its_place() -> None:
-    assert set(REPLICATED) | set(CUTTING) == set(STRATEGIES)
+    assert set(REPLICATED) | set(SHARDED) == set(STRATEGIES)

@@ -26,8 +26,8 @@ from uneven.parallel.tensor_parallel import Columns, Plan, Rows
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced
 from uneven.step.eager import EagerStep
-from uneven.train.engine import Rig
-from uneven.train.worker import RankResult, Seat, Worker
+from uneven.train.engine import Engine
+from uneven.train.worker import RankInfo, RankResult, Worker
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -91,7 +91,7 @@ def train(
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
-        return Worker(task, config, Seat(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
+        return Worker(task, config, RankInfo(group.rank, devices), lambda _: group, threading.Event(), Silent()).train()
 
     results = on_threads(size, rank)
     axis = Axis(len(data), config.slot_size(size), config.epochs)
@@ -206,7 +206,7 @@ def test_a_step_that_says_nothing_about_speed_moves_no_shares(monkeypatch: pytes
         return note(self, slot, samples, busy_ms)
 
     monkeypatch.setattr(Balanced, "note", listen)
-    monkeypatch.setattr(Rig, "is_odd", lambda self, _: self.seat.rank == 1)
+    monkeypatch.setattr(Engine, "is_odd", lambda self, _: self.rank_info.rank == 1)
     train(2, policy="balanced")
     assert noted
     assert all(first > 0.0 and second == 0.0 for first, second in noted)

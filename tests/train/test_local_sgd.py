@@ -23,7 +23,7 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
 from uneven.policy.scale import ramp
-from uneven.train.worker import RankResult, Seat, Worker
+from uneven.train.worker import RankInfo, RankResult, Worker
 
 SEED = 3
 
@@ -48,7 +48,7 @@ def train(
 
     def rank(group: ThreadGroup) -> RankResult:
         return Worker(
-            task, config, Seat(group.rank, devices), lambda _: group, stop or threading.Event(), Silent()
+            task, config, RankInfo(group.rank, devices), lambda _: group, stop or threading.Event(), Silent()
         ).train()
 
     results = on_threads(size, rank)

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped": {"act": stop_for_two_seconds},
     "few slots": {"batch_size": 590, "epochs": 1},  # 2 slots: with 3 ranks one of them gets none
     "long claims": {"epochs": 6, "batch_size": 2},  # steps so short that a claim holds several of them
-    "loader": {"dataset": list(zip(X, Y, strict=True)), "workers": 1},  # slots are handed out ahead
+    "loader": {"dataset": list(zip(X, Y, strict=True)), "num_workers": 1},  # slots are handed out ahead
 }
 
 

@@ -17,8 +17,8 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.policy.finish import Cost
 from uneven.timeline.record import Recorder
-from uneven.train.engine import Rig
-from uneven.train.rank_info import RankResult, Seat
+from uneven.train.engine import Engine
+from uneven.train.rank_info import RankInfo, RankResult
 
 
 def shares_of(results: list[RankResult], slot: int) -> list[int]:
@@ -63,10 +63,10 @@ def test_one_device_takes_its_steps_in_micro_batches_too() -> None:
     assert max(watch.sizes) <= 7
 
 
-def make_rig(size: int = 2, **changes: Any) -> Rig:
+def make_rig(size: int = 2, **changes: Any) -> Engine:
     config = resolve({"batch_size": 16, "epochs": 1, **changes})
     task = Task(lambda: nn.Linear(6, 3), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, TensorData(X, Y))
-    return Rig(task, config, Seat(0, parse_devices(["cpu"] * size)), Recorder(0))
+    return Engine(task, config, RankInfo(0, parse_devices(["cpu"] * size)), Recorder(0))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_micro_batches_are_few_and_about_equal(settings: dict[str, Any], samples
 
 
 def test_every_rank_knows_the_micro_batches_of_the_others() -> None:
-    rig = make_rig(memory_cap=(8, 4))
-    assert rig.batch(8, rank=0) == 16
-    assert rig.batch(8, rank=1) == 4
+    engine = make_rig(memory_cap=(8, 4))
+    assert engine.batch(8, rank=0) == 16
+    assert engine.batch(8, rank=1) == 4
 
 
 def test_on_a_cpu_nothing_is_probed() -> None:

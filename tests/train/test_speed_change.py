@@ -39,17 +39,17 @@ def train_changing(worker: Any, home: Path) -> None:
     """The program of a rank: train as ever, on a device that changes its speed at some slots."""
 
     def become(joined: Any) -> None:
-        train_slot = joined.pace.train
+        train_slot = joined.synchronizer.train
 
         def train(part: Any, micros: Any) -> bool:
-            if joined.seat.rank == 1 and part.slot.index in SPEEDS:
-                joined.rig.throttle = Throttle(SPEEDS[part.slot.index])
+            if joined.rank_info.rank == 1 and part.slot.index in SPEEDS:
+                joined.engine.throttle = Throttle(SPEEDS[part.slot.index])
             return bool(train_slot(part, micros))
 
-        joined.pace.train = train
+        joined.synchronizer.train = train
 
     worker.after_joining = become
-    worker.train().save(home, is_lead=worker.seat.rank == 0)
+    worker.train().save(home, is_lead=worker.rank_info.rank == 0)
 
 
 def typical(shares: list[int]) -> int:

@@ -21,12 +21,12 @@ from uneven.config import EvalStep, Evaluation, RunConfig, Settings, Task, Train
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.context import collect, this_member
+from uneven.launch.context import collect, process_context
 from uneven.launch.preflight import prepare
 from uneven.launch.run import Run, keep, keep_interrupted, launch
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankResult, Seat
+from uneven.train.rank_info import RankInfo, RankResult
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -98,16 +98,16 @@ class Ddp:
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
         """The manual tier: sums over the ranks that `uneven run` or torchrun started, and nothing else."""
-        member = this_member()
-        if member is None:
+        context = process_context()
+        if context is None:
             return Wrapped(model, SoloGroup(), lambda: None)
-        return Wrapped(model, member.join(model), member.leave)
+        return Wrapped(model, context.join(model), context.leave)
 
     @staticmethod
     def rank() -> int:
         """This process's number among the ranks somebody started; 0 in a process by itself."""
-        member = this_member()
-        return 0 if member is None else member.rank
+        context = process_context()
+        return 0 if context is None else context.rank
 
 
 def _start_loop(
@@ -119,25 +119,25 @@ def _start_loop(
 ) -> Loop:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
-    member = this_member()
+    context = process_context()
     task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
-    if member is None and config.devices == "auto":
+    if context is None and config.devices == "auto":
         first, *unused = usable_devices()
         config = replace(config, devices=str(first))
-    prepared = prepare(task, config, member)
+    prepared = prepare(task, config, context)
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
     check_loop(config, len(devices))
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
-    if member is None and needs_ranks(devices):
+    if context is None and needs_ranks(devices):
         raise InputError(
             f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    rank = 0 if member is None else member.rank
+    rank = 0 if context is None else context.rank
     stop = threading.Event()
     axis = Axis(len(dataset), config.slot_size(len(devices)), config.epochs)
 
@@ -149,15 +149,15 @@ def _start_loop(
 
     def leave() -> None:
         reporter.close()
-        if member is not None:
-            member.attend(None)
-            member.leave()
+        if context is not None:
+            context.attend(None)
+            context.leave()
 
-    join = (lambda _: SoloGroup()) if member is None else member.joiner(config, devices, len(dataset))
-    seat = Seat(rank, devices)
-    loop = Loop(model, make_optimizer, dataset, scheduler, config, seat, join, stop, reporter, keep_state, leave)
-    if member is not None:
-        member.attend(loop.worker, stop)
+    join = (lambda _: SoloGroup()) if context is None else context.joiner(config, devices, len(dataset))
+    rank_info = RankInfo(rank, devices)
+    loop = Loop(model, make_optimizer, dataset, scheduler, config, rank_info, join, stop, reporter, keep_state, leave)
+    if context is not None:
+        context.attend(loop.worker, stop)
     return loop
 
 
@@ -257,8 +257,8 @@ class Builder:
     def divergence_threshold(self, relative: float | None) -> "Self":
         return self.settings(divergence_threshold=relative)
 
-    def max_lead(self, batches: int | None) -> "Self":
-        return self.settings(max_lead=batches)
+    def max_staleness(self, batches: int | None) -> "Self":
+        return self.settings(max_staleness=batches)
 
     def optimizer_state(self, rule: str | None) -> "Self":
         """Local policies: "keep" each device's own, or "average" it with the params."""
@@ -274,8 +274,8 @@ class Builder:
     def compile(self, compile: str) -> "Self":
         return self.settings(compile=compile)
 
-    def workers(self, workers: int) -> "Self":
-        return self.settings(workers=workers)
+    def num_workers(self, num_workers: int) -> "Self":
+        return self.settings(num_workers=num_workers)
 
     def checkpoint_every(self, epochs: int | None) -> "Self":
         return self.settings(checkpoint_every=epochs)

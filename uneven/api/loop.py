@@ -26,7 +26,7 @@ from uneven.errors import InputError, RankError
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankResult, Report, Seat
+from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.status import BROKE_OFF, FINISHED
 from uneven.train.worker import Worker
 
@@ -47,7 +47,7 @@ class Loop:
         dataset: Any,
         make_scheduler: Callable[..., Any] | None,
         config: RunConfig,
-        seat: Seat,
+        rank_info: RankInfo,
         join: Callable[[nn.Module], Group],
         stop: threading.Event,
         report: Report,
@@ -55,9 +55,9 @@ class Loop:
         leave: Callable[[], None],
     ) -> None:
         """`keep` makes the state of the finished run, with the group still open; `leave` closes the group."""
-        check_loop(config, seat.size)
+        check_loop(config, rank_info.world_size)
         task = Task(lambda: model, make_optimizer, self._hand_over, dataset, make_scheduler)
-        self.worker = worker = Worker(task, config, seat, join, stop, report)
+        self.worker = worker = Worker(task, config, rank_info, join, stop, report)
         self._keep, self._close_group = keep, leave
         self._loss: Any = None
         self._due: tuple[Part, Micros] | None = None  # the batch that waits for its step
@@ -65,50 +65,50 @@ class Loop:
         self._is_iterating = False
         self._broken: str | None = None
         self._state: TrainedState | None = None
-        worker.rig.feed = _Opened(worker.rig.feed)
-        worker.rig.is_rehearsed = False  # the first step compiles and allocates
-        worker.rig.takes_whole_parts = True
+        worker.engine.feed = _Opened(worker.engine.feed)
+        worker.engine.is_rehearsed = False  # the first step compiles and allocates
+        worker.engine.takes_whole_parts = True
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
             if config.compile == "default":
-                worker.rig.model.compile()
-            self._pace = worker.meet(Cost(0.0, 1.0))
+                worker.engine.model.compile()
+            self._synchronizer = worker.meet(Cost(0.0, 1.0))
         except BaseException:
             self._open.close()
             leave()
             raise
-        worker.report.started(worker.axis, worker.rig.feed.place)
-        self._stream = worker.rig.feed.stream(self._pace.parts())
+        worker.report.started(worker.axis, worker.engine.feed.place)
+        self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         worker.recorder.enter("evaluation")
         atexit.register(self._leave)
 
     @property
     def model(self) -> nn.Module:
-        return self.worker.rig.model
+        return self.worker.engine.model
 
     @property
     def optimizer(self) -> Optimizer:
-        return self.worker.rig.optimizer
+        return self.worker.engine.optimizer
 
     @property
     def rank(self) -> int:
-        return self.worker.seat.rank
+        return self.worker.rank_info.rank
 
     @property
-    def size(self) -> int:
-        return self.worker.seat.size
+    def world_size(self) -> int:
+        return self.worker.rank_info.world_size
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
-        with self.worker.rig.eager.precision.region():
-            return self.worker.rig.model(*inputs, **named)
+        with self.worker.engine.eager.precision.region():
+            return self.worker.engine.model(*inputs, **named)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
         self._check_usable()
         worker = self.worker
-        due = self._pace.epoch
+        due = self._synchronizer.epoch
         if self._is_iterating:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
         if due >= worker.config.epochs:
@@ -131,8 +131,8 @@ class Loop:
         (part, micros), self._due = self._due, None
         self._loss = loss
         worker = self.worker
-        if self.size == 1:  # among others, the clock of the step starts at the last collective
-            worker.rig.slow_down(self._began_ns)
+        if self.world_size == 1:  # among others, the clock of the step starts at the last collective
+            worker.engine.slow_down(self._began_ns)
         self._train(part, micros)
 
     def finish(self) -> TrainedState:
@@ -143,8 +143,8 @@ class Loop:
         worker = self.worker
         if self._is_iterating:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
-        if self._pace.epoch < worker.config.epochs and self.size > 1:
-            on = [rank for rank, word in enumerate(self._pace.say(FINISHED)) if word != FINISHED]
+        if self._synchronizer.epoch < worker.config.epochs and self.world_size > 1:
+            on = [rank for rank, word in enumerate(self._synchronizer.say(FINISHED)) if word != FINISHED]
             if on:
                 self._end_badly(f"rank {self.rank} called ddp.finish() while rank {on[0]} trains on")
         return self._complete(was_interrupted=False)
@@ -162,8 +162,8 @@ class Loop:
         worker = self.worker
         self._is_iterating = True
         try:
-            self._pace.rejoin()
-            while self._pace.epoch <= epoch:
+            self._synchronizer.reset_timer()
+            while self._synchronizer.epoch <= epoch:
                 part, micros = next(self._stream)
                 if not micros:  # a mean over no samples is NaN: the user need not see it
                     self._train(part, [])
@@ -177,8 +177,8 @@ class Loop:
                 worker.recorder.enter("data")
         except GeneratorExit:
             # Nothing can be raised out of a break: the next use of this loop does, and on the others their step.
-            if self._pace.epoch <= epoch:
-                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.rig.trained}")
+            if self._synchronizer.epoch <= epoch:
+                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.engine.trained}")
             return
         finally:
             self._is_iterating = False
@@ -186,7 +186,7 @@ class Loop:
 
     def _train(self, part: Part, micros: Micros) -> None:
         try:
-            is_stopped = self.worker.train_part(self._pace, part, micros)
+            is_stopped = self.worker.train_part(self._synchronizer, part, micros)
         except RankError as error:
             self._end_badly(str(error))
         if is_stopped:
@@ -207,9 +207,9 @@ class Loop:
             return
         self._due = None
         self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
-        if self.size > 1:
+        if self.world_size > 1:
             with suppress(RuntimeError):  # the others may be gone already
-                self._pace.say(BROKE_OFF)
+                self._synchronizer.say(BROKE_OFF)
         self._leave()
 
     def _fail(self, message: str) -> NoReturn:
@@ -230,7 +230,7 @@ class Loop:
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
         worker = self.worker
-        self._pace.conclude()
+        self._synchronizer.finalize()
         self._open.close()
         self._state = self._keep(worker.group, worker.result(), was_interrupted)
         self._leave()
@@ -242,7 +242,7 @@ class Loop:
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
         self._open.close()
-        self._pace.close()
+        self._synchronizer.close()
         self._close_group()
 
 
@@ -291,7 +291,7 @@ def _check_caps(config: RunConfig, size: int) -> None:
     """A rank's part of a step is one batch here, so caps can bound only shares that move."""
     if config.memory_cap is None:
         return
-    if size == 1 or config.policy != "balanced" or config.is_shared_out:
+    if size == 1 or config.policy != "balanced" or config.has_fixed_shares:
         raise InputError(
             f"memory_cap={config.memory_cap!r} with Ddp.setup bounds the shares of policy='balanced' on several "
             "devices; here it would be ignored: leave it out and make batch_size smaller"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.average.buffers import BufferAverage
-from uneven.comm.collectives import spread
+from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
 from uneven.errors import InputError
 
@@ -21,7 +21,7 @@ class Wrapped:
 
     def __init__(self, model: nn.Module, group: Group, leave: Callable[[], None]) -> None:
         self.model = model
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.world_size = group.rank, group.world_size
         self._group = group
         self._leave = leave
         self._buffers = BufferAverage(model)
@@ -33,9 +33,9 @@ class Wrapped:
 
     def sync_params(self) -> None:
         """Rank 0's params and buffers become everyone's."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
-        spread(self._group, (*self.model.parameters(), *self.model.buffers()))
+        broadcast_params(self._group, (*self.model.parameters(), *self.model.buffers()))
         self._buffers = BufferAverage(self.model)
 
     def all_reduce_gradients(self) -> None:
@@ -67,15 +67,15 @@ class Wrapped:
     def _average(self, weight: float) -> None:
         self._weight += weight
         self._has_counted = True
-        if self.size == 1:
+        if self.world_size == 1:
             return
         params = [param for param in self.model.parameters() if param.requires_grad]
         # A mean over no samples is NaN, and 0 times NaN too: without weight there is nothing to send.
         is_used = [weight > 0 and param.grad is not None for param in params]
         head = torch.tensor([weight, *(float(used) for used in is_used)], dtype=torch.float64)
-        total, *flags = self._group.sum_(head).wait().tolist()
+        total, *flags = self._group.all_reduce(head).wait().tolist()
         flats = self._flatten(params, is_used, weight / (total or 1.0))
-        works = [self._group.sum_(flat) for flat, _ in flats]
+        works = [self._group.all_reduce(flat) for flat, _ in flats]
         for work, (flat, members) in zip(works, flats, strict=True):
             work.wait()
             for param, part in zip(members, flat.split([p.numel() for p in members]), strict=True):

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
-from uneven.average.transport import Road
+from uneven.average.transport import Transport
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
-from uneven.comm.host_copy import set_out
+from uneven.comm.host_copy import copy_to_host_async
 from uneven.errors import RankError
 
 EXTRA = 2  # numbers that travel with a rank's row: its weight, and whether it is broken
@@ -43,7 +43,7 @@ class Arrived:
 
 
 @dataclass
-class _Journey:
+class _Round:
     """One round on its way: what leaves, and from `done` on what came back."""
 
     row: Callable[[], Sequence[float]]
@@ -71,13 +71,19 @@ class BackgroundAverage:
     """
 
     def __init__(
-        self, replica: Replica, road: Road, buffers: BufferAverage, group: Group, verify: bool = False
+        self, replica: Replica, transport: Transport, buffers: BufferAverage, group: Group, verify: bool = False
     ) -> None:
-        self._replica, self.road, self._buffers, self._group, self._verify = replica, road, buffers, group, verify
+        self._replica, self.transport, self._buffers, self._group, self._verify = (
+            replica,
+            transport,
+            buffers,
+            group,
+            verify,
+        )
         self.traffic = group.traffic
         self.phase = "idle"
-        self._journey: _Journey | None = None
-        self._jobs: queue.SimpleQueue[_Journey | None] = queue.SimpleQueue()
+        self._round: _Round | None = None
+        self._jobs: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="uneven-average", daemon=True)
         self._thread.start()
 
@@ -86,19 +92,19 @@ class BackgroundAverage:
 
         `row` is asked by the thread, when the snapshot has landed.
         """
-        assert self._journey is None, "one round in flight"
-        self.road.take()
-        checksum = set_out(_checksum(self.road.taken.numbers)) if self._verify else None
-        self._journey = _Journey(row, weight, self._buffers.leave(), time.perf_counter_ns(), checksum)
+        assert self._round is None, "one round in flight"
+        self.transport.take()
+        checksum = copy_to_host_async(_checksum(self.transport.taken.numbers)) if self._verify else None
+        self._round = _Round(row, weight, self._buffers.leave(), time.perf_counter_ns(), checksum)
         self.phase = "collecting"
-        self._jobs.put(self._journey)
+        self._jobs.put(self._round)
 
     def is_done(self) -> bool:
-        return self._journey is not None and self._journey.done.is_set()
+        return self._round is not None and self._round.done.is_set()
 
     def wait(self) -> None:
-        assert self._journey is not None, "a round must be started first"
-        self._journey.done.wait()
+        assert self._round is not None, "a round must be started first"
+        self._round.done.wait()
 
     def finish(self, is_unchanged: bool) -> Arrived:
         """Wait for the average and merge it; `is_unchanged` says that this rank trained nothing since `start`.
@@ -106,99 +112,99 @@ class BackgroundAverage:
         Raises what went wrong on the way, such as the loss of another rank.
         """
         self.wait()
-        journey, self._journey = self._journey, None
-        assert journey is not None, "waited for"
-        if journey.error is not None:
-            raise journey.error
-        arrived = _read(journey)
-        if journey.total:
-            if self._verify and self._checksums_to_merge() != journey.to_merge:
+        round_, self._round = self._round, None
+        assert round_ is not None, "waited for"
+        if round_.error is not None:
+            raise round_.error
+        arrived = _read(round_)
+        if round_.total:
+            if self._verify and self._checksums_to_merge() != round_.to_merge:
                 raise RankError("verify: the average changed between its arrival and its merge")
-            if is_unchanged or journey.is_broken:
-                self._replica.put(self.road.merged)
+            if is_unchanged or round_.is_broken:
+                self._replica.put(self.transport.merged)
             else:
-                self._replica.merge(self.road.merged, change=self.road.change)
-        if journey.is_broken:
+                self._replica.merge(self.transport.merged, change=self.transport.change)
+        if round_.is_broken:
             self._replica.clear_state()
-        self._buffers.put(journey.averaged_buffers)
+        self._buffers.put(round_.averaged_buffers)
         return arrived
 
     def close(self) -> None:
         """End the thread. One whose round is in flight ends when that is back, and is not waited for."""
         self._jobs.put(None)
-        if self._journey is None:
+        if self._round is None:
             self._thread.join()
 
     def _work(self) -> None:
         if self._replica.device.type == "cuda":
             torch.cuda.set_device(self._replica.device)  # else this thread would take memory of the first GPU
-        while (journey := self._jobs.get()) is not None:
+        while (round_ := self._jobs.get()) is not None:
             try:
-                self._travel(journey)
+                self._travel(round_)
             except BaseException as error:  # raised by `finish`, in the thread that trains
-                journey.error = error
+                round_.error = error
             self.phase = "idle"
-            journey.done.set()
+            round_.done.set()
 
-    def _travel(self, journey: _Journey) -> None:
-        self.road.land()
-        buffers = journey.buffers()
-        with self.road.at_work():
-            snapshot = self.road.snapshot.numbers
-            journey.is_broken = not (_is_finite(snapshot) and self._buffers.is_finite(buffers))
-            if journey.is_broken:
+    def _travel(self, round_: _Round) -> None:
+        self.transport.land()
+        buffers = round_.buffers()
+        with self.transport.at_work():
+            snapshot = self.transport.snapshot.numbers
+            round_.is_broken = not (_is_finite(snapshot) and self._buffers.is_finite(buffers))
+            if round_.is_broken:
                 snapshot.zero_()
-                journey.weight = 0.0
-            self._meet(journey, buffers)
-            if journey.total:
-                self._exchange(journey)
-            self.road.load()
-        journey.back_ns = time.perf_counter_ns()
+                round_.weight = 0.0
+            self._meet(round_, buffers)
+            if round_.total:
+                self._exchange(round_)
+            self.transport.load()
+        round_.back_ns = time.perf_counter_ns()
 
-    def _meet(self, journey: _Journey, buffers: Tensor) -> None:
+    def _meet(self, round_: _Round, buffers: Tensor) -> None:
         """The small sum; when it is back, every rank has entered the round."""
-        table = own_row(self._group, [*journey.row(), journey.weight, float(journey.is_broken)])
-        head = self._group.sum_(torch.cat([table.flatten(), self._buffers.pack(buffers, journey.weight)])).wait()
-        journey.met_ns = time.perf_counter_ns()
+        table = own_row(self._group, [*round_.row(), round_.weight, float(round_.is_broken)])
+        head = self._group.all_reduce(torch.cat([table.flatten(), self._buffers.pack(buffers, round_.weight)])).wait()
+        round_.met_ns = time.perf_counter_ns()
         self.phase = "computing"
-        journey.rows = head[: table.numel()].view(table.shape).tolist()
-        journey.total = sum(row[-2] for row in journey.rows)
-        journey.averaged_buffers = self._buffers.bring(head[table.numel() :], journey.total)
+        round_.rows = head[: table.numel()].view(table.shape).tolist()
+        round_.total = sum(row[-2] for row in round_.rows)
+        round_.averaged_buffers = self._buffers.bring(head[table.numel() :], round_.total)
 
-    def _exchange(self, journey: _Journey) -> None:
+    def _exchange(self, round_: _Round) -> None:
         """The weighted sum of everybody's snapshot; this rank's own becomes what that average changes in it."""
-        snapshot, average = self.road.snapshot.numbers, self.road.average.numbers
-        if journey.checksum is not None and not journey.is_broken and journey.checksum() != _checksum(snapshot).cpu():
+        snapshot, average = self.transport.snapshot.numbers, self.transport.average.numbers
+        if round_.checksum is not None and not round_.is_broken and round_.checksum() != _checksum(snapshot).cpu():
             raise RankError("verify: the snapshot changed between its taking and its sending")
-        torch.mul(snapshot, journey.weight / journey.total, out=average)
-        self._group.sum_(average).wait()
+        torch.mul(snapshot, round_.weight / round_.total, out=average)
+        self._group.all_reduce(average).wait()
         torch.sub(average, snapshot, out=snapshot)
         size = float(torch.linalg.vector_norm(average))
-        if size and not journey.is_broken:
-            journey.divergence = float(torch.linalg.vector_norm(snapshot)) / size
+        if size and not round_.is_broken:
+            round_.divergence = float(torch.linalg.vector_norm(snapshot)) / size
         if self._verify:
             self._compare_averages()
-            journey.to_merge = [int(_checksum(numbers)) for numbers in (average, snapshot)]
+            round_.to_merge = [int(_checksum(numbers)) for numbers in (average, snapshot)]
 
     def _compare_averages(self) -> None:
-        checksums = gather_checksums(self._group, [self.road.average.numbers])
+        checksums = gather_checksums(self._group, [self.transport.average.numbers])
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[0]:
                 raise RankError(f"verify: rank {rank} has another average than rank 0")
 
     def _checksums_to_merge(self) -> list[int]:
-        return [int(_checksum(flat.numbers)) for flat in (self.road.merged, self.road.change)]
+        return [int(_checksum(flat.numbers)) for flat in (self.transport.merged, self.transport.change)]
 
 
-def _read(journey: _Journey) -> Arrived:
-    broken = [rank for rank, row in enumerate(journey.rows) if row[-1]]
-    if broken and not journey.total:
+def _read(round_: _Round) -> Arrived:
+    broken = [rank for rank, row in enumerate(round_.rows) if row[-1]]
+    if broken and not round_.total:
         raise RankError(
             f"every rank that trained has params that are not finite (first rank {broken[0]}): the learning rate may "
             "be too high, or a batch holds numbers that are not finite"
         )
-    rows = [row[:-EXTRA] for row in journey.rows]
-    return Arrived(rows, broken, journey.divergence, journey.left_ns, journey.met_ns, journey.back_ns)
+    rows = [row[:-EXTRA] for row in round_.rows]
+    return Arrived(rows, broken, round_.divergence, round_.left_ns, round_.met_ns, round_.back_ns)
 
 
 def _is_finite(numbers: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
-from uneven.comm.host_copy import set_out
+from uneven.comm.host_copy import copy_to_host_async
 
 
 class BufferAverage:
@@ -37,11 +37,11 @@ class BufferAverage:
 
     def run(self, group: Group, samples: float) -> None:
         """All ranks meet here. `samples` is this rank's weight: what it trained since the last time."""
-        if group.size == 1 or not (self._floats or self._integers):
+        if group.world_size == 1 or not (self._floats or self._integers):
             return
         weight = float(samples)
         payload = torch.cat([self.pack(self.leave()(), weight), torch.tensor([weight], dtype=torch.float64)])
-        group.sum_(payload).wait()
+        group.all_reduce(payload).wait()
         self.put(self.bring(payload[:-1], payload[-1].item()))
         self.take_maximum(group)
 
@@ -49,7 +49,7 @@ class BufferAverage:
         """The float buffers of this moment side by side; whoever calls the result waits until the host has them."""
         if not self._floats:
             return lambda: torch.zeros(0, dtype=torch.float64)
-        landing = set_out(torch.cat([b.detach().flatten() for b in self._floats]))
+        landing = copy_to_host_async(torch.cat([b.detach().flatten() for b in self._floats]))
         return lambda: landing().to(torch.float64, copy=True)
 
     def is_finite(self, flat: Tensor) -> bool:
@@ -112,12 +112,12 @@ class BufferAverage:
             return
         pairs = zip(self._integers, self._last_integers, strict=True)
         flags = torch.tensor([int(not torch.equal(b, old)) for b, old in pairs])
-        group.max_(flags).wait()
+        group.all_reduce_max(flags).wait()
         changed = [b for b, flag in zip(self._integers, flags.tolist(), strict=True) if flag]
         if not changed:
             return
         together = torch.cat([b.detach().flatten().to("cpu", torch.int64) for b in changed])
-        group.max_(together).wait()
+        group.all_reduce_max(together).wait()
         for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
             buffer.copy_(part.view(buffer.shape))
         self._last_integers = [b.detach().clone() for b in self._integers]

@@ -8,7 +8,7 @@ from uneven.average.host import HostRoad
 from uneven.average.replica import Flat, Replica
 
 
-class Road(Protocol):
+class Transport(Protocol):
     """`take` belongs to the thread that trains and never waits; the rest to the one that averages, in this order."""
 
     taken: Flat  # where `take` puts the numbers, beside the params
@@ -31,7 +31,7 @@ class Road(Protocol):
         ...
 
 
-def lay_road(replica: Replica, is_nccl: bool) -> Road:
+def make_transport(replica: Replica, is_nccl: bool) -> Transport:
     if replica.device.type == "cuda" and not is_nccl:
         return HostRoad(replica)
     return DeviceRoad(replica)

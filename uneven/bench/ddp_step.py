@@ -20,12 +20,12 @@ class DdpStep:
     """Stands in for the step of a worker that has joined its group."""
 
     def __init__(self, worker: Worker) -> None:
-        self._eager: EagerStep = worker.rig.eager
+        self._eager: EagerStep = worker.engine.eager
         self._worker = worker
         if self._eager.road is not None:
             self._eager.road.close()
         self._ddp = TorchDdp(
-            worker.rig.model, worker.rig.optimizer, worker.task.train_step, worker.config.max_grad_norm
+            worker.engine.model, worker.engine.optimizer, worker.task.train_step, worker.config.max_grad_norm
         )
         self._steps = 0
 
@@ -38,22 +38,26 @@ class DdpStep:
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
         ((batch, samples),) = batches
-        self._worker.rig.optimizer.zero_grad(set_to_none=True)
+        self._worker.engine.optimizer.zero_grad(set_to_none=True)
         loss = self._worker.task.train_step(self._ddp.model, batch)
         self._eager.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this makes exact.
-        (loss * (samples * self._worker.seat.size / slot_samples)).backward()
+        (loss * (samples * self._worker.rank_info.world_size / slot_samples)).backward()
         own = Row(*row())
         self._steps += 1
-        asked = float(self._worker.group.sum_(torch.tensor([own.word])).wait()) if self._steps % ASK_EVERY == 0 else 0.0
-        return [list(own._replace(word=asked)) for _ in range(self._worker.seat.size)], None
+        asked = (
+            float(self._worker.group.all_reduce(torch.tensor([own.word])).wait())
+            if self._steps % ASK_EVERY == 0
+            else 0.0
+        )
+        return [list(own._replace(word=asked)) for _ in range(self._worker.rank_info.world_size)], None
 
 
 def train_with_ddp(worker: Worker, home: Path) -> None:
     """The program of a rank in mode torch-ddp: the worker's own loop, with PyTorch's gradient sum."""
 
     def take_over(joined: Worker) -> None:
-        joined.rig.eager = DdpStep(joined)  # type: ignore[assignment]  # it has all that the worker uses
+        joined.engine.eager = DdpStep(joined)  # type: ignore[assignment]  # it has all that the worker uses
 
     worker.after_joining = take_over
-    worker.train().save(home, is_lead=worker.seat.rank == 0)
+    worker.train().save(home, is_lead=worker.rank_info.rank == 0)

@@ -14,8 +14,8 @@ import torch
 from uneven.comm.gather import gather_rows
 from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
-from uneven.train.gradient_sync import ExactPace
-from uneven.train.local_sgd import LocalPace
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
 from uneven.train.worker import Worker
 
 LEAST_STEPS = 3
@@ -42,32 +42,32 @@ class Joint(Protocol):
     def close(self) -> None: ...
 
 
-class ExactJoint:
+class GradientSyncJoint:
     """Every step a sum of gradients."""
 
-    def __init__(self, worker: Worker, pace: ExactPace) -> None:
-        self._worker, self._pace = worker, pace
-        self._stream = worker.rig.feed.stream(pace.parts())
+    def __init__(self, worker: Worker, synchronizer: GradientSync) -> None:
+        self._worker, self._synchronizer = worker, synchronizer
+        self._stream = worker.engine.feed.stream(synchronizer.parts())
         self._step_s = 0.0
 
     def run(self, seconds: float) -> Segment:
-        worker, pace = self._worker, self._pace
+        worker, synchronizer = self._worker, self._synchronizer
         steps = _steps(seconds, self._step_s)
         busy, samples = [], 0
         sent = worker.group.traffic.payload_bytes
         began = time.perf_counter()
-        pace.rejoin()
+        synchronizer.reset_timer()
         for _ in range(steps):
             part, micros = next(self._stream)
-            pace.step(part, micros)
+            synchronizer.step(part, micros)
             samples += part.samples
-            busy.append(list(pace.busy_ms))
+            busy.append(list(synchronizer.busy_ms))
             worker.recorder.enter("data")
-        worker.rig.run_ahead.drain()
+        worker.engine.run_ahead.drain()
         sent = worker.group.traffic.payload_bytes - sent
         elapsed = highest(worker, time.perf_counter() - began)
         self._step_s = elapsed / steps
-        shares = list(pace.policy.shares(worker.rig.trained, worker.axis.slot(0).samples))
+        shares = list(synchronizer.policy.shares(worker.engine.trained, worker.axis.slot(0).samples))
         return Segment(samples / elapsed, steps, shares, sent, busy)
 
     def close(self) -> None: ...
@@ -79,73 +79,73 @@ class DdpJoint:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         # A copy of its own: DDP's hooks and ours would otherwise meet on the same params.
-        model = copy.deepcopy(worker.rig.model)
+        model = copy.deepcopy(worker.engine.model)
         optimizer = worker.task.make_optimizer(model.parameters())
         self._ddp = TorchDdp(model, optimizer, worker.task.train_step, worker.config.max_grad_norm)
-        self._each = worker.axis.slot(0).samples // worker.seat.size
-        self._stream = worker.rig.feed.stream(full_parts(worker, self._each, worker.seat.rank * self._each))
+        self._each = worker.axis.slot(0).samples // worker.rank_info.world_size
+        self._stream = worker.engine.feed.stream(full_parts(worker, self._each, worker.rank_info.rank * self._each))
         self._step_s = 0.0
 
     def run(self, seconds: float) -> Segment:
-        rig = self._worker.rig
+        engine = self._worker.engine
         steps = _steps(seconds, self._step_s)
         began = time.perf_counter()
         for _ in range(steps):
-            began_ns = rig.recorder.clock()
+            began_ns = engine.recorder.clock()
             _, micros = next(self._stream)
-            self._ddp.step(rig.feed.open(micros[0][0]))
-            rig.slow_down(began_ns)
-            rig.run_ahead.after_step()
-        rig.run_ahead.drain()
+            self._ddp.step(engine.feed.open(micros[0][0]))
+            engine.slow_down(began_ns)
+            engine.run_ahead.after_step()
+        engine.run_ahead.drain()
         elapsed = highest(self._worker, time.perf_counter() - began)
         self._step_s = elapsed / steps
-        return Segment(steps * self._each / elapsed, steps, [self._each] * self._worker.seat.size)
+        return Segment(steps * self._each / elapsed, steps, [self._each] * self._worker.rank_info.world_size)
 
     def close(self) -> None: ...
 
 
-class LocalJoint:
+class LocalSGDJoint:
     """Windows and rounds. A segment ends at a slot of the axis, where all ranks meet.
 
     Such a meeting is part of cadence, but async knows none between its rounds: there a rank's time ends when it has
     trained its last slot of the segment.
     """
 
-    def __init__(self, worker: Worker, pace: LocalPace) -> None:
-        self._worker, self._pace = worker, pace
-        self._stream = worker.rig.feed.stream(pace.parts())
+    def __init__(self, worker: Worker, synchronizer: LocalSGD) -> None:
+        self._worker, self._synchronizer = worker, synchronizer
+        self._stream = worker.engine.feed.stream(synchronizer.parts())
         self._slots_per_s = 0.0
-        self._length = LEAST_WINDOWS * sum(pace.windows.counts)
-        pace.end_epoch = lambda *_: None  # epochs end in the middle of segments and are nobody's business here
-        pace.windows.next_event = lambda slot: slot + self._length
-        pace.windows.event = self._length
+        self._length = LEAST_WINDOWS * sum(synchronizer.windows.counts)
+        synchronizer.end_epoch = lambda *_: None  # epochs end in the middle of segments and are nobody's business here
+        synchronizer.windows.next_event = lambda slot: slot + self._length
+        synchronizer.windows.event = self._length
 
     def run(self, seconds: float) -> Segment:
-        worker, pace = self._worker, self._pace
-        least = LEAST_WINDOWS * sum(pace.windows.counts)
+        worker, synchronizer = self._worker, self._synchronizer
+        least = LEAST_WINDOWS * sum(synchronizer.windows.counts)
         # The end of this segment is fixed already; this is the length of the next one.
         self._length = max(least, math.ceil(seconds * self._slots_per_s))
-        end, start, known = pace.windows.event, pace.windows.start, len(worker.recorder.events)
-        first, sent = len(worker.rig.log), pace.average.traffic.payload_bytes
+        end, start, known = synchronizer.windows.event, synchronizer.windows.start, len(worker.recorder.events)
+        first, sent = len(worker.engine.log), synchronizer.average.traffic.payload_bytes
         began_ns = worker.recorder.clock()
-        pace.rejoin()
-        while pace.windows.event == end:
-            pace.train(*next(self._stream))
+        synchronizer.reset_timer()
+        while synchronizer.windows.event == end:
+            synchronizer.train(*next(self._stream))
         is_async = worker.config.policy == "async"
-        ended_ns = pace.entered_ns if is_async else worker.recorder.clock()
-        samples = sum(samples for _, _, samples in worker.rig.log[first:])
+        ended_ns = synchronizer.entered_ns if is_async else worker.recorder.clock()
+        samples = sum(samples for _, _, samples in worker.engine.log[first:])
         # The last round's own time comes after that: one in so many, as the first one's came before.
-        own_s = pace.transfer_ms / 1e3 if is_async else 0.0
+        own_s = synchronizer.transfer_ms / 1e3 if is_async else 0.0
         seconds = (ended_ns - began_ns) / 1e9 + own_s
         self._slots_per_s = (end - start) / highest(worker, seconds)
         rounds = [event.fields for event in worker.recorder.events[known:] if event.kind == "round"]
         delays = [one["delay"] for one in rounds]
         costs = [(one["wait_ms"], one["transfer_ms"], one["latency_ms"]) for one in rounds]
-        steps, sent = len(worker.rig.log) - first, pace.average.traffic.payload_bytes - sent
-        return Segment(samples / seconds, steps, list(pace.windows.counts), sent, delays=delays, rounds=costs)
+        steps, sent = len(worker.engine.log) - first, synchronizer.average.traffic.payload_bytes - sent
+        return Segment(samples / seconds, steps, list(synchronizer.windows.counts), sent, delays=delays, rounds=costs)
 
     def close(self) -> None:
-        self._pace.average.close()
+        self._synchronizer.average.close()
 
 
 def full_parts(worker: Worker, samples: int, first: int) -> Iterator[Part]:
@@ -158,11 +158,11 @@ def full_parts(worker: Worker, samples: int, first: int) -> Iterator[Part]:
 
 
 def meet(worker: Worker) -> None:
-    worker.group.sum_(torch.zeros(1)).wait()
+    worker.group.all_reduce(torch.zeros(1)).wait()
 
 
 def highest(worker: Worker, value: float) -> float:
-    return float(worker.group.max_(torch.tensor([value], dtype=torch.float64)).wait())
+    return float(worker.group.all_reduce_max(torch.tensor([value], dtype=torch.float64)).wait())
 
 
 def share_out(worker: Worker, value: float) -> list[float]:

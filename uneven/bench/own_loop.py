@@ -37,7 +37,7 @@ def train(order: Order) -> None:
     state = ddp.finish()
     if ddp.rank == 0:
         worker = ddp.worker
-        conclude(order, task, worker.config, [str(device) for device in worker.seat.devices], state)
+        conclude(order, task, worker.config, [str(device) for device in worker.rank_info.devices], state)
 
 
 def read_order(text: str) -> Order:

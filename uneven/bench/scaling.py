@@ -71,10 +71,10 @@ class Scaling:
 
 def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:
     """The alpha whose N / Speedup = 1 + alpha (N - 1) has the least squares; None without a number above 1."""
-    spread = sum((ranks - 1) ** 2 for ranks, _ in speedups)
-    if not spread:
+    broadcast_params = sum((ranks - 1) ** 2 for ranks, _ in speedups)
+    if not broadcast_params:
         return None
-    return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / spread
+    return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / broadcast_params
 
 
 def predict(ranks: float, alpha: float) -> float:

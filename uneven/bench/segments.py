@@ -14,12 +14,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from uneven.bench.interval import interval
-from uneven.bench.joint import LEAST_STEPS, DdpJoint, ExactJoint, Joint, LocalJoint, full_parts, meet, share_out
+from uneven.bench.joint import (
+    LEAST_STEPS,
+    DdpJoint,
+    GradientSyncJoint,
+    Joint,
+    LocalSGDJoint,
+    full_parts,
+    meet,
+    share_out,
+)
 from uneven.comm.gather import gather_bytes
-from uneven.train.engine import Rig
-from uneven.train.gradient_sync import ExactPace
-from uneven.train.local_sgd import LocalPace
-from uneven.train.rank_info import Seat
+from uneven.train.engine import Engine
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 
@@ -59,20 +68,20 @@ def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
     """The program each rank runs in place of training; rank 0 leaves pairs.json."""
     with worker.recording():
         pairs = _measure(plan, worker)
-    if worker.seat.rank == 0:
+    if worker.rank_info.rank == 0:
         (home / "pairs.json").write_text(json.dumps(asdict(pairs)))
 
 
 def _measure(plan: SegmentPlan, worker: Worker) -> Pairs:
     solo = None if plan.against_ddp else _solo_rig(worker)
-    pace = worker.prepare()
+    synchronizer = worker.prepare()
     if plan.is_torch_ddp:
         joint: Joint = DdpJoint(worker)
-    elif isinstance(pace, LocalPace):
-        joint = LocalJoint(worker, pace)
+    elif isinstance(synchronizer, LocalSGD):
+        joint = LocalSGDJoint(worker, synchronizer)
     else:
-        assert isinstance(pace, ExactPace), "a pace is exact or local"
-        joint = ExactJoint(worker, pace)
+        assert isinstance(synchronizer, GradientSync), "a pace is exact or local"
+        joint = GradientSyncJoint(worker, synchronizer)
     other = _ddp_speed(worker) if solo is None else _solo_segment(worker, solo)
     joint.run(0.0)
     other(0.0)
@@ -80,7 +89,7 @@ def _measure(plan: SegmentPlan, worker: Worker) -> Pairs:
     pairs = Pairs()
     while not _enough(pairs, plan):
         _one_pair(worker, pairs, joint, other, plan.seconds)
-        if worker.seat.rank == 0:
+        if worker.rank_info.rank == 0:
             worker.report.epoch_done({"pairs": len(pairs.ratios), "interval": pairs.interval()})
     joint.close()
     everyones = gather_bytes(worker.group, json.dumps(pairs.delays).encode())
@@ -94,7 +103,7 @@ def _enough(pairs: Pairs, plan: SegmentPlan) -> bool:
 
 
 def _one_pair(worker: Worker, pairs: Pairs, joint: Joint, other: Callable[[float], float], seconds: float) -> None:
-    size = worker.seat.size
+    size = worker.rank_info.world_size
     meet(worker)
     segment = joint.run(seconds)
     pairs.payload_bytes = segment.payload_bytes // max(1, segment.steps)
@@ -124,15 +133,15 @@ def _ddp_speed(worker: Worker) -> Callable[[float], float]:
     return run
 
 
-def _solo_rig(worker: Worker) -> Rig:
+def _solo_rig(worker: Worker) -> Engine:
     """This rank's device with a model of its own, as one that trains alone would have it, captured step included."""
-    rig = Rig(worker.task, worker.config, Seat(0, (worker.seat.device,)), worker.recorder)
-    rig.warm_up()
-    return rig
+    engine = Engine(worker.task, worker.config, RankInfo(0, (worker.rank_info.device,)), worker.recorder)
+    engine.warm_up()
+    return engine
 
 
-def _solo_segment(worker: Worker, rig: Rig) -> Callable[[float], float]:
-    stream = rig.feed.stream(full_parts(worker, worker.config.batch_size, 0))
+def _solo_segment(worker: Worker, engine: Engine) -> Callable[[float], float]:
+    stream = engine.feed.stream(full_parts(worker, worker.config.batch_size, 0))
 
     def run(seconds: float) -> float:
         samples = steps = 0
@@ -140,11 +149,11 @@ def _solo_segment(worker: Worker, rig: Rig) -> Callable[[float], float]:
         while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
             began_ns = worker.recorder.clock()
             part, micros = next(stream)
-            rig.step_alone(part, rig.open(micros), began_ns)
-            rig.run_ahead.after_step()
+            engine.step_alone(part, engine.open(micros), began_ns)
+            engine.run_ahead.after_step()
             samples += part.samples
             steps += 1
-        rig.run_ahead.drain()
+        engine.run_ahead.drain()
         return samples / (time.perf_counter() - began)
 
     return run

@@ -20,7 +20,7 @@ class Side:
 
     def segment(self, steps: int) -> float:
         """Seconds that so many steps take, on the slower rank."""
-        self._group.sum_(torch.zeros(1)).wait()
+        self._group.all_reduce(torch.zeros(1)).wait()
         began = time.perf_counter()
         for _ in range(steps):
             step(self._trained, self._batches, self._number)

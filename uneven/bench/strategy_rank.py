@@ -59,7 +59,7 @@ def main(folder: Path, rank: int, port: int) -> None:
             group = TorchGroup(reach_store("127.0.0.1", port), rank, task.ranks)
         device = torch.device(task.device)
         found = alternate(task, group, device) if task.against is not None else _measure_row(task, group, device)
-        group.sum_(torch.zeros(1)).wait()  # nobody leaves while another still sends
+        group.all_reduce(torch.zeros(1)).wait()  # nobody leaves while another still sends
     except Exception as error:
         traceback.print_exc()
         # By the machine's clock: the first rank that failed is the cause, the others miss it.
@@ -77,7 +77,7 @@ def _measure_row(task: RowTask, group: Group, device: torch.device) -> dict[str,
     gc.collect()
     held = measure(trained, trained.module, trained.optimizer, device)
     peak = _peak_of_a_step(trained, batches, task.steps, device, losses)
-    total = group.sum_(torch.stack(losses).double().cpu()).wait() if batches.is_cut else torch.stack(losses).cpu()
+    total = group.all_reduce(torch.stack(losses).double().cpu()).wait() if batches.is_cut else torch.stack(losses).cpu()
     return {
         "predicted": asdict(_predicted(task, group.rank)),
         "uncut": 0 if reference_of(task.row) != DENSE else uncut(task.row, _meta(task)),
@@ -92,7 +92,7 @@ def _measure_row(task: RowTask, group: Group, device: torch.device) -> dict[str,
 def _timed_steps(
     trained: Trained, batches: Batches, numbers: range, group: Group, device: torch.device, losses: list[Tensor]
 ) -> dict[str, Any]:
-    group.sum_(torch.zeros(1)).wait()
+    group.all_reduce(torch.zeros(1)).wait()
     _forget_peak_rss()
     sent, payload = sent_bytes(), group.traffic.payload_bytes
     seconds = []

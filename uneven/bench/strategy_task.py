@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 
 from uneven.bench.models import gpt, gpt_nano
 from uneven.comm.group import Group
-from uneven.config import STRATEGIES, TOGETHER
+from uneven.config import MODEL_PARALLEL, STRATEGIES
 from uneven.parallel.catalog import make_strategy, plan_of
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reference import TorchFsdp, TorchReplicated, TorchTensor
@@ -115,8 +115,8 @@ class Batches:
             self._vocabulary, self._window = gpt_nano.VOCABULARY, gpt_nano.WINDOW
         else:
             self._vocabulary, self._window = gpt.size_of(size).vocabulary, gpt.size_of(size).window
-        works_together = row in (*TOGETHER, "torch-tensor")
-        cut = cut_by(apportion(BATCH, [1.0] * group.size))
+        works_together = row in (*MODEL_PARALLEL, "torch-tensor")
+        cut = cut_by(apportion(BATCH, [1.0] * group.world_size))
         self._own = slice(None) if works_together else slice(cut[group.rank], cut[group.rank + 1])
         self.is_cut = not works_together
         self._device = device

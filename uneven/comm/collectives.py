@@ -15,14 +15,14 @@ from uneven.comm.group import Group
 from uneven.comm.work import Works
 
 
-def spread(group: Group, tensors: Iterable[Tensor]) -> None:
+def broadcast_params(group: Group, tensors: Iterable[Tensor]) -> None:
     """Rank 0's values of all of them to everyone."""
-    Works([group.broadcast_(tensor.detach()) for tensor in tensors]).wait()
+    Works([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
 
 
 def gather_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:
     """Every owner's piece to everyone: one broadcast per owner, on Gloo faster than an all-gather of equal pieces."""
-    return Works([group.broadcast_(piece, owner) for owner, piece in _pieces(flat, cut)])
+    return Works([group.broadcast(piece, owner) for owner, piece in _pieces(flat, cut)])
 
 
 def reduce_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:
@@ -31,8 +31,8 @@ def reduce_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:
     Gloo sums the whole buffer for everyone in less time than it sums pieces at owners, and needs no more memory for it.
     """
     if not group.is_nccl(flat):
-        return Works([group.sum_(flat)] if flat.numel() else [])
-    return Works([group.reduce_(piece, owner) for owner, piece in _pieces(flat, cut)])
+        return Works([group.all_reduce(flat)] if flat.numel() else [])
+    return Works([group.reduce(piece, owner) for owner, piece in _pieces(flat, cut)])
 
 
 def _pieces(flat: Tensor, cut: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

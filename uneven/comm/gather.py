@@ -11,28 +11,28 @@ from uneven.comm.group import Group
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:
     """Each rank's data in rank order, whatever the lengths. Sums of disjoint ranges: nothing is ever unpickled."""
-    lengths = torch.zeros(group.size, dtype=torch.int64)
+    lengths = torch.zeros(group.world_size, dtype=torch.int64)
     lengths[group.rank] = len(data)
-    sizes: list[int] = group.sum_(lengths).wait().tolist()
+    sizes: list[int] = group.all_reduce(lengths).wait().tolist()
     start = sum(sizes[: group.rank])
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
     if data:
         whole[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if len(whole):
-        group.sum_(whole).wait()
+        group.all_reduce(whole).wait()
     return [part.numpy().tobytes() for part in whole.split(sizes)]
 
 
 def own_row(group: Group, row: Sequence[float]) -> Tensor:
     """A table with a row per rank, all zeros but this rank's own: a sum fills in the others'."""
-    table = torch.zeros(group.size, len(row), dtype=torch.float64)
+    table = torch.zeros(group.world_size, len(row), dtype=torch.float64)
     table[group.rank] = torch.tensor(row, dtype=torch.float64)
     return table
 
 
 def gather_rows(group: Group, row: Sequence[float]) -> list[list[float]]:
     """Each rank's row of numbers, in rank order; all rows are equally long."""
-    rows: list[list[float]] = group.sum_(own_row(group, row)).wait().tolist()
+    rows: list[list[float]] = group.all_reduce(own_row(group, row)).wait().tolist()
     return rows
 
 

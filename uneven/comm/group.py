@@ -24,16 +24,16 @@ class Group(Protocol):
     """Collectives over all ranks, in place and asynchronous: the tensor holds the result after `wait()`."""
 
     rank: int
-    size: int
+    world_size: int
     traffic: Traffic
 
-    def sum_(self, tensor: Tensor) -> Work: ...
-    def max_(self, tensor: Tensor) -> Work: ...
-    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work: ...
+    def all_reduce_max(self, tensor: Tensor) -> Work: ...
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
         """The owner's values to everyone."""
         ...
 
-    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Everyone's values summed at the owner; what the others then hold is undefined."""
         ...
 
@@ -41,7 +41,7 @@ class Group(Protocol):
         """Whether this tensor would travel over NCCL."""
         ...
 
-    def another(self) -> "Group":
+    def new_group(self) -> "Group":
         """A group of the same ranks whose collectives do not queue behind this one's; called by all ranks alike."""
         ...
 
@@ -61,7 +61,7 @@ class TorchGroup:
 
     def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
         self.rank = rank
-        self.size = size
+        self.world_size = size
         self.traffic = Traffic()
         self._store = store
         self._nccl = nccl
@@ -69,28 +69,30 @@ class TorchGroup:
         if nccl is not None:
             torch.cuda.set_device(nccl)
         dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=LAST_RESORT)
-        self._road: Any = dist.group.WORLD
+        self._process_group: Any = dist.group.WORLD
         self._connect()
 
-    def sum_(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
 
-    def max_(self, tensor: Tensor) -> Work:
+    def all_reduce_max(self, tensor: Tensor) -> Work:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
 
-    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
         return self._start(dist.broadcast, tensor, src=owner)
 
-    def reduce_(self, tensor: Tensor, owner: int) -> Work:
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
         return self._start(dist.reduce, tensor, dst=owner, op=dist.ReduceOp.SUM)
 
     def is_nccl(self, tensor: Tensor) -> bool:
         return self._nccl is not None and tensor.is_cuda
 
-    def another(self) -> "TorchGroup":
+    def new_group(self) -> "TorchGroup":
         twin = copy.copy(self)
         twin.traffic = Traffic()
-        twin._road = dist.new_group(backend=self._backend, timeout=LAST_RESORT)  # it does not inherit the first one's
+        twin._process_group = dist.new_group(
+            backend=self._backend, timeout=LAST_RESORT
+        )  # it does not inherit the first one's
         twin._connect()
         return twin
 
@@ -104,11 +106,11 @@ class TorchGroup:
     def _connect(self) -> None:
         """NCCL connects at the first collective, which must not be a background thread's."""
         if self._nccl is not None:
-            dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._road)
+            dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._process_group)
             torch.cuda.synchronize(self._nccl)
 
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
-        return Work(collective(tensor, group=self._road, async_op=True, **options), tensor, self.traffic)
+        return Work(collective(tensor, group=self._process_group, async_op=True, **options), tensor, self.traffic)
 
 
 def has_nccl() -> bool:
@@ -136,28 +138,28 @@ class SoloGroup:
     """One rank alone: every collective is done before it starts, and nothing is sent."""
 
     rank = 0
-    size = 1
+    world_size = 1
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self._claimed = 0
 
-    def sum_(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor) -> Work:
         return Work(_Done(), tensor, Traffic())
 
-    max_ = sum_
+    all_reduce_max = all_reduce
 
-    def broadcast_(self, tensor: Tensor, owner: int = 0) -> Work:
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
         assert owner == 0
-        return self.sum_(tensor)
+        return self.all_reduce(tensor)
 
-    reduce_ = broadcast_
+    reduce = broadcast
 
     def is_nccl(self, tensor: Tensor) -> bool:
         del tensor
         return False
 
-    def another(self) -> "SoloGroup":
+    def new_group(self) -> "SoloGroup":
         return SoloGroup()
 
     def claim(self, many: int) -> int:

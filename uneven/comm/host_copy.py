@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def set_out(numbers: Tensor) -> Callable[[], Tensor]:
+def copy_to_host_async(numbers: Tensor) -> Callable[[], Tensor]:
     """The numbers as they are now, on the host: whoever calls the result waits for them, nobody else does.
 
     Later changes of `numbers` in the same stream do not reach the copy.
@@ -14,13 +14,13 @@ def set_out(numbers: Tensor) -> Callable[[], Tensor]:
     if numbers.device.type != "cuda":
         copied = numbers.detach().clone()
         return lambda: copied
-    landed = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    landed.copy_(numbers.detach(), non_blocking=True)
+    host_copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host_copy.copy_(numbers.detach(), non_blocking=True)
     arrival = torch.cuda.Event(blocking=True)
     arrival.record(torch.cuda.current_stream(numbers.device))
 
     def wait() -> Tensor:
         arrival.synchronize()
-        return landed
+        return host_copy
 
     return wait

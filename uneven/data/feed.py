@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from uneven.data.ledger import permutation, sample_keys
-from uneven.data.loader_context import ApartContext, end_with_parent
+from uneven.data.loader_context import LoaderContext, end_with_parent
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
 
@@ -54,14 +54,16 @@ class Feed(Protocol):
 
 
 def make_feed(
-    dataset: Any, device: torch.device, seed: int, batch_size: int, workers: int = 0, *, is_rank: bool = False
+    dataset: Any, device: torch.device, seed: int, batch_size: int, num_workers: int = 0, *, is_rank: bool = False
 ) -> Feed:
     """With `is_rank` the loader processes are not forked from this one."""
     if isinstance(dataset, TensorDataset):
         dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
     if isinstance(dataset, TensorData):
         return TensorFeed(dataset, device, seed, batch_size)
-    return LoaderFeed(dataset, device, seed, batch_size, workers, ApartContext() if workers and is_rank else None)
+    return LoaderFeed(
+        dataset, device, seed, batch_size, num_workers, LoaderContext() if num_workers and is_rank else None
+    )
 
 
 class TensorFeed:
@@ -117,7 +119,7 @@ class TensorFeed:
 
 
 class LoaderFeed:
-    """Any map-style data set, through torch's DataLoader in this process or in `workers` processes.
+    """Any map-style data set, through torch's DataLoader in this process or in `num_workers` processes.
 
     Random augmentation inside the data set is keyed too: before a sample is read, the random generators of
     python, numpy and torch are seeded from (seed, epoch, position), so the sample comes out the same
@@ -130,17 +132,17 @@ class LoaderFeed:
         device: torch.device,
         seed: int,
         batch_size: int,
-        workers: int,
-        start: ApartContext | None = None,
+        num_workers: int,
+        start: LoaderContext | None = None,
     ) -> None:
         self._dataset = dataset
-        self._start = start or ("fork" if workers else None)  # by fork a set needs no pickling and takes no memory
+        self._start = start or ("fork" if num_workers else None)  # by fork a set needs no pickling and takes no memory
         self._device = device
         self._seed = seed
         self._batch_size = batch_size
-        self._workers = workers
-        self.place = f"read by {workers} loader processes" if workers else "read sample by sample"
-        self.lookahead = 2 * workers  # a loader process has two batches waiting
+        self._num_workers = num_workers
+        self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
+        self.lookahead = 2 * num_workers  # a loader process has two batches waiting
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
         asked: deque[Part] = deque()
@@ -163,7 +165,7 @@ class LoaderFeed:
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
         # Reading samples in this process must not disturb the training's own random numbers (dropout).
-        with _random_state_kept() if self._workers == 0 else nullcontext():
+        with _random_state_kept() if self._num_workers == 0 else nullcontext():
             return next(batches, _END)
 
     def _keyed(self, parts: Iterable[Part], asked: deque[Part]) -> Iterator[list[tuple[int, int]]]:
@@ -185,11 +187,11 @@ class LoaderFeed:
             _Keyed(self._dataset),
             batch_sampler=plan,
             collate_fn=_collate,
-            num_workers=self._workers,
+            num_workers=self._num_workers,
             generator=torch.Generator().manual_seed(self._seed),  # else it draws from the training's numbers
             pin_memory=self._device.type == "cuda",
             multiprocessing_context=self._start,
-            worker_init_fn=end_with_parent if isinstance(self._start, ApartContext) else None,
+            worker_init_fn=end_with_parent if isinstance(self._start, LoaderContext) else None,
         )
 
 

@@ -23,7 +23,7 @@ class _Process(ForkServerProcess):
             return ForkServerProcess._Popen(process_obj)
 
 
-class ApartContext(ForkServerContext):
+class LoaderContext(ForkServerContext):
     """As `multiprocessing.get_context("forkserver")`, for a DataLoader."""
 
     Process = _Process

@@ -38,19 +38,19 @@ def remove(folder: Path) -> None:
     _live.discard(folder)
 
 
-def note_rank(folder: Path, rank: int) -> None:
+def record_pid(folder: Path, rank: int) -> None:
     """Called by a rank as its first act: so that it can be found when the launcher cannot say any more."""
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
 
-def leave_nothing() -> None:
+def end_all_runs() -> None:
     """End every rank of this process's runs and remove their folders: for an end without ceremony."""
     for folder in tuple(_live):
         _end_ranks(folder)
         remove(folder)
 
 
-def outlive(folder: Path) -> None:
+def end_orphaned_run(folder: Path) -> None:
     """In a rank whose launcher is gone: end the other ranks, remove the folder, end."""
     _end_ranks(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -64,7 +64,7 @@ def guard(folder: Path, launcher: int) -> None:
         pause = threading.Event()
         while os.getppid() == launcher:
             pause.wait(LOOK_EVERY_S)
-        outlive(folder)
+        end_orphaned_run(folder)
 
     threading.Thread(target=look, name="uneven-guard", daemon=True).start()
 

@@ -26,38 +26,38 @@ from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.environment import Started, read_torchrun
-from uneven.launch.heartbeat import Poster
+from uneven.launch.heartbeat import Heartbeat
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, proved
 from uneven.timeline.export import Timeline
 from uneven.train.rank_info import RankResult
 from uneven.train.worker import Worker
 
-_members: list["Member"] = []
+_contexts: list["ProcessContext"] = []
 
 
-def this_member() -> "Member | None":
+def process_context() -> "ProcessContext | None":
     """Who this process is among the ranks somebody started; None in a process started plainly."""
-    if not _members:
+    if not _contexts:
         started = read_torchrun()
         if started is None:
             return None
-        _members.append(Member(started))
-        _members[0].listen_to_signals()
-    return _members[0]
+        _contexts.append(ProcessContext(started))
+        _contexts[0].listen_to_signals()
+    return _contexts[0]
 
 
-def seat(member: "Member") -> None:
+def set_process_context(context: "ProcessContext") -> None:
     """From now on this process is that member: called once, before the user's script runs."""
-    assert not _members, "a process is one rank"
-    _members.append(member)
+    assert not _contexts, "a process is one rank"
+    _contexts.append(context)
 
 
-class Member:
+class ProcessContext:
     """Life cycle: one per process, to its end. One run at a time: `attend`, train, `attend(None)`."""
 
     def __init__(self, started: Started, devices: tuple[Device, ...] | None = None) -> None:
-        self.rank, self.size, self.by = started.rank, started.size, started.by
+        self.rank, self.world_size, self.by = started.rank, started.world_size, started.by
         self.asked = threading.Event()  # the starter wants us to stop
         self.note: str | None = None
         self._started = started
@@ -67,7 +67,7 @@ class Member:
         self._worker: Worker | None = None
         self._runs = 0
         self._group: Group | None = None
-        self._poster: Poster | None = None
+        self._poster: Heartbeat | None = None
 
     def devices(self, setting: str) -> tuple[Device, ...]:
         """One device per rank, in rank order. Under torchrun 'auto' is a CUDA device each, where there are enough."""
@@ -77,7 +77,7 @@ class Member:
             found = [device for device in usable_devices() if device.kind == "cuda"]
             local = self._started.local_size
             has_enough = len(found) >= local
-            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(self.size))
+            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(self.world_size))
         else:
             devices = parse_devices(setting)
         if any(device.percent is not None for device in devices):
@@ -87,10 +87,10 @@ class Member:
                 "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
                 f"{names!r}, or start the script by: uneven run --devices {setting}"
             )
-        if len(devices) != self.size:
+        if len(devices) != self.world_size:
             raise InputError(
-                f"devices={setting!r} names {len(devices)} for the {self.size} processes that {self.by} started; "
-                f"name {self.size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
+                f"devices={setting!r} names {len(devices)} for the {self.world_size} processes that {self.by} started; "
+                f"name {self.world_size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
             )
         self._place(devices)
         return devices
@@ -122,9 +122,9 @@ class Member:
             )
         self._runs += 1
         store = self._started.reach(f"run/{self._runs}")
-        agree(store, self.rank, self.size, settings, what="was given other settings", where="settings")
-        agree(store, self.rank, self.size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
-        self._group = form_group(store, self.rank, self.size, device, backend, is_crowded)
+        agree(store, self.rank, self.world_size, settings, what="was given other settings", where="settings")
+        agree(store, self.rank, self.world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
+        self._group = form_group(store, self.rank, self.world_size, device, backend, is_crowded)
         return self._group
 
     def leave(self) -> None:
@@ -141,7 +141,7 @@ class Member:
 
     def post(self, deserted: Callable[[], None]) -> None:
         """Tell the launcher a few times a second that this rank is alive, and hear from it."""
-        self._poster = Poster(self._started.port, self.rank, self._show, _Request(self), deserted)
+        self._poster = Heartbeat(self._started.port, self.rank, self._show, _Request(self), deserted)
 
     def stop_posting(self) -> None:
         if self._poster is not None:
@@ -199,20 +199,20 @@ class Member:
 class _Request(threading.Event):
     """What the poster sets, over and over, while the launcher asks to stop."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, context: ProcessContext) -> None:
         super().__init__()
-        self._member = member
+        self._context = context
 
     def set(self) -> None:
         is_first = not self.is_set()
         super().set()
         if is_first:
-            self._member.request_stop()
+            self._context.request_stop()
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with everybody's timeline and log, the same on every rank, and proved exactly once."""
-    if group.size == 1:
+    if group.world_size == 1:
         return proved(result.state, axis, [result.log], [result.rounds], [result.timeline])
     own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
     everyone = [

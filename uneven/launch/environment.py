@@ -15,11 +15,11 @@ _hosted: list[TCPStore] = []  # lives as long as the process: the other ranks ne
 
 @dataclass(frozen=True)
 class Started:
-    """This process's number among `size`, and the address of their store."""
+    """This process's number among `world_size`, and the address of their store."""
 
     by: str  # "uneven run" or "torchrun"
     rank: int
-    size: int
+    world_size: int
     local_rank: int
     local_size: int
     host: str

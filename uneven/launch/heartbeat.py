@@ -16,7 +16,7 @@ from uneven.comm.store import get_text, reach_store
 EVERY_S = 0.2
 
 
-class Poster:
+class Heartbeat:
     """Posts `read()` under the rank's key until `close()`; sets `stop` when the launcher asks for it."""
 
     def __init__(

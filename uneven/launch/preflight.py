@@ -6,7 +6,6 @@ The same for every entry point. Among ranks that somebody else started, the firs
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from uneven import __version__
 from uneven.comm.group import has_nccl
 from uneven.config import RunConfig, Task, check_task
 from uneven.data.replay import read_log
@@ -22,9 +21,10 @@ from uneven.hardware.precision import choose_precision
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
-from uneven.launch.context import Member
+from uneven.launch.context import ProcessContext
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
+from uneven.version import __version__
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,41 @@ class Prepared:
     reporter: Reporter
 
 
-def prepare(task: Task, config: RunConfig, member: Member | None, title: str = "train") -> Prepared:
+def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title: str = "train") -> Prepared:
     """InputError or MachineError where this cannot be trained; else the configuration is printed."""
     refuse_unsupported()
     check_task(task)
-    if member is not None:
-        devices = member.devices(config.devices)
+    if context is not None:
+        devices = context.devices(config.devices)
     elif config.devices == "auto":
         devices = tuple(usable_devices())
     else:
         devices = parse_devices(config.devices)
-    config, road = settle(config, devices, member)
+    config, road = settle(config, devices, context)
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
-    is_lead = member is None or member.rank == 0
+    is_lead = context is None or context.rank == 0
     if config.out is not None and is_lead:
         make_out_folder(config.out)
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
-        local = devices if member is None else member.of_this_machine(devices)
+        local = devices if context is None else context.of_this_machine(devices)
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
         reporter.say([*describe(task, config, devices, found), *road])
-    if member is not None and member.note:
-        reporter.say([f"  {member.note}"])
+    if context is not None and context.note:
+        reporter.say([f"  {context.note}"])
     return Prepared(config, devices, reporter)
 
 
-def settle(config: RunConfig, devices: tuple[Device, ...], member: Member | None = None) -> tuple[RunConfig, list[str]]:
+def settle(
+    config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None = None
+) -> tuple[RunConfig, list[str]]:
     """The settings with what 'auto' means on these devices, and what is to be said of it; raises where it cannot be."""
     for device in devices:
         check_device(device)
     config = _resolve_precision(config, devices)
     _check_together(config, devices)
-    return _resolve_backend(config, devices, member)
+    return _resolve_backend(config, devices, context)
 
 
 def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
@@ -95,9 +97,9 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
 
 def _advice(config: RunConfig) -> str:
     """What becomes of devices that do not match."""
-    if config.is_together:
+    if config.is_model_parallel:
         return "all of them train the same samples, each its part of every layer"
-    if config.is_shared_out:
+    if config.has_fixed_shares:
         return "shares as in the log" if config.replay is not None else "shares as given"
     if config.policy == "sync":
         return "policy sync waits for the slowest in every step; 'balanced' would not wait"
@@ -136,12 +138,12 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 
 
 def _resolve_backend(
-    config: RunConfig, devices: tuple[Device, ...], member: Member | None
+    config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None
 ) -> tuple[RunConfig, list[str]]:
     """The backend that is meant, and a line that says why where there was a choice."""
     if len(devices) == 1:
         return config, []
-    crowded = is_crowded(devices if member is None else member.of_this_machine(devices))
+    crowded = is_crowded(devices if context is None else context.of_this_machine(devices))
     backend, why = choose_backend(config.backend, devices, has_nccl(), crowded)
     has_choice = any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.launch.cleanup import guard, note_rank, outlive
+from uneven.launch.cleanup import end_orphaned_run, guard, record_pid
 from uneven.launch.processes import INTERRUPTED
 
 
@@ -45,7 +45,7 @@ def main(folder: Path, rank: int) -> None:
     # Ctrl-C reaches the whole terminal's group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan = json.loads((folder / "plan.json").read_text())
-    note_rank(folder, rank)
+    record_pid(folder, rank)
     guard(folder, plan["launcher"])
     from uneven.hardware.cores import pin
 
@@ -90,9 +90,10 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     from uneven.comm.store import reach_store
     from uneven.hardware.backend import is_crowded
     from uneven.hardware.device import parse_devices
-    from uneven.launch.heartbeat import Poster
+    from uneven.launch.heartbeat import Heartbeat
     from uneven.launch.payload import read_payload
-    from uneven.train.worker import Seat, Worker
+    from uneven.train.rank_info import RankInfo
+    from uneven.train.worker import Worker
 
     board, stop = _Board(plan["devices"][rank]), threading.Event()
     worker: Worker | None = None
@@ -103,7 +104,7 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
         return {**board.shown, **worker.show()}
 
     store = reach_store("127.0.0.1", plan["port"])
-    poster = Poster(plan["port"], rank, show, stop, lambda: outlive(folder))
+    poster = Heartbeat(plan["port"], rank, show, stop, lambda: end_orphaned_run(folder))
     devices = parse_devices(plan["devices"])
 
     def join(model: nn.Module) -> Group:
@@ -114,7 +115,7 @@ def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
 
     task, config, program = read_payload(folder)
     store.set(f"loaded/{rank}", "1")
-    worker = Worker(task, config, Seat(rank, devices), join, stop, board)
+    worker = Worker(task, config, RankInfo(rank, devices), join, stop, board)
     home = folder / f"result-{rank}"
     home.mkdir()
     if program is None:

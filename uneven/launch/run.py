@@ -19,15 +19,15 @@ from uneven.comm.group import SoloGroup
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
 from uneven.hardware.device import Device, needs_ranks
-from uneven.launch.cleanup import leave_nothing
-from uneven.launch.context import Member, collect, this_member
+from uneven.launch.cleanup import end_all_runs
+from uneven.launch.context import ProcessContext, collect, process_context
 from uneven.launch.launcher import Program, train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.export import Timeline
 from uneven.timeline.record import TRAINING
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
 Body = Callable[[threading.Event, Reporter], TrainedState]
@@ -42,11 +42,11 @@ class Run:
         config: RunConfig,
         devices: tuple[Device, ...],
         reporter: Reporter,
-        member: Member | None = None,
+        context: ProcessContext | None = None,
     ) -> None:
         self._body = body
-        self._member = member
-        self._is_lead = member is None or member.rank == 0
+        self._context = context
+        self._is_lead = context is None or context.rank == 0
         self._config = config
         self._devices = devices
         self._reporter = reporter
@@ -93,7 +93,7 @@ class Run:
         except KeyboardInterrupt:
             self._interrupted()
             raise
-        if self._member is not None and self._member.asked.is_set():
+        if self._context is not None and self._context.asked.is_set():
             # The Ctrl-C was the starter's; it came as a request, and the run has obeyed it.
             self._interrupted()
             raise KeyboardInterrupt
@@ -109,7 +109,7 @@ class Run:
         try:
             self._done.wait()
         except KeyboardInterrupt:
-            leave_nothing()
+            end_all_runs()
             os._exit(130)
         self._ended()
         if isinstance(self._error, StoppedError):
@@ -150,25 +150,25 @@ def launch(
     on_epoch: Sequence[Callable[[dict[str, Any]], None]] = (),
 ) -> Run:
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
-    member = this_member()
-    prepared = prepare(task, config, member, title)
+    context = process_context()
+    prepared = prepare(task, config, context, title)
     prepared.reporter.listeners += on_epoch
     devices = prepared.devices
     alone = partial(train_on_ranks, program=program) if needs_ranks(devices) else _solo
-    train = alone if member is None else partial(_as_rank, member)
-    return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, member)
+    train = alone if context is None else partial(_as_rank, context)
+    return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, context)
 
 
 def _solo(
     task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
 ) -> TrainedState:
     """One device needs no process of its own: it trains on the run's thread, in the caller's process."""
-    worker = Worker(task, config, Seat(0, devices), lambda _: SoloGroup(), stop, reporter)
+    worker = Worker(task, config, RankInfo(0, devices), lambda _: SoloGroup(), stop, reporter)
     return collect(SoloGroup(), worker.train(), worker.axis)
 
 
 def _as_rank(
-    member: Member,
+    context: ProcessContext,
     task: Task,
     config: RunConfig,
     devices: tuple[Device, ...],
@@ -176,15 +176,15 @@ def _as_rank(
     reporter: Reporter,
 ) -> TrainedState:
     """This process is one of several ranks already: it trains its part, on the run's thread."""
-    join = member.joiner(config, devices, len(task.dataset))
-    worker = Worker(task, config, Seat(member.rank, devices), join, stop, reporter)
-    member.attend(worker, stop)
+    join = context.joiner(config, devices, len(task.dataset))
+    worker = Worker(task, config, RankInfo(context.rank, devices), join, stop, reporter)
+    context.attend(worker, stop)
     try:
         result = worker.train()
         return collect(worker.group, result, worker.axis)
     finally:
-        member.attend(None)
-        member.leave()
+        context.attend(None)
+        context.leave()
 
 
 def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:

@@ -25,17 +25,17 @@ def execute(script: Path, args: list[str]) -> None:
 def execute_as_rank(folder: Path, rank: int, plan: dict[str, Any]) -> None:
     """Raises what the script raises; KeyboardInterrupt when the launcher asked to stop, whatever came of it."""
     from uneven.hardware.device import parse_devices
-    from uneven.launch.cleanup import outlive
-    from uneven.launch.context import Member, seat
+    from uneven.launch.cleanup import end_orphaned_run
+    from uneven.launch.context import ProcessContext, set_process_context
     from uneven.launch.environment import Started
 
     size = len(plan["devices"])
     started = Started("uneven run", rank, size, rank, size, "127.0.0.1", plan["port"], "")
-    member = Member(started, parse_devices(plan["devices"]))
+    context = ProcessContext(started, parse_devices(plan["devices"]))
     # The launcher passes Ctrl-C on as a request; where no run is there to obey it, it interrupts the script.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    member.post(lambda: outlive(folder))
-    seat(member)
+    context.post(lambda: end_orphaned_run(folder))
+    set_process_context(context)
     override(plan["script"]["settings"])
     try:
         execute(Path(plan["script"]["path"]), plan["script"]["args"])
@@ -46,10 +46,10 @@ def execute_as_rank(folder: Path, rank: int, plan: dict[str, Any]) -> None:
         _end_as_python_does()
     except Exception as error:
         # A rank whose peer obeyed a moment earlier fails in the middle of a sum: that is no failure.
-        if member.was_asked():
+        if context.was_asked():
             raise KeyboardInterrupt from error
         raise
-    member.stop_posting()
+    context.stop_posting()
 
 
 def _end_as_python_does() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 
 
-class Circle:
+class BatchNormSync:
     """What the synchronised layers of one model share. Without a group they are plain BatchNorm.
 
     `enter` is told the state the rank is in: "wait" while a layer waits for the others, then "compute" again.
@@ -31,15 +31,15 @@ class Circle:
         self.is_phantom = False
         self.layers: list[nn.Module] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Circle":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchNormSync":
         return self  # a copied model (a teacher, a moving average) stays in the same circle
 
     @property
     def is_open(self) -> bool:
-        return self.group is not None and self.group.size > 1
+        return self.group is not None and self.group.world_size > 1
 
     @contextmanager
-    def phantom(self, is_phantom: bool) -> Iterator[None]:
+    def dummy_batch(self, is_phantom: bool) -> Iterator[None]:
         """Inside, a phantom is trained: its values must not count."""
         self.is_phantom = is_phantom
         try:
@@ -47,26 +47,26 @@ class Circle:
         finally:
             self.is_phantom = False
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         assert self.group is not None, "asked only while open"
         self.enter("wait")
-        total = self.group.sum_(tensor).wait()
+        total = self.group.all_reduce(tensor).wait()
         self.enter("compute")
         return total
 
 
-def synchronise(model: nn.Module) -> Circle:
+def synchronise(model: nn.Module) -> BatchNormSync:
     """Turn the model's BatchNorm layers into synchronised ones, in place: same objects, params and names."""
     _keep_out_of_graphs()
-    circle = Circle()
+    batchnorm_sync = BatchNormSync()
     for module in model.modules():
         kind = _KINDS.get(type(module))
         if kind is not None:
             # The object stays the same, so whoever else holds it (an optimizer's hooks, a list) holds the new one.
             module.__class__ = kind
-            module.circle = circle  # type: ignore[assignment]
-            circle.layers.append(module)
-    return circle
+            module.batchnorm_sync = batchnorm_sync  # type: ignore[assignment]
+            batchnorm_sync.layers.append(module)
+    return batchnorm_sync
 
 
 @cache
@@ -86,12 +86,12 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def describe_batchnorm(
-    model: nn.Module, circle: Circle, is_asked: bool, can_ask: bool, samples: Sequence[int]
+    model: nn.Module, batchnorm_sync: BatchNormSync, is_asked: bool, can_ask: bool, samples: Sequence[int]
 ) -> list[str]:
     """What to say about BatchNorm before ranks with these samples a step start; often nothing."""
-    if is_asked and not circle.layers:
+    if is_asked and not batchnorm_sync.layers:
         return ["  sync_batchnorm=True changes nothing: the model has no BatchNorm layer"]
-    if circle.layers or not has_batchnorm(model):
+    if batchnorm_sync.layers or not has_batchnorm(model):
         return []
     seen = " and ".join(str(one) for one in samples)
     way_out = f"; sync_batchnorm=True makes it see all {sum(samples)}" if can_ask else ""
@@ -101,20 +101,20 @@ def describe_batchnorm(
 class _Synced(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over all ranks while training, once the circle has a group; else what it was."""
 
-    circle: Circle
+    batchnorm_sync: BatchNormSync
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.circle.is_open and (self.training or self.running_mean is None)):
+        if not (self.batchnorm_sync.is_open and (self.training or self.running_mean is None)):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        count, mean, variance = _statistics(input, self.circle)
+        count, mean, variance = _statistics(input, self.batchnorm_sync)
         if count <= 1:
             raise ValueError(f"BatchNorm needs more than 1 value per channel in training, got {count:g} over all ranks")
         if self.training and self.track_running_stats:
             self._follow(count, mean, variance)
-        is_phantom = self.circle.is_phantom
+        is_phantom = self.batchnorm_sync.is_phantom
         normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, variance, self.eps, count, is_phantom, self.circle
+            input, self.weight, self.bias, mean, variance, self.eps, count, is_phantom, self.batchnorm_sync
         )
         return normalised
 
@@ -150,17 +150,17 @@ _KINDS: dict[type[nn.Module], type[_Synced]] = {
 
 
 @torch.no_grad()
-def _statistics(input: Tensor, circle: Circle) -> tuple[float, Tensor, Tensor]:
+def _statistics(input: Tensor, batchnorm_sync: BatchNormSync) -> tuple[float, Tensor, Tensor]:
     """Count, mean and biased variance per channel over all ranks, in double precision."""
-    assert circle.group is not None
+    assert batchnorm_sync.group is not None
     channels = input.shape[1]
-    rows = torch.zeros(circle.group.size, 1 + 2 * channels, dtype=torch.float64, device=input.device)
-    count = 0 if circle.is_phantom else input.numel() // channels
+    rows = torch.zeros(batchnorm_sync.group.world_size, 1 + 2 * channels, dtype=torch.float64, device=input.device)
+    count = 0 if batchnorm_sync.is_phantom else input.numel() // channels
     if count:
         variance, mean = torch.var_mean(_wide(input), _all_but_channels(input), correction=0)
-        own = rows[circle.group.rank]
+        own = rows[batchnorm_sync.group.rank]
         own[0], own[1 : 1 + channels], own[1 + channels :] = count, mean, variance.double() * count
-    circle.sum_(rows)
+    batchnorm_sync.all_reduce(rows)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
     total = float(counts.sum())
     if total == 0:
@@ -182,14 +182,14 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         count: float,
         is_phantom: bool,
-        circle: Circle,
+        batchnorm_sync: BatchNormSync,
     ) -> Tensor:
         wide = _wide(input)
         shape = _beside(input)
         scale = torch.rsqrt(variance + eps).to(wide.dtype).view(shape)
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale
         ctx.save_for_backward(normal, scale, weight)
-        ctx.count, ctx.is_phantom, ctx.circle = count, is_phantom, circle
+        ctx.count, ctx.is_phantom, ctx.batchnorm_sync = count, is_phantom, batchnorm_sync
         ctx.has_bias, ctx.dtype = bias is not None, input.dtype
         if weight is not None:
             normal = normal * weight.view(shape)
@@ -205,7 +205,7 @@ class _Normalise(torch.autograd.Function):
             grad = torch.zeros_like(grad)
         dims, shape = _all_but_channels(grad), _beside(grad)
         by_bias, by_weight = grad.sum(dims), (grad * normal).sum(dims)
-        sums = ctx.circle.sum_(torch.stack([by_bias, by_weight]).double())
+        sums = ctx.batchnorm_sync.all_reduce(torch.stack([by_bias, by_weight]).double())
         # How the common mean and variance moved every other sample; a phantom moved nothing and is not moved.
         shift, stretch = (sums / ctx.count).to(grad.dtype)
         of_input = (grad - shift.view(shape) - normal * stretch.view(shape)) * scale

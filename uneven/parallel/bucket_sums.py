@@ -58,7 +58,7 @@ class BucketSums:
             work.wait()
 
     def _send(self) -> None:
-        self._works.append(self._group.sum_(self.waiting[0].buffer))
+        self._works.append(self._group.all_reduce(self.waiting[0].buffer))
 
 
 def _lay_buckets(params: Sequence[nn.Parameter], extra: int, bucket_bytes: int) -> list[Bucket]:

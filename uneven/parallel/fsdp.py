@@ -22,7 +22,7 @@ from uneven.parallel.owner_reducer import OwnerReducer
 from uneven.parallel.pieces import Pieces, checked_shares, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, MakeOptimizer, held_by_name, start_alike, whole_state
-from uneven.parallel.units import Course, Unit, blocks_of, members
+from uneven.parallel.units import Unit, UnshardOrder, blocks_of, members
 
 
 class FSDP:
@@ -52,12 +52,12 @@ class FSDP:
         optimizer = make_optimizer(model.parameters())
         chosen = blocks_of(model) if units is None else list(units)
         self._units = [Unit(*one, each, group.rank, compute_dtype) for one in members(model, chosen)]
-        self._course = Course(self._units, group)
+        self._unshard_order = UnshardOrder(self._units, group)
         self._called = 0
         self._backward: int | None = None
         trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
         self._unit_of = {one: unit for unit in self._units for one in unit.shards}
-        road = group.another()
+        road = group.new_group()
         road.traffic = group.traffic  # one account for both
         self._reducer = OwnerReducer(trained, road, bucket_bytes, weakly(self._has_gradients))
         sharded = ShardedOptimizer(optimizer, group, pieces=trained)
@@ -70,10 +70,10 @@ class FSDP:
         return nullcontext()
 
     def sit_out(self) -> None:
-        self._course.reset()
-        self._course.follow()
+        self._unshard_order.reset()
+        self._unshard_order.follow()
         self._reducer.sit_out()
-        self._course.reset()
+        self._unshard_order.reset()
 
     def scale(self, factor: Tensor) -> None:
         self._reducer.scale(factor)
@@ -101,7 +101,7 @@ class FSDP:
         for handle in self._handles:
             handle.remove()
         self._reducer.close()
-        self._course.reset()
+        self._unshard_order.reset()
         for param in self.module.parameters():
             param.data = self._joined(param)
 
@@ -119,7 +119,7 @@ class FSDP:
         for segment in shards.segments(self._group.rank):
             if segment.param is param:
                 segment.of(whole).copy_(shards.own_part(segment))
-        self._group.sum_(flat_memory(whole)).wait()
+        self._group.all_reduce(flat_memory(whole)).wait()
         return whole
 
     def _watch(self, module: nn.Module, place: int) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class FSDP:
         if running_backward() is not None:  # computed again from a checkpoint: whole already
             return None
         if place == 0:
-            self._course.reset()  # a forward that had no backward
+            self._unshard_order.reset()  # a forward that had no backward
             self._called = 0
         if place != self._called:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
@@ -140,7 +140,7 @@ class FSDP:
                 "order of units=; choose others (in fit: by a method fsdp_units() of the model)"
             )
         self._called += 1
-        self._course.enter(place, not torch.is_grad_enabled())
+        self._unshard_order.enter(place, not torch.is_grad_enabled())
         if place == 0 and self._compute_dtype is not None:
             cast = partial(_cast, self._compute_dtype)
             return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
@@ -151,13 +151,13 @@ class FSDP:
         if running_backward() is not None:
             return
         is_alone = not torch.is_grad_enabled()
-        self._course.left(place, is_alone)
+        self._unshard_order.left(place, is_alone)
         if place == 0 and self._called < len(self._units):
             raise RuntimeError(
                 f"unit {self._units[self._called].name!r} was not called: every rank must call all units"
             )
         if place == 0 and is_alone:
-            self._course.end(is_alone)
+            self._unshard_order.end(is_alone)
         before_backward = partial(_tell, weakly(self._enter_back), place)
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -168,7 +168,7 @@ class FSDP:
             self._backward = running_backward()
             at_the_end_of_backward(self._end)
             self._reducer.begin()
-        self._course.enter_back(place)
+        self._unshard_order.enter_back(place)
 
     def _has_gradients(self, pieces: Pieces) -> None:
         """All nodes that use the trained params have run. Frozen ones may still be needed on the way to the inputs."""
@@ -178,7 +178,7 @@ class FSDP:
 
     def _end(self) -> None:
         self._backward = None
-        self._course.end()
+        self._unshard_order.end()
 
 
 def _tell(method: Callable[[int], None], place: int, grad: Tensor) -> None:

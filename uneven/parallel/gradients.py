@@ -37,7 +37,7 @@ class GradientRoad:
         self.overlaps = overlaps
         self._rank = group.rank
         self._columns = columns
-        self._num_rows = group.size * columns
+        self._num_rows = group.world_size * columns
         # A flag per param stands beside the rows.
         self._sums = BucketSums(trained, group, bucket_bytes, self._num_rows + len(trained), overlaps=overlaps)
         self._is_open = False

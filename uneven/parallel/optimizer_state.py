@@ -76,10 +76,10 @@ def _join(
         full = torch.zeros_like(param, dtype=dtype)
         if segment is not None and value is not None:
             segment.of(full).copy_(value)
-        group.sum_(flat_memory(full)).wait()
+        group.all_reduce(flat_memory(full)).wait()
         return full.cpu()
     whole = torch.zeros(kind["shape"], dtype=dtype, device=param.device)
     if group.rank == owner:
         whole.copy_(value)
-    group.broadcast_(whole, owner).wait()
+    group.broadcast(whole, owner).wait()
     return whole.cpu()

@@ -85,7 +85,7 @@ class OwnerReducer:
         square = torch.zeros(1, dtype=torch.float64, device=device)
         for own in self._own.values():
             square += own.double().square().sum()
-        norm = self._group.sum_(square).wait().sqrt()[0]
+        norm = self._group.all_reduce(square).wait().sqrt()[0]
         scale_to_norm(self._own.values(), norm, max_norm)
         return norm
 
@@ -168,7 +168,7 @@ class OwnerReducer:
         for one in self._ranges:
             self._land(one)
         own = [float(param in self._arrived_now) for param in self._home]
-        flags = self._group.sum_(torch.tensor(own).to(self._ranges[0].pieces.flat.device)).wait()
+        flags = self._group.all_reduce(torch.tensor(own).to(self._ranges[0].pieces.flat.device)).wait()
         # Whoever used all params knows that they were used; to read what the others say would wait for the device.
         self._used.update(p for p, flag in zip(self._home, own if all(own) else flags.tolist(), strict=True) if flag)
         self._reset()

@@ -69,10 +69,10 @@ class Pieces:
 def checked_shares(shares: Sequence[float] | None, group: Group) -> list[float]:
     """One for every rank; None means the same for all. ValueError else."""
     if shares is None:
-        return [1.0] * group.size
+        return [1.0] * group.world_size
     check_shares(shares)
-    if len(shares) != group.size:
-        raise ValueError(f"shares {tuple(shares)}: there must be one for each of {group.size} ranks")
+    if len(shares) != group.world_size:
+        raise ValueError(f"shares {tuple(shares)}: there must be one for each of {group.world_size} ranks")
     return list(shares)
 
 

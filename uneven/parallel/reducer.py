@@ -24,7 +24,7 @@ class Reducer:
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, bucket_bytes: int, *, overlaps: bool) -> None:
         trained = [param for param in params if param.requires_grad]
-        self._size = group.size
+        self._size = group.world_size
         self._sums = BucketSums(trained, group, bucket_bytes, extra=len(trained), overlaps=overlaps)
         self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward
         self._backward: int | None = None  # that is being summed; one that failed is taken up by none

@@ -137,7 +137,7 @@ class TorchTensor:
 
         self._group = group
         device = next(model.parameters()).device
-        mesh = init_device_mesh(device.type, (group.size,))
+        mesh = init_device_mesh(device.type, (group.world_size,))
         styles = {pattern: _style(how) for pattern, how in plan.items() if not isinstance(how, Places)}
         self.module = parallelize_module(model, mesh, styles)
         # By kind, since PyTorch updates a group's params together and refuses to mix the two.

@@ -20,7 +20,7 @@ class SharedRows:
     def __init__(self, shares: Sequence[float], group: Group) -> None:
         self._shares = shares
         self.group = group
-        self.cut = [0] * (group.size + 1)
+        self.cut = [0] * (group.world_size + 1)
 
     def share_out(self, length: int) -> None:
         self.cut = cut_by(apportion(length, self._shares))

@@ -29,7 +29,7 @@ class StepReducer:
                 if param.grad is not None:
                     buffer[start : start + param.numel()] = flat_memory(lying_as(param))
             flags = torch.tensor([float(param.grad is not None) for param in one.params], device=buffer.device)
-            self._sums[one] = buffer, reduce_pieces(self._group, buffer, one.cut), flags, self._group.sum_(flags)
+            self._sums[one] = buffer, reduce_pieces(self._group, buffer, one.cut), flags, self._group.all_reduce(flags)
         self._used.clear()
 
     def gradient_of(self, segment: Segment) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.collectives import spread
+from uneven.comm.collectives import broadcast_params
 from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
@@ -87,7 +87,7 @@ def start_alike(model: nn.Module, group: Group) -> None:
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError("the model has no param that requires a gradient")
     _check_same_model(model, group)
-    spread(group, (*model.parameters(), *model.buffers()))
+    broadcast_params(group, (*model.parameters(), *model.buffers()))
 
 
 def on_host(state: Any) -> Any:

@@ -61,7 +61,7 @@ class _ColumnLinear(torch.autograd.Function):
         of_x = work = None
         if ctx.needs_input_grad[0]:
             of_x = grad @ weight
-            work = ctx.group.sum_(of_x)
+            work = ctx.group.all_reduce(of_x)
         rows = x.shape[:-1].numel()  # told, since a rank may have no columns
         flat = grad.reshape(rows, grad.shape[-1])
         of_weight = flat.T @ x.reshape(rows, x.shape[-1]) if ctx.needs_input_grad[1] else None
@@ -76,7 +76,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         del ctx
         total = x.clone(memory_format=torch.contiguous_format)  # autograd may have saved what is summed
-        group.sum_(total).wait()
+        group.all_reduce(total).wait()
         return total
 
     @staticmethod

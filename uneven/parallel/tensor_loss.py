@@ -23,14 +23,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
         lowest = torch.finfo(scores.dtype).min
         largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(targets.shape, lowest)
-        largest = group.max_(largest.contiguous()).wait()
+        largest = group.all_reduce_max(largest.contiguous()).wait()
         powers = (scores - largest.unsqueeze(-1)).exp()
         place = targets - first
         is_own = (place >= 0) & (place < scores.shape[-1])
         place = place.clamp(0, max(0, scores.shape[-1] - 1)).unsqueeze(-1)
         own = scores.gather(-1, place).squeeze(-1) if scores.shape[-1] else torch.zeros_like(largest)
         # Both sums in one collective: the powers, and the target's score, which one rank has.
-        sums = group.sum_(torch.stack([powers.sum(-1), torch.where(is_own, own - largest, 0.0)])).wait()
+        sums = group.all_reduce(torch.stack([powers.sum(-1), torch.where(is_own, own - largest, 0.0)])).wait()
         ctx.save_for_backward(powers, sums[0], place, is_own)
         return sums[0].log() - sums[1]
 

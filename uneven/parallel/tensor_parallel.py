@@ -135,7 +135,7 @@ class TensorParallel:
         for param in params:
             assert param.grad is not None
             square[int(param in self._slicings)] += param.grad.double().square().sum()
-        cut = self._group.sum_(square[1:].clone()).wait()
+        cut = self._group.all_reduce(square[1:].clone()).wait()
         norm = (square[0] + cut[0]).sqrt()
         scale_to_norm(gradients_of(self.module), norm, max_norm)
         return norm

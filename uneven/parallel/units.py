@@ -44,7 +44,7 @@ class Unit:
             self._works = None
 
 
-class Course:
+class UnshardOrder:
     """Gathers along a fixed order: the root and all units for forward, then all but the last again for backward.
 
     Whatever a rank computes, it starts the same gathers in the same order as all others, one ahead of what it needs.

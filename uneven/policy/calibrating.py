@@ -17,7 +17,7 @@ CUTS = ((1.0, 1.0), (1.0, 3.0), (3.0, 1.0))  # weights of the even and of the od
 
 
 @dataclass
-class Learned:
+class Calibrating:
     """The first slots by CUTS, from then on `Balanced` with what they showed. Replicated like the other policies."""
 
     ranks: int

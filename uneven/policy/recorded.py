@@ -65,7 +65,7 @@ class RecordedWindows:
 
 
 @dataclass
-class RecordedCourse:
+class RecordedSchedule:
     """Stands in for Course: the rank's own slots in their order, entries and merges between the same two of them."""
 
     windows: RecordedWindows
@@ -74,7 +74,7 @@ class RecordedCourse:
     claim_ms: float = 0.0
     in_flight: bool = False
     parts: int = 0
-    lead: int = 0
+    staleness: int = 0
     _handed: deque[int] = field(default_factory=deque)
 
     @property
@@ -97,13 +97,13 @@ class RecordedCourse:
     def trained(self) -> None:
         self._handed.popleft()
         self.parts += 1
-        self.lead += 1
+        self.staleness += 1
 
     def is_due(self) -> bool:
         return not self.in_flight and not self.is_over and self.parts >= self._next.entered
 
     def enter(self) -> None:
-        self.in_flight, self.lead = True, 0
+        self.in_flight, self.staleness = True, 0
 
     def may_merge(self, has_arrived: bool) -> bool:
         del has_arrived

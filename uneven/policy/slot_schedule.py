@@ -14,7 +14,7 @@ CLAIM_SHARE = 0.01  # a claim may cost this part of the time of what it claims
 
 
 @dataclass
-class Course:
+class SlotSchedule:
     """`claim(n)` takes the next n of a count that all ranks share and returns the first; None for cadence.
 
     A slot is *given* to the rank, then *handed* to its feed (which may read ahead), then trained. A rank passes an
@@ -26,11 +26,11 @@ class Course:
     rank: int
     total: int
     claim: Callable[[int], int] | None
-    max_lead: int | None = None
+    max_staleness: int | None = None
     claim_ms: float = 0.0  # what a claim costs, as measured
     in_flight: bool = False  # a round that was entered and not merged
     parts: int = 0  # trained by this rank
-    lead: int = 0  # trained since it entered the round in flight
+    staleness: int = 0  # trained since it entered the round in flight
     _given: deque[int] = field(default_factory=deque)
     _handed: int = 0
     _window: int = -1  # the window whose cut was last given
@@ -68,7 +68,7 @@ class Course:
         self._given.popleft()
         self._handed -= 1
         self.parts += 1
-        self.lead += 1
+        self.staleness += 1
         self._since += 1
 
     def is_due(self) -> bool:
@@ -81,11 +81,11 @@ class Course:
         return not self._is_cut and not is_event and self._front >= self.windows.due
 
     def enter(self) -> None:
-        self.in_flight, self.lead = True, 0
+        self.in_flight, self.staleness = True, 0
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
-        return has_arrived or self.lead >= self._most_lead or self.next_slot >= self.windows.event
+        return has_arrived or self.staleness >= self._most_lead or self.next_slot >= self.windows.event
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
@@ -102,7 +102,7 @@ class Course:
 
     @property
     def _most_lead(self) -> int:
-        return self.max_lead or 2 * self.windows.counts[self.rank]
+        return self.max_staleness or 2 * self.windows.counts[self.rank]
 
     @property
     def _share(self) -> float:

@@ -45,7 +45,7 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class LocalSGDConfig:
     """What the user may set about windows."""
 
     is_async: bool = False
@@ -65,7 +65,7 @@ class Windows:
     after `slot` where ranks must meet for another reason; the end of the run is the last one, and its own successor.
     """
 
-    terms: Terms
+    terms: LocalSGDConfig
     ranks: int
     slot_size: int
     next_event: Callable[[int], int]

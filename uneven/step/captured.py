@@ -17,7 +17,7 @@ from uneven.comm.group import SoloGroup
 from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
-from uneven.parallel.batchnorm import Circle
+from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.gradients import GradientRoad
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
@@ -98,9 +98,9 @@ class CapturedBackward:
         return self._eager.backward([(self._open(one), samples) for one, samples in inputs], slot_samples)
 
 
-def check_capturable(circle: Circle) -> None:
+def check_capturable(batchnorm_sync: BatchNormSync) -> None:
     """InputError where ranks meet inside forward: a graph holds kernels of one rank, not a meeting of several."""
-    if circle.layers:
+    if batchnorm_sync.layers:
         raise InputError(
             "compile='graph' with sync_batchnorm=True: on several devices BatchNorm waits for the others in every "
             "layer, which a CUDA graph cannot hold; leave sync_batchnorm out, or use compile='off'"

@@ -40,8 +40,8 @@ def measure_sum_ms(group: Group, model: nn.Module) -> float:
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        group.sum_(gradients).wait()
+        group.all_reduce(gradients).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # NCCL's wait is the stream's, not the host's
         times.append((time.perf_counter() - began) * 1e3)
-    return float(group.max_(torch.tensor([min(times)], dtype=torch.float64)).wait())
+    return float(group.all_reduce_max(torch.tensor([min(times)], dtype=torch.float64)).wait())

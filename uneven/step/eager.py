@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from uneven.config import TrainStep
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
-from uneven.parallel.batchnorm import Circle
+from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.gradients import GradientRoad
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
@@ -36,7 +36,7 @@ class EagerStep:
         precision: Precision,
         meter: LossMeter,
         max_grad_norm: float | None,
-        circle: Circle | None = None,
+        batchnorm_sync: BatchNormSync | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -44,7 +44,7 @@ class EagerStep:
         self.precision = precision
         self.meter = meter
         self.max_grad_norm = max_grad_norm
-        self.circle = circle or Circle()
+        self.batchnorm_sync = batchnorm_sync or BatchNormSync()
         self.road: GradientRoad | None = None
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
@@ -98,7 +98,7 @@ class EagerStep:
     def backward_of(self, batch: Batch, samples: int, slot_samples: int) -> Tensor | None:
         """One micro-batch; returns its count where the unit is not the sample."""
         count: Tensor | None = None
-        with self.precision.region(), self.circle.phantom(samples == 0):
+        with self.precision.region(), self.batchnorm_sync.dummy_batch(samples == 0):
             result = self.train_step(self.model, batch)
         if isinstance(result, tuple):
             # The unit is not the sample (tokens, say): the true count is known only after the sum.

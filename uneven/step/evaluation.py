@@ -47,7 +47,7 @@ def evaluate(
     names = sorted(sums)
     is_cut = stop is not None and stop.is_set()
     own_row = [*(float(sums[name]) for name in names), float(total), float(is_cut)]
-    *values, count, cuts = group.sum_(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
+    *values, count, cuts = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
     if cuts:
         return {}
     return {name: value / count for name, value in zip(names, values, strict=True)}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from uneven.comm.group import Group
-from uneven.comm.host_copy import set_out
+from uneven.comm.host_copy import copy_to_host_async
 
 
 class LossMeter:
@@ -38,7 +38,7 @@ class LossMeter:
 
     def leave(self) -> Callable[[], tuple[float, float]]:
         """Starts anew; this rank's sum and count until now, for whoever asks: only then the device is waited for."""
-        landing = set_out(self.totals)
+        landing = copy_to_host_async(self.totals)
         self.totals.zero_()
         self._pending = None
 
@@ -50,7 +50,7 @@ class LossMeter:
 
     def take(self, group: Group) -> float:
         """The mean loss of all ranks since the last take; waits for the device and starts anew."""
-        return self._mean(group.sum_(torch.tensor(self.leave()(), dtype=torch.float64)).wait())
+        return self._mean(group.all_reduce(torch.tensor(self.leave()(), dtype=torch.float64)).wait())
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

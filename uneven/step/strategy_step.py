@@ -18,12 +18,12 @@ class StrategyStep(EagerStep):
     `is_together`: all ranks train the same samples, so what they count is counted once.
     """
 
-    def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_together: bool) -> None:
+    def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool) -> None:
         super().__init__(
             strategy.module, strategy.optimizer, eager.train_step, eager.precision, eager.meter, eager.max_grad_norm
         )
         self._strategy, self._group = strategy, group
-        self._counts_here = group.rank == 0 or not is_together
+        self._counts_here = group.rank == 0 or not is_model_parallel
 
     def sum_gradients(
         self,

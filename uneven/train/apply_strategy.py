@@ -9,7 +9,7 @@ from torch import nn
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.config import CUTTING
+from uneven.config import SHARDED
 from uneven.errors import InputError
 from uneven.parallel.buckets import BUCKET_BYTES, UNLIMITED
 from uneven.parallel.catalog import make_strategy
@@ -17,45 +17,47 @@ from uneven.parallel.gradients import GradientRoad
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import FullState, on_host
 from uneven.step.strategy_step import StrategyStep
-from uneven.train.engine import Rig
+from uneven.train.engine import Engine
 
 
-def hold(rig: Rig, group: Group, columns: int) -> list[str]:
+def apply_strategy(engine: Engine, group: Group, columns: int) -> list[str]:
     """Lay the road that gradients are summed by, or give the model to a strategy; returns what is to be said of it.
 
     `columns` is the length of the row that each rank sends along with every sum.
     """
-    name = rig.config.strategy
-    shares = _shares(rig, group) if name in CUTTING else None
-    if rig.config.is_replicated:
+    name = engine.config.strategy
+    shares = _shares(engine, group) if name in SHARDED else None
+    if engine.config.is_replicated:
         # Layers that wait for each other in backward keep their order only if nothing is sent in between.
-        overlaps = not rig.circle.layers and rig.captured is None and name != "ddp-flat"
+        overlaps = not engine.batchnorm_sync.layers and engine.captured is None and name != "ddp-flat"
         bucket_bytes = UNLIMITED if name == "ddp-flat" else BUCKET_BYTES
-        rig.eager.road = GradientRoad(list(rig.model.parameters()), group, columns, bucket_bytes, overlaps=overlaps)
+        engine.eager.road = GradientRoad(
+            list(engine.model.parameters()), group, columns, bucket_bytes, overlaps=overlaps
+        )
     if name == "zero1":
-        _shard_optimizer(rig, group, shares)
-    elif name is not None and not rig.config.is_replicated:
-        if rig.config.is_together:
-            _refuse_dropout(name, rig.model)
-        strategy = make_strategy(name, rig.model, rig.task.make_optimizer, group, shares)
-        step = StrategyStep(rig.eager, strategy, group, is_together=rig.config.is_together)
-        rig.adopt(strategy.optimizer, strategy.full_state, step)
+        _shard_optimizer(engine, group, shares)
+    elif name is not None and not engine.config.is_replicated:
+        if engine.config.is_model_parallel:
+            _refuse_dropout(name, engine.model)
+        strategy = make_strategy(name, engine.model, engine.task.make_optimizer, group, shares)
+        step = StrategyStep(engine.eager, strategy, group, is_model_parallel=engine.config.is_model_parallel)
+        engine.adopt(strategy.optimizer, strategy.full_state, step)
     if shares is None:
         return []
-    return [f"  {name}: bytes {'by memory' if rig.config.memory_shares is None else 'as given'}, {_percent(shares)}"]
+    return [f"  {name}: bytes {'by memory' if engine.config.memory_shares is None else 'as given'}, {_percent(shares)}"]
 
 
-def _shard_optimizer(rig: Rig, group: Group, shares: Sequence[float] | None) -> None:
-    model = rig.model
-    optimizer = ShardedOptimizer(rig.task.make_optimizer(model.parameters()), group, shares=shares)
-    rig.adopt(optimizer, lambda: FullState(on_host(dict(model.state_dict())), optimizer.state_dict()))
+def _shard_optimizer(engine: Engine, group: Group, shares: Sequence[float] | None) -> None:
+    model = engine.model
+    optimizer = ShardedOptimizer(engine.task.make_optimizer(model.parameters()), group, shares=shares)
+    engine.adopt(optimizer, lambda: FullState(on_host(dict(model.state_dict())), optimizer.state_dict()))
 
 
-def _shares(rig: Rig, group: Group) -> Sequence[float]:
+def _shares(engine: Engine, group: Group) -> Sequence[float]:
     """As given, or by the memory of the devices."""
-    if rig.config.memory_shares is not None:
-        return rig.config.memory_shares
-    return [memory for (memory,) in gather_rows(group, [float(rig.memory_bytes)])]
+    if engine.config.memory_shares is not None:
+        return engine.config.memory_shares
+    return [memory for (memory,) in gather_rows(group, [float(engine.memory_bytes)])]
 
 
 def _refuse_dropout(name: str, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from uneven.data.feed import Feed, Micros, make_feed
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
-from uneven.parallel.batchnorm import Circle, has_batchnorm, synchronise
+from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
@@ -36,23 +36,25 @@ from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
-from uneven.train.rank_info import Seat
+from uneven.train.rank_info import RankInfo
 
 
-class Rig:
+class Engine:
     """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, if at all."""
 
-    def __init__(self, task: Task, config: RunConfig, seat: Seat, recorder: Recorder) -> None:
-        self.task, self.config, self.seat, self.recorder = task, config, seat, recorder
-        self.axis = Axis(len(task.dataset), config.slot_size(seat.size), config.epochs)
-        self.on = torch.device(seat.device.torch_name)
+    def __init__(self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder) -> None:
+        self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
+        self.axis = Axis(len(task.dataset), config.slot_size(rank_info.world_size), config.epochs)
+        self.on = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved, so that a seed gives the same model on every device.
         self.model = task.make_model().to(self.on)
         self.model.train()
         self.structure = read_structure(self.model)  # as it was made: synchronised layers have other names
         # Alone, BatchNorm sees all samples anyway.
-        self.circle = synchronise(self.model) if config.sync_batchnorm and seat.size > 1 else Circle()
+        self.batchnorm_sync = (
+            synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
+        )
         self.optimizer = task.make_optimizer(self.model.parameters())
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
         self.meter = LossMeter(self.on)
@@ -63,23 +65,28 @@ class Rig:
             Precision(config.precision, self.on),
             self.meter,
             config.max_grad_norm,
-            self.circle,
+            self.batchnorm_sync,
         )
         # With compile="graph" the one or the other: the whole step, or what comes before the sum over ranks.
         self.graph: GraphStep | None = None
         self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
-            task.dataset, self.on, config.seed, config.batch_size, config.workers, is_rank=needs_ranks(seat.devices)
+            task.dataset,
+            self.on,
+            config.seed,
+            config.batch_size,
+            config.num_workers,
+            is_rank=needs_ranks(rank_info.devices),
         )
         self.run_ahead = RunAhead(self.on)
-        self.throttle = Throttle(seat.device.speed)
+        self.throttle = Throttle(rank_info.device.speed)
         # Whether steps can be run beforehand: not in a loop of the user's own, nor where no device holds a whole model.
-        self.is_rehearsed = seat.size == 1 or config.is_replicated
+        self.is_rehearsed = rank_info.world_size == 1 or config.is_replicated
         self.takes_whole_parts = False  # as one batch: a loop of the user's own
         self.full_state: Callable[[], FullState] | None = None  # where the state is in pieces
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
         self.rounds: list[Round] = []  # of a local policy, the first is round 0
-        self.caps = config.caps(seat.size)  # samples that each rank may hold at once
+        self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._sizes: set[tuple[int, ...]] = set()  # of micro-batches, seen in steps of several ranks
         self.has_cuda = False  # some rank of the group, this one or another
         self.trained = 0  # the slot after the last one trained
@@ -88,7 +95,7 @@ class Rig:
     def batch(self, samples: int, rank: int | None = None) -> int:
         """The micro-batches' size when a rank, this one unless named, trains so many samples in one step."""
         wanted = max(self.config.batch_size, -(-samples // self.config.accumulate))
-        cap = self.caps[self.seat.rank if rank is None else rank]
+        cap = self.caps[self.rank_info.rank if rank is None else rank]
         if min(wanted, samples) <= cap or self.takes_whole_parts:
             return wanted
         return -(-samples // -(-samples // int(cap)))  # as few as possible, and as equal
@@ -110,8 +117,8 @@ class Rig:
     @property
     def memory_bytes(self) -> float:
         """This rank's part of its device's memory; that of CPU ranks is the machine's."""
-        names = [device.torch_name for device in self.seat.devices]
-        sharing = names.count(self.seat.device.torch_name)
+        names = [device.torch_name for device in self.rank_info.devices]
+        sharing = names.count(self.rank_info.device.torch_name)
         if self.on.type == "cuda":
             return torch.cuda.get_device_properties(self.on).total_memory / sharing
         return (read_memory()[0] or 1.0) / sharing
@@ -143,7 +150,7 @@ class Rig:
 
     def after_step(self, began_ns: int) -> None:
         """Keep the host close to its device after a step enqueued since then; a step of all ranks does so itself."""
-        is_simulated = self.seat.device.speed < 1  # it sleeps: the host's word for its work is the true one
+        is_simulated = self.rank_info.device.speed < 1  # it sleeps: the host's word for its work is the true one
         self.run_ahead.after_step(None if is_simulated else began_ns)
 
     def is_odd(self, part: Part) -> bool:
@@ -160,7 +167,7 @@ class Rig:
 
     def slow_down(self, began_ns: int) -> None:
         """A simulated device takes longer for what began then."""
-        if self.seat.device.speed < 1:
+        if self.rank_info.device.speed < 1:
             self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
@@ -197,7 +204,7 @@ class Rig:
         self.recorder.enter("compile")
         slot = self.axis.slot(0)
 
-        @lru_cache(maxsize=None if self.config.workers else 0)
+        @lru_cache(maxsize=None if self.config.num_workers else 0)
         def read(samples: int) -> tuple[Part, Micros]:
             # Loader processes read ahead; starting them anew for every step would be taken for the step's cost.
             return next(self.feed.stream([Part(slot, 0, samples, self.batch(samples))]))
@@ -214,7 +221,7 @@ class Rig:
         with no_trace(self.eager, self.on), captures:
             cost = measure_cost(run_step, self._expected(slot.samples), self._least, untimed=untimed)
         self.recorder.enter("setup")
-        return replace(cost, cap=self.caps[self.seat.rank])
+        return replace(cost, cap=self.caps[self.rank_info.rank])
 
     @property
     def _least(self) -> int:
@@ -224,7 +231,7 @@ class Rig:
     def _find_cap(self) -> None:
         """What this rank's memory holds at once, where shares move and nobody has said: before anything larger runs."""
         config, slot = self.config, self.axis.slot(0)
-        is_moving = config.policy == "balanced" and self.seat.size > 1 and not config.is_shared_out
+        is_moving = config.policy == "balanced" and self.rank_info.world_size > 1 and not config.has_fixed_shares
         if self.on.type != "cuda" or not is_moving or config.memory_cap is not None:
             return
 
@@ -232,13 +239,13 @@ class Rig:
             _, micros = next(self.feed.stream([Part(slot, 0, samples, samples)]))
             self.eager([(self.feed.open(inputs), many) for inputs, many in micros], samples)
 
-        names = [device.torch_name for device in self.seat.devices]
-        room = room_bytes(self.on, names.count(self.seat.device.torch_name))
+        names = [device.torch_name for device in self.rank_info.devices]
+        room = room_bytes(self.on, names.count(self.rank_info.device.torch_name))
         if config.compile == "graph":
             room /= 2  # graphs keep their memory while a size that is new runs eagerly beside them
         with no_trace(self.eager, self.on):
             cap = probe_cap(run_at_once, self.on, room, self._least, slot.samples)
-        rank = self.seat.rank
+        rank = self.rank_info.rank
         self.caps = (*self.caps[:rank], float(max(cap, self._least)), *self.caps[rank + 1 :])
 
     def _capture(self, part: Part) -> None:
@@ -246,7 +253,7 @@ class Rig:
 
         Those graphs are for the road of the group, which is not there yet: here they only show that they can be made.
         """
-        if self.seat.size == 1 or self.config.is_local:
+        if self.rank_info.world_size == 1 or self.config.is_local:
             ((part, micros),) = self.feed.stream([part])
             self.graph = GraphStep(self.eager, self.feed.open, self.on)
             self.graph.capture(micros, part.samples)
@@ -258,7 +265,7 @@ class Rig:
 
     def _expected(self, slot_samples: int) -> int:
         """What this rank may expect of a slot before anything is known."""
-        return slot_samples if self.config.is_local else -(-slot_samples // self.seat.size)
+        return slot_samples if self.config.is_local else -(-slot_samples // self.rank_info.world_size)
 
     def _rehearsal(self, samples: int) -> Part:
         """A part of the first slot as large as one of such a slot would be, trained only to warm up."""

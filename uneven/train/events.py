@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
-from uneven.policy.recorded import RecordedCourse, RecordedWindows
-from uneven.policy.slot_schedule import Course
-from uneven.policy.windows import Terms, Windows
-from uneven.train.engine import Rig
+from uneven.policy.recorded import RecordedSchedule, RecordedWindows
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.windows import LocalSGDConfig, Windows
+from uneven.train.engine import Engine
 
 
-def find_events(rig: Rig) -> Callable[[int], int]:
+def find_events(engine: Engine) -> Callable[[int], int]:
     """The first slot after a given one at which all ranks meet: for an evaluation, a checkpoint or the end of the run.
 
     In a loop of the user's own they meet after every epoch.
     """
-    axis, config, evaluation = rig.axis, rig.config, rig.task.evaluation
-    has_any = not rig.is_rehearsed or evaluation is not None or config.checkpoint_every is not None
+    axis, config, evaluation = engine.axis, engine.config, engine.task.evaluation
+    has_any = not engine.is_rehearsed or evaluation is not None or config.checkpoint_every is not None
 
     def meets_after(epoch: int) -> bool:
         is_evaluated = evaluation is not None and config.evaluates(epoch, evaluation.every)
-        return not rig.is_rehearsed or is_evaluated or config.checkpoints(epoch)
+        return not engine.is_rehearsed or is_evaluated or config.checkpoints(epoch)
 
     def next_event(slot: int) -> int:
         epoch = slot // axis.slots_per_epoch if has_any else axis.epochs - 1
@@ -33,11 +33,11 @@ def find_events(rig: Rig) -> Callable[[int], int]:
     return next_event
 
 
-def terms_of(config: RunConfig) -> Terms:
+def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
     """The settings of windows; of anchor and max_anchor the one that was given moves the other's default."""
-    default = Terms()
+    default = LocalSGDConfig()
     anchor = config.anchor or min(default.anchor, config.max_anchor or default.anchor)
-    return Terms(
+    return LocalSGDConfig(
         is_async=config.policy == "async",
         anchor=anchor,
         max_anchor=config.max_anchor or max(default.max_anchor, anchor),
@@ -47,19 +47,21 @@ def terms_of(config: RunConfig) -> Terms:
     )
 
 
-def open_course(
-    rig: Rig, claim: Callable[[int], int], costs: Sequence[Cost]
-) -> tuple[Windows, Course] | tuple[RecordedWindows, RecordedCourse]:
+def make_slot_schedule(
+    engine: Engine, claim: Callable[[int], int], costs: Sequence[Cost]
+) -> tuple[Windows, SlotSchedule] | tuple[RecordedWindows, RecordedSchedule]:
     """This rank's course and its copy of the controller; from a log where an earlier run is repeated."""
-    config, axis, rank = rig.config, rig.axis, rig.seat.rank
-    next_event = find_events(rig)
+    config, axis, rank = engine.config, engine.axis, engine.rank_info.rank
+    next_event = find_events(engine)
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
-        log = read_log(config.replay, axis, rig.seat.size, config.to_json(), is_local=True)
-        recorded = RecordedWindows(log.rounds[rank], rig.seat.size, next_event, [float(len(one)) for one in log.parts])
-        return recorded, RecordedCourse(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
-    is_measured = rig.is_rehearsed and config.shares is None
+        log = read_log(config.replay, axis, engine.rank_info.world_size, config.to_json(), is_local=True)
+        recorded = RecordedWindows(
+            log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(one)) for one in log.parts]
+        )
+        return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
+    is_measured = engine.is_rehearsed and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
-    windows = Windows(terms_of(config), rig.seat.size, axis.slot_size, next_event, slot_ms)
+    windows = Windows(local_sgd_config(config), engine.rank_info.world_size, axis.slot_size, next_event, slot_ms)
     is_async = config.policy == "async"
-    return windows, Course(windows, rank, axis.total, claim if is_async else None, config.max_lead)
+    return windows, SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)

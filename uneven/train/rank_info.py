@@ -25,7 +25,7 @@ class Report(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """This rank's place: its number, and the devices of all ranks in rank order."""
 
     rank: int
@@ -36,7 +36,7 @@ class Seat:
         return self.devices[self.rank]
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         return len(self.devices)
 
 

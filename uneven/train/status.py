@@ -11,7 +11,7 @@ from uneven.errors import RankError
 GOING_ON, STOP, BROKE_OFF, FINISHED = 0.0, 1.0, 2.0, 3.0
 
 
-def check_company(words: Sequence[float], slot: int) -> None:
+def check_status(words: Sequence[float], slot: int) -> None:
     """RankError when a rank has left before this slot, naming it."""
     for rank, word in enumerate(words):
         if word == BROKE_OFF:

@@ -8,7 +8,7 @@ from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 
 
-class Pace(Protocol):
+class Synchronizer(Protocol):
     """How a rank keeps together with the others, from round 0 on."""
 
     notes: list[str]  # what the user should know, printed once
@@ -22,7 +22,7 @@ class Pace(Protocol):
         """Round 0, after which every rank knows every rank's cost and holds rank 0's values."""
         ...
 
-    def rejoin(self) -> None:
+    def reset_timer(self) -> None:
         """From now on the rank's time is its own work again: called after anything that is not a step."""
         ...
 
@@ -50,7 +50,7 @@ class Pace(Protocol):
         """A few numbers for whoever watches; asked from another thread."""
         ...
 
-    def conclude(self) -> None:
+    def finalize(self) -> None:
         """After the last part: all replicas are equal, buffers included."""
         ...
 

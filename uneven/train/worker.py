@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from uneven.comm.collectives import spread
+from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task
@@ -27,13 +27,13 @@ from uneven.step.precision import device_flags
 from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
-from uneven.train.engine import Rig
-from uneven.train.gradient_sync import ExactPace
-from uneven.train.local_sgd import LocalPace
-from uneven.train.rank_info import RankResult, Report, Seat
-from uneven.train.synchronizer import Pace
+from uneven.train.engine import Engine
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
+from uneven.train.rank_info import RankInfo, RankResult, Report
+from uneven.train.synchronizer import Synchronizer
 
-__all__ = ["RankResult", "Seat", "Worker"]
+__all__ = ["RankInfo", "RankResult", "Worker"]
 
 
 class Worker:
@@ -43,38 +43,38 @@ class Worker:
         self,
         task: Task,
         config: RunConfig,
-        seat: Seat,
+        rank_info: RankInfo,
         join: Callable[[nn.Module], Group],
         stop: threading.Event,
         report: Report,
     ) -> None:
-        self.task, self.config, self.seat = task, config, seat
+        self.task, self.config, self.rank_info = task, config, rank_info
         self.join, self.stop, self.report = join, stop, report
-        self.recorder = Recorder(seat.rank)
-        self.rig = Rig(task, config, seat, self.recorder)
+        self.recorder = Recorder(rank_info.rank)
+        self.engine = Engine(task, config, rank_info, self.recorder)
         self.after_joining: Callable[[Worker], None] = lambda _: None
         self.history: list[dict[str, Any]] = []
         self._said = 0  # of the pace's notes
-        self.pace: Pace | None = None
+        self.synchronizer: Synchronizer | None = None
         self._test_feed: Feed | None = None
         self._told_s = 0.0
         self._sampler = Sampler()
 
     @property
     def axis(self) -> Axis:
-        return self.rig.axis
+        return self.engine.axis
 
     def train(self) -> RankResult:
         """Train every slot, or up to the stop request; the state returned is complete either way."""
         with self.recording():
-            pace = self.prepare()
-            self.report.started(self.axis, self.rig.feed.place)
-            pace.rejoin()
-            for part, micros in self.rig.feed.stream(pace.parts()):
-                if self.train_part(pace, part, micros):
+            synchronizer = self.prepare()
+            self.report.started(self.axis, self.engine.feed.place)
+            synchronizer.reset_timer()
+            for part, micros in self.engine.feed.stream(synchronizer.parts()):
+                if self.train_part(synchronizer, part, micros):
                     break
                 self.recorder.enter("data")
-            pace.conclude()
+            synchronizer.finalize()
         return self.result()
 
     @contextmanager
@@ -82,66 +82,70 @@ class Worker:
         """All of the rank's work lies inside; afterwards `result` may be asked."""
         self._sampler.start()
         try:
-            with device_flags(self.rig.on):
+            with device_flags(self.engine.on):
                 yield
         finally:
             self.recorder.close()
             self._sampler.stop()
 
-    def prepare(self) -> Pace:
+    def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile and warm up alone, then form the group and meet in round 0."""
-        if self.rig.is_rehearsed:
-            self.rig.warm_up()
-        is_measured = self.rig.is_rehearsed and self.seat.size > 1 and not self.config.is_shared_out
-        return self.meet(self.rig.measure() if is_measured else Cost(0.0, 1.0))
+        if self.engine.is_rehearsed:
+            self.engine.warm_up()
+        is_measured = self.engine.is_rehearsed and self.rank_info.world_size > 1 and not self.config.has_fixed_shares
+        return self.meet(self.engine.measure() if is_measured else Cost(0.0, 1.0))
 
-    def meet(self, cost: Cost) -> Pace:
+    def meet(self, cost: Cost) -> Synchronizer:
         """Form the group; in round 0 rank 0's values become everyone's, and every rank's cost is known to all."""
-        self.group = self.join(self.rig.model)
-        is_local = self.config.is_local and self.seat.size > 1
-        pace: Pace = (LocalPace if is_local else ExactPace)(self.rig, self.group, self.stop.is_set, self._end_epoch)
+        self.group = self.join(self.engine.model)
+        is_local = self.config.is_local and self.rank_info.world_size > 1
+        synchronizer: Synchronizer = (LocalSGD if is_local else GradientSync)(
+            self.engine, self.group, self.stop.is_set, self._end_epoch
+        )
         self.recorder.enter("communication")
-        spread(self.group, (*self.rig.model.parameters(), *self.rig.model.buffers()))
-        is_cuda = float(self.rig.on.type == "cuda")
+        broadcast_params(self.group, (*self.engine.model.parameters(), *self.engine.model.buffers()))
+        is_cuda = float(self.engine.on.type == "cuda")
         rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
-        self.rig.has_cuda = any(row[0] for row in rows)
-        pace.meet([Cost(*row[1:]) for row in rows])
-        if self.seat.rank > 0 and not self.config.is_together:
-            torch.manual_seed(self.config.seed + 7919 * self.seat.rank)  # other dropout than rank 0
-        self.pace = pace
-        self._say_notes(pace)
+        self.engine.has_cuda = any(row[0] for row in rows)
+        synchronizer.meet([Cost(*row[1:]) for row in rows])
+        if self.rank_info.rank > 0 and not self.config.is_model_parallel:
+            torch.manual_seed(self.config.seed + 7919 * self.rank_info.rank)  # other dropout than rank 0
+        self.synchronizer = synchronizer
+        self._say_notes(synchronizer)
         self.recorder.enter("setup")
         self.after_joining(self)
-        return pace
+        return synchronizer
 
-    def train_part(self, pace: Pace, part: Part, micros: Micros) -> bool:
+    def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """The next part, and ten times a second a word about it; returns whether the run is to stop."""
-        is_stopped = pace.train(part, micros)
+        is_stopped = synchronizer.train(part, micros)
         now_s = self.recorder.clock() / 1e9
         # Ten reports a second are as many as a person can read; each costs a few microseconds.
         if now_s - self._told_s >= 0.1:
             self._told_s = now_s
             seconds = self.recorder.account().training_s
-            samples = self.axis.samples_before(self.rig.trained)
-            self.report.stepped(samples, self.rig.samples, seconds, self.rig.meter.glance())
-            self._say_notes(pace)
+            samples = self.axis.samples_before(self.engine.trained)
+            self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
+            self._say_notes(synchronizer)
         return is_stopped
 
     def result(self) -> RankResult:
-        if self.rig.on.type == "cuda":
-            self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(self.rig.on))
-        timeline = Timeline.of(self.recorder, str(self.seat.device), self._sampler.samples, self.rig.run_ahead.busy)
-        return RankResult(self._state(), timeline, self.rig.log, list(self.rig.rounds), self.group.traffic)
+        if self.engine.on.type == "cuda":
+            self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(self.engine.on))
+        timeline = Timeline.of(
+            self.recorder, str(self.rank_info.device), self._sampler.samples, self.engine.run_ahead.busy
+        )
+        return RankResult(self._state(), timeline, self.engine.log, list(self.engine.rounds), self.group.traffic)
 
-    def _say_notes(self, pace: Pace) -> None:
-        if len(pace.notes) > self._said:
-            self.report.say(pace.notes[self._said :])
-            self._said = len(pace.notes)
+    def _say_notes(self, synchronizer: Synchronizer) -> None:
+        if len(synchronizer.notes) > self._said:
+            self.report.say(synchronizer.notes[self._said :])
+            self._said = len(synchronizer.notes)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; asked from another thread, at any moment."""
-        pace = self.pace.show() if self.pace is not None else {}
-        return {"slot": self.rig.trained, "phase": self.recorder.state, "pace": pace}
+        synchronizer = self.synchronizer.show() if self.synchronizer is not None else {}
+        return {"slot": self.engine.trained, "phase": self.recorder.state, "pace": synchronizer}
 
     def _end_epoch(self, epoch: int, loss: float) -> None:
         """All ranks are past this epoch and, where it is evaluated or saved, hold the same params."""
@@ -152,23 +156,23 @@ class Worker:
             "epoch": epoch + 1,
             "samples": (epoch + 1) * self.axis.samples,
             "train_loss": loss,
-            "lr": self.rig.schedule.rates[0],
+            "lr": self.engine.schedule.rates[0],
             "train_seconds": seconds,
             "samples_per_s": self.axis.samples / max(seconds - before, 1e-9),
         }
-        assert self.pace is not None, "an epoch ends after round 0"
+        assert self.synchronizer is not None, "an epoch ends after round 0"
         evaluation = self.task.evaluation
         if evaluation is not None and self.config.evaluates(epoch, evaluation.every):
             self.recorder.enter("evaluation")
-            self.pace.average_buffers()
-            entry |= self._evaluate(evaluation, self.pace.ratio())
+            self.synchronizer.average_buffers()
+            entry |= self._evaluate(evaluation, self.synchronizer.ratio())
         self.history.append(entry)
         if self.config.checkpoints(epoch):
             self.recorder.enter("checkpoint")
-            self.pace.average_buffers()
-            if self.seat.rank == 0 or self.rig.full_state is not None:  # pieces come together from all ranks
+            self.synchronizer.average_buffers()
+            if self.rank_info.rank == 0 or self.engine.full_state is not None:  # pieces come together from all ranks
                 state = self._state()
-                if self.seat.rank == 0:
+                if self.rank_info.rank == 0:
                     assert self.config.out is not None, "checkpoints need a folder"
                     state.save(self.config.out / f"epoch-{epoch + 1}")
         self.recorder.enter("other")
@@ -178,20 +182,20 @@ class Worker:
     def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
         batch_size = evaluation.batch_size or self.config.batch_size
         if self._test_feed is None:
-            self._test_feed = make_feed(evaluation.dataset, self.rig.on, self.config.seed, batch_size)
-        model, precision = self.rig.model, self.rig.eager.precision
-        if self.config.is_together:
+            self._test_feed = make_feed(evaluation.dataset, self.engine.on, self.config.seed, batch_size)
+        model, precision = self.engine.model, self.engine.eager.precision
+        if self.config.is_model_parallel:
             return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
         # By speed, as in training; everyone at least one sample, so that all know which metrics there are.
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
-        first = sum(shares[: self.seat.rank])
-        own = (first, first + shares[self.seat.rank])
+        first = sum(shares[: self.rank_info.rank])
+        own = (first, first + shares[self.rank_info.rank])
         # Where a forward needs all ranks, everyone runs as many.
         batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
         return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)
 
     def _state(self) -> TrainedState:
-        trained = self.rig.trained
+        trained = self.engine.trained
         return TrainedState(
             **self._tensors(),
             history=list(self.history),
@@ -200,11 +204,11 @@ class Worker:
             samples=self.axis.samples_before(trained),
             dataset_samples=self.axis.samples,
             finished=trained == self.axis.total,
-            structure=self.rig.structure,
+            structure=self.engine.structure,
         )
 
     def _tensors(self) -> dict[str, Any]:
-        if self.rig.full_state is None:
-            return capture_state(self.rig.model, self.rig.optimizer)
-        full = self.rig.full_state()
-        return join_state(self.rig.model, self.rig.optimizer, full.model, full.optimizer)
+        if self.engine.full_state is None:
+            return capture_state(self.engine.model, self.engine.optimizer)
+        full = self.engine.full_state()
+        return join_state(self.engine.model, self.engine.optimizer, full.model, full.optimizer)
