@@ -19,7 +19,8 @@ from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter
-from uneven.train.worker import RankInfo, Worker
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from uneven.errors import InputError
 from uneven.parallel.reference import TorchDdp
 from uneven.step.eager import EagerStep
-from uneven.train.gradient_sync import Row
+from uneven.train.gradient_sync import StepStats
 from uneven.train.worker import Worker
 
 ASK_EVERY = 20  # steps between two questions whether to stop: DDP itself carries no such numbers
@@ -33,8 +33,13 @@ class DdpStep:
         return getattr(self._eager, name)
 
     def sum_gradients(
-        self, batches: Sequence[tuple[Any, int]], slot_samples: int, row: Callable[[], Sequence[float]]
+        self,
+        batches: Sequence[tuple[Any, int]],
+        slot_samples: int,
+        row: Callable[[], Sequence[float]],
+        backward: Any = None,
     ) -> tuple[list[list[float]], Tensor | None]:
+        del backward  # DDP runs eagerly
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
         ((batch, samples),) = batches
@@ -43,14 +48,14 @@ class DdpStep:
         self._eager.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this makes exact.
         (loss * (samples * self._worker.rank_info.world_size / slot_samples)).backward()
-        own = Row(*row())
+        own = StepStats(*row())
         self._steps += 1
         asked = (
-            float(self._worker.group.all_reduce(torch.tensor([own.word])).wait())
+            float(self._worker.group.all_reduce(torch.tensor([own.status])).wait())
             if self._steps % ASK_EVERY == 0
             else 0.0
         )
-        return [list(own._replace(word=asked)) for _ in range(self._worker.rank_info.world_size)], None
+        return [list(own._replace(status=min(1.0, asked))) for _ in range(self._worker.rank_info.world_size)], None
 
 
 def train_with_ddp(worker: Worker, home: Path) -> None:

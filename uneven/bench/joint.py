@@ -94,7 +94,7 @@ class DdpJoint:
             began_ns = engine.recorder.clock()
             _, micros = next(self._stream)
             self._ddp.step(engine.feed.open(micros[0][0]))
-            engine.slow_down(began_ns)
+            engine.simulate_slowdown(began_ns)
             engine.run_ahead.after_step()
         engine.run_ahead.drain()
         elapsed = highest(self._worker, time.perf_counter() - began)
@@ -116,7 +116,7 @@ class LocalSGDJoint:
         self._stream = worker.engine.feed.stream(synchronizer.parts())
         self._slots_per_s = 0.0
         self._length = LEAST_WINDOWS * sum(synchronizer.windows.counts)
-        synchronizer.end_epoch = lambda *_: None  # epochs end in the middle of segments and are nobody's business here
+        synchronizer.end_epoch = lambda *_, **__: None  # epochs end inside segments
         synchronizer.windows.next_event = lambda slot: slot + self._length
         synchronizer.windows.event = self._length
 

@@ -149,7 +149,7 @@ def _solo_segment(worker: Worker, engine: Engine) -> Callable[[float], float]:
         while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
             began_ns = worker.recorder.clock()
             part, micros = next(stream)
-            engine.step_alone(part, engine.open(micros), began_ns)
+            engine.local_step(part, engine.open(micros), began_ns)
             engine.run_ahead.after_step()
             samples += part.samples
             steps += 1
