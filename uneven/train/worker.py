@@ -161,7 +161,7 @@ class Worker:
         Where loss and speed are known only over several epochs, `first` to `last`, the entry says so in "epochs".
         """
         self.recorder.enter("other")
-        seconds = self.recorder.account().training_s
+        seconds = self.history[first]["train_seconds"] if epoch > first else self.recorder.account().training_s
         before = self.history[first - 1]["train_seconds"] if first else 0.0
         entry = {
             "epoch": epoch + 1,
