@@ -9,6 +9,8 @@ from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
 from uneven import Ddp, InputError
 from uneven.api.manual import Wrapped
+from uneven.hardware.device import parse_devices
+from uneven.train.rank_info import RankInfo
 
 
 class BufferNet(nn.Module):
@@ -21,6 +23,12 @@ class BufferNet(nn.Module):
         with torch.no_grad():
             self.norm(x)
         return self.net(x)
+
+
+def place(group: ThreadGroup) -> RankInfo:
+    rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
+    rank_info.join(group)
+    return rank_info
 
 
 def by_hand(wrapped: Wrapped, pieces: list[torch.Tensor], is_weighted: bool) -> dict[str, torch.Tensor]:
@@ -53,7 +61,7 @@ def test_the_manual_tier_equals_a_dense_run(sizes: tuple[int, ...], is_weighted:
         if group.rank:  # sync_params makes up for it
             with torch.no_grad():
                 model.net.first.weight.fill_(float(group.rank))
-        return by_hand(Wrapped(model, group, lambda: None), list(everything.split(list(sizes))), is_weighted)
+        return by_hand(Wrapped(model, place(group), lambda: None), list(everything.split(list(sizes))), is_weighted)
 
     dense = by_hand(Ddp.wrap(BufferNet()), [everything], is_weighted)
     results = on_threads(len(sizes), rank)
@@ -71,7 +79,7 @@ def test_a_rank_without_samples_may_have_nan_gradients() -> None:
         net = Net(torch.float64)
         rows = X[: 4 * (1 - group.rank)].double()  # rank 1 has none: its mean is NaN
         F.cross_entropy(net(rows), Y[: len(rows)]).backward()
-        Wrapped(net, group, lambda: None).weighted_all_reduce_gradients(len(rows))
+        Wrapped(net, place(group), lambda: None).weighted_all_reduce_gradients(len(rows))
         assert net.unused.weight.grad is None
         assert net.first.weight.grad is not None
         return net.first.weight.grad

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults import Launcher, differing, killed, nothing_left, raising, saved_state, stopped, stopped_for_a_while
 from tests.faults import start as start
-from uneven.launch import launcher
+from uneven.launch import watch
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "SILENT_S", 2.0)  # the true limit is soaked
+    monkeypatch.setattr(watch, "SILENT_S", 2.0)  # the true limit is soaked
     stopped(tmp_path, "sync")
 
 

@@ -12,21 +12,29 @@ from torch import Tensor, nn
 
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.group import Group
 from uneven.errors import InputError
+from uneven.train.rank_info import RankInfo
 
 
 class Wrapped:
     """Made by `Ddp.wrap`: the model, this rank's number, and what ranks do together. `close()` frees the group."""
 
-    def __init__(self, model: nn.Module, group: Group, leave: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, rank_info: RankInfo, end_run: Callable[[], None]) -> None:
+        """`rank_info` has joined its group, which `end_run` closes."""
         self.model = model
-        self.rank, self.world_size = group.rank, group.world_size
-        self._group = group
-        self._leave = leave
+        self._rank_info = rank_info
+        self._end_run = end_run
         self._buffers = BufferAverage(model)
         self._weight = 0.0  # since the buffers last met
         self._has_counted = False
+
+    @property
+    def rank(self) -> int:
+        return self._rank_info.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._rank_info.world_size
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
@@ -35,7 +43,7 @@ class Wrapped:
         """Rank 0's params and buffers become everyone's."""
         if self.world_size == 1:
             return
-        broadcast_params(self._group, (*self.model.parameters(), *self.model.buffers()))
+        broadcast_params(self._rank_info.group, (*self.model.parameters(), *self.model.buffers()))
         self._buffers = BufferAverage(self.model)
 
     def all_reduce_gradients(self) -> None:
@@ -58,11 +66,11 @@ class Wrapped:
         # Calls are the same on all ranks, so all of them know whether anything was counted.
         weight = self._weight if self._has_counted else 1.0
         self._weight, self._has_counted = 0.0, False
-        self._buffers.run(self._group, weight)
+        self._buffers.run(self._rank_info.group, weight)
 
     def close(self) -> None:
         """No more calls: the next run of this process may form its group."""
-        self._leave()
+        self._end_run()
 
     def _average(self, weight: float) -> None:
         self._weight += weight
@@ -73,9 +81,9 @@ class Wrapped:
         # A mean over no samples is NaN, and 0 times NaN too: without weight there is nothing to send.
         is_used = [weight > 0 and param.grad is not None for param in params]
         head = torch.tensor([weight, *(float(used) for used in is_used)], dtype=torch.float64)
-        total, *flags = self._group.all_reduce(head).wait().tolist()
+        total, *flags = self._rank_info.group.all_reduce(head).wait().tolist()
         flats = self._flatten(params, is_used, weight / (total or 1.0))
-        works = [self._group.all_reduce(flat) for flat, _ in flats]
+        works = [self._rank_info.group.all_reduce(flat) for flat, _ in flats]
         for work, (flat, members) in zip(works, flats, strict=True):
             work.wait()
             for param, part in zip(members, flat.split([p.numel() for p in members]), strict=True):

@@ -11,6 +11,7 @@ from uneven.errors import InputError
 from uneven.parallel.reference import TorchDdp
 from uneven.step.eager import EagerStep
 from uneven.train.gradient_sync import StepStats
+from uneven.train.rank_info import RankResult
 from uneven.train.worker import Worker
 
 ASK_EVERY = 20  # steps between two questions whether to stop: DDP itself carries no such numbers
@@ -58,11 +59,12 @@ class DdpStep:
         return [list(own._replace(status=min(1.0, asked))) for _ in range(self._worker.rank_info.world_size)], None
 
 
-def train_with_ddp(worker: Worker, home: Path) -> None:
+def train_with_ddp(worker: Worker, folder: Path) -> RankResult:
     """The program of a rank in mode torch-ddp: the worker's own loop, with PyTorch's gradient sum."""
+    del folder
 
     def take_over(joined: Worker) -> None:
         joined.engine.eager = DdpStep(joined)  # type: ignore[assignment]  # it has all that the worker uses
 
     worker.after_joining = take_over
-    worker.train().save(home, is_lead=worker.rank_info.rank == 0)
+    return worker.train()

@@ -36,7 +36,7 @@ from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.preflight import settle
 from uneven.launch.run import launch
-from uneven.launch.start import run_on_ranks
+from uneven.launch.script import run_on_ranks
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate

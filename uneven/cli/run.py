@@ -65,7 +65,7 @@ def run(
         given["memory_cap"] = caps if len(caps) > 1 else caps[0]
     if lr_scale is not None:
         given["lr_scale"] = number_or_word(lr_scale)
-    from uneven.launch.start import run_script
+    from uneven.launch.script import run_script
 
     run_script(script, args or [], given)
 
