@@ -182,6 +182,29 @@ def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: 
     assert 'train.py", line' in done.stderr  # the rank's own traceback
 
 
+FORGETS = (
+    HEAD
+    + """
+model = net()
+wrapped = Ddp.wrap(model)
+optimizer = sgd(model.parameters())
+for x, y in zip(X.split(10), Y.split(10)):
+    optimizer.zero_grad()
+    F.cross_entropy(wrapped(x), y).backward()
+    optimizer.step()
+"""
+)
+
+
+def test_a_forgotten_all_reduce_ends_the_run_instead_of_training_separate_replicas(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FORGETS)
+    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu"], tmp_path)
+    assert done.returncode == 2
+    assert "all_reduce_gradients() or weighted_all_reduce_gradients(count)" in done.stderr
+    alone = start([sys.executable, "train.py"], tmp_path)
+    assert alone.returncode == 0, alone.stderr
+
+
 WAITS = (
     HEAD
     + """
