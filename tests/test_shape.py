@@ -53,6 +53,32 @@ def _is_for_types(path: Path) -> bool:
     return "if TYPE_CHECKING:" in path.read_text()
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    arrows = {
+        name: {target for target in imported_modules(path) if target in modules and target != name}
+        for name, path in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, (*way, name))
+            done.add(name)
+
+    for name in sorted(arrows):
+        visit(name, ())
+
+
+def test_only_the_graph_class_imports_the_drawing_of_graphs() -> None:
+    drawing = PACKAGE / "graph" / "drawing"
+    outside = [path for path in FILES if drawing not in path.parents]
+    users = [path for path in outside if any(n.startswith("uneven.graph.drawing") for n in imported_modules(path))]
+    assert users == [PACKAGE / "graph" / "graph.py"]
+
+
 def test_every_room_has_its_place() -> None:
     assert {room_of(path) for path in FILES} - {"__init__"} == set(ROOMS)
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT_MODULES

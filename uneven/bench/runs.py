@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")

@@ -24,9 +24,9 @@ from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import device_flags
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
+from uneven.timeline.timeline import Timeline
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
