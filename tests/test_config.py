@@ -198,3 +198,13 @@ def test_a_task_that_cannot_be_trained_is_refused(changes: dict[str, Any], words
     check_task(task())
     with pytest.raises(InputError, match=words):
         check_task(task(**changes))
+
+
+def test_overrides_take_precedence_and_leave_no_trace() -> None:
+    written, typed = {"batch_size": 8, "epochs": 2, "seed": 1}, {"seed": 5, "shares": [5, 2]}
+    config = resolve(written, typed)
+    assert (config.batch_size, config.epochs, config.seed, config.shares) == (8, 2, 5, (5.0, 2.0))
+    assert resolve(written).seed == 1
+    assert resolve({"num_epochs": 2}, {"batch_size": 4, "epochs": 7}).epochs == 7
+    with pytest.raises(InputError, match="did you mean 'seed'"):
+        resolve(written, {"sed": 5})

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from uneven.errors import InputError
@@ -290,21 +291,19 @@ class RunConfig:
         return {**asdict(self), **texts, "memory_cap": list(cap) if isinstance(cap, tuple) else cap}
 
 
-def override(settings: Mapping[str, Any]) -> None:
-    """From now on `resolve` takes these above what it is given: the command line of `uneven run`, in this process.
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check an incomplete set of settings: InputError for an unknown name or choice.
 
-    What is wrong by itself is refused here, before a rank starts; what depends on the script, in the ranks.
+    `uneven run` calls this before it starts a rank; the rest depends on the script and is checked in `resolve`.
     """
     _check_names(settings)
     _check_choices(settings)
-    _overrides.update(settings)
 
 
-def resolve(settings: Mapping[str, Any]) -> RunConfig:
-    """Settings as the user typed them -> a checked RunConfig."""
-    given = {("epochs" if name == "num_epochs" else name): value for name, value in settings.items()}
+def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+    """Settings as the user wrote them -> a checked RunConfig; `overrides` (the command line) take precedence."""
+    given = {("epochs" if name == "num_epochs" else name): value for name, value in {**settings, **overrides}.items()}
     _check_names(given)
-    given |= _overrides
     for name in ("batch_size", "epochs"):
         if name not in given:
             raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
@@ -337,9 +336,6 @@ def check_task(task: Task) -> None:
         )
     if len(task.dataset) == 0:
         raise InputError("dataset is empty: there is nothing to train on")
-
-
-_overrides: dict[str, Any] = {}
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from uneven.config import EvalStep, Evaluation, RunConfig, Settings, Task, Train
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.context import collect, process_context
+from uneven.launch.context import collect, command_line_settings, process_context
 from uneven.launch.preflight import prepare
 from uneven.launch.run import Run, keep, keep_interrupted, launch
 from uneven.policy.axis import Axis
@@ -93,7 +93,8 @@ class Ddp:
 
         On several devices the script is started by `uneven run` or torchrun; the group forms here.
         """
-        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(cast("dict[str, Any]", settings)))
+        config = resolve(cast("dict[str, Any]", settings), command_line_settings())
+        return _start_loop(model, make_optimizer, dataset, scheduler, config)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -293,4 +294,5 @@ class Builder:
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result gives the trained state."""
         task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
-        return launch(task, resolve(cast("dict[str, Any]", self._settings)), on_epoch=self._on_epoch)
+        config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
+        return launch(task, config, on_epoch=self._on_epoch)
