@@ -16,7 +16,7 @@ ROOMS = (
     *("__main__", "cli", "bench", "api", "launch", "train", "results", "step", "parallel", "average", "data"),
     *("timeline", "graph", "hardware", "comm", "policy", "config", "files", "errors", "version"),
 )
-ROOT_MODULES = {"__init__", "__main__", "config", "errors", "files", "version"}
+ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
 PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy
 
 

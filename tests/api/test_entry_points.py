@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from uneven import InputError, TrainedState, config
+from uneven import InputError, TrainedState
 from uneven.cli.main import app
 from uneven.errors import RankError
 from uneven.launch import environment
@@ -225,7 +225,7 @@ def test_a_notebook_cell_trains_on_two_devices(plain: dict[str, dict[str, torch.
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """`uneven run` changes the process it runs a script in; put it back."""
-    monkeypatch.setattr(config, "_overrides", {})
+    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))
 

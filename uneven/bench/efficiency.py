@@ -15,7 +15,7 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.sets import load_set
-from uneven.config import RunConfig, Task
+from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
@@ -63,13 +63,15 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     data = load_set(order.data or recipe.data)
     make_model = recipe.make_model if data.vocabulary is None else partial(recipe.make_model, data.vocabulary)
     task = Task(make_model, recipe.make_optimizer, recipe.train_step, data.train, None, None)
-    config = RunConfig(
-        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
-        epochs=FOREVER,
-        policy="sync" if order.policy == "torch-ddp" else order.policy,
-        precision=order.precision,
-        compile="off" if order.policy == "torch-ddp" else order.compile,
-        backend=order.backend,
+    config = resolve(
+        {
+            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "epochs": FOREVER,
+            "policy": "sync" if order.policy == "torch-ddp" else order.policy,
+            "precision": order.precision,
+            "compile": "off" if order.policy == "torch-ddp" else order.compile,
+            "backend": order.backend,
+        }
     )
     config, _ = settle(config, devices)
     if config.slot_size(len(devices)) > len(data.train):

@@ -17,7 +17,7 @@ from uneven.bench.modes import resolve_mode
 from uneven.bench.single import Order, conclude, make_config, make_task
 
 if TYPE_CHECKING:
-    from uneven.config import Settings
+    from uneven.api.settings import Settings
 
 
 def train(order: Order) -> None:

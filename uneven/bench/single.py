@@ -26,7 +26,7 @@ from uneven.bench.recipe import Recipe
 from uneven.bench.runs import SUMMARY_VERSION
 from uneven.bench.sets import TensorSet, load_set
 from uneven.comm.group import SoloGroup
-from uneven.config import Evaluation, RunConfig, Task
+from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError
@@ -111,19 +111,21 @@ def make_task(order: Order) -> Task:
 
 def make_config(order: Order, mode: Mode) -> RunConfig:
     recipe = models.get(order.model)
-    return RunConfig(
-        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
-        global_batch_size=order.global_batch_size,
-        epochs=recipe.epochs if order.epochs is None else order.epochs,
-        devices=str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
-        policy=mode.policy,
-        backend=mode.backend,
-        seed=order.seed,
-        precision=order.precision,
-        compile=order.compile,
-        lr_scale=order.lr_scale,
-        out=order.folder,
-        progress=order.progress,
+    return resolve(
+        {
+            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "global_batch_size": order.global_batch_size,
+            "epochs": recipe.epochs if order.epochs is None else order.epochs,
+            "devices": str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
+            "policy": mode.policy,
+            "backend": mode.backend,
+            "seed": order.seed,
+            "precision": order.precision,
+            "compile": order.compile,
+            "lr_scale": order.lr_scale,
+            "out": order.folder,
+            "progress": order.progress,
+        }
     )
 
 
