@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.bench.process import end_with_parent
+from uneven.bench.single.process import end_with_parent
 from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
