@@ -85,6 +85,14 @@ class LocalSGD:
         """From now on the rank's time is its own work again: called after anything that is not a step."""
         self._free_ns = self.engine.recorder.enter("data")
 
+    def use_segments(self, segment_end: Callable[[int], int]) -> None:
+        """Before the first slot: all ranks meet at `segment_end(slot)` only, and the ends of epochs are not reported.
+
+        For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
+        """
+        self.end_epoch = lambda *_: None
+        self.windows.next_event, self.windows.event = segment_end, segment_end(0)
+
     def parts(self) -> Iterator[Part]:
         axis, batch = self.engine.axis, self.engine.config.batch_size
         last = 0

@@ -22,6 +22,7 @@ from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
+from uneven.step.eager import EagerStep
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import device_flags
 from uneven.timeline.export import Timeline
@@ -52,7 +53,6 @@ class Worker:
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder)
-        self.after_joining: Callable[[Worker], None] = lambda _: None
         self.history: list[dict[str, Any]] = []
         self._said = 0  # of the pace's notes
         self.synchronizer: Synchronizer | None = None
@@ -64,10 +64,15 @@ class Worker:
     def axis(self) -> Axis:
         return self.engine.axis
 
-    def train(self) -> RankResult:
-        """Train every slot, or up to the stop request; the state returned is complete either way."""
+    def train(self, make_step: "Callable[[Worker], EagerStep] | None" = None) -> RankResult:
+        """Train every slot, or up to the stop request; the state returned is complete either way.
+
+        `make_step` is called once the group has formed; its step then trains the model in place of our own.
+        """
         with self.recording():
             synchronizer = self.prepare()
+            if make_step is not None:
+                self.engine.eager = make_step(self)
             self.report.started(self.axis, self.engine.feed.place)
             synchronizer.reset_timer()
             for part, micros in self.engine.feed.stream(synchronizer.parts()):
@@ -113,7 +118,6 @@ class Worker:
         self.synchronizer = synchronizer
         self._say_notes(synchronizer)
         self.recorder.enter("setup")
-        self.after_joining(self)
         return synchronizer
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.models.sets import load_set
+from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
@@ -25,6 +26,7 @@ from uneven.results.progress import Reporter
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
 FOREVER = 10**6  # epochs: the segments end by themselves
+MAX_DISTURBED = 0.1  # of the pairs: both segments of a pair are disturbed alike, so a few move the mean but little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,8 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     if config.slot_size(len(devices)) > len(data.train):
         raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the set has")
     plan = SegmentPlan(
-        is_torch_ddp=order.policy == "torch-ddp",
-        against_ddp=order.against_ddp,
+        joint="torch-ddp" if order.policy == "torch-ddp" else "policy",
+        reference="torch-ddp" if order.against_ddp else "solo",
         seconds=order.seconds,
         least_pairs=order.least_pairs,
         most_pairs=order.most_pairs,
@@ -118,6 +120,12 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "merge_delay": _delays(pairs.delays),
         "round_ms": _round_ms(pairs.rounds),
         "ratios": pairs.ratios,
+        "is_disturbed": len(pairs.disturbed) > MAX_DISTURBED * len(pairs.ratios),
+        "interference": {
+            "repeated_pairs": pairs.repeated,
+            "disturbed_pairs": len(pairs.disturbed),
+            "last": pairs.disturbed[-1] if pairs.disturbed else None,
+        },
     }
 
 
@@ -143,22 +151,34 @@ def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | No
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """The figure and what it means, in plain words."""
-    shares = ":".join(str(share) for share in result["shares"])
+    """The figure and what it means; a disturbed figure is marked, and nothing is derived from it."""
+    is_marked = is_disturbed(result)
+    figure = mark(f"{result['efficiency']:.3f} +- {result['half_width']:.3f}", is_marked)
+    if is_marked:
+        many = result["interference"]["disturbed_pairs"]
+        footnote = [f"{FOOTNOTE} ({many} of {result['pairs']} pairs, each measured twice)"]
+    else:
+        footnote = []
+    where = f"on {result['devices']}, batch {result['batch_size']}"
     if result["against_ddp"]:
-        return [
-            f"{result['model']} {result['policy']} / torch DDP on {result['devices']}, batch {result['batch_size']}: "
-            f"{result['efficiency']:.3f} +- {result['half_width']:.3f} times as fast (95 %, {result['pairs']} pairs); "
-            f"{result['payload_bytes_per_step']:,} bytes a step and rank"
-        ]
+        line = (
+            f"{result['model']} {result['policy']} / torch DDP {where}: {figure} times as fast "
+            f"(95 %, {result['pairs']} pairs); {result['payload_bytes_per_step']:,} bytes a step and rank"
+        )
+        return [line, *footnote]
+    line = f"{result['model']} {result['policy']} {where}: efficiency {figure} (95 %, {result['pairs']} pairs)"
+    return [line, *(footnote or _explanations(result))]
+
+
+def _explanations(result: dict[str, Any]) -> list[str]:
+    """Speeds, gap and bounds, and where the rest of a step goes."""
     over = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
     lines = [
-        f"{result['model']} {result['policy']} on {result['devices']}, batch {result['batch_size']}: efficiency "
-        f"{result['efficiency']:.3f} +- {result['half_width']:.3f} (95 %, {result['pairs']} pairs)",
         f"  solo {' + '.join(f'{speed:,.0f}' for speed in result['solo_samples_per_s'])} samples/s, together "
         f"{result['joint_samples_per_s']:,.0f} ({over:+.0%} to the fastest alone); gap {result['gap']:.2f}, "
         f"equal-batch DDP at most {result['ddp_bound']:.2f}",
     ]
+    shares = ":".join(str(share) for share in result["shares"])
     if result["merge_delay"] is not None:
         late = result["merge_delay"]
         lines.append(

@@ -2,42 +2,28 @@
 
 Machines drift, so a joint run and a solo run minutes apart say little. Here the same processes train jointly for a
 moment, then each alone and all at once for a moment, and again; every pair gives one ratio, joint samples/s over the
-sum of the solo samples/s. The same shape compares two ways of joint training. All ranks see the same numbers, so all
-of them know when there are enough pairs.
+sum of the solo samples/s. The same shape compares two kinds of joint training. Invariant: all ranks see the same
+numbers, so all of them end after the same pair.
 """
 
 import json
+import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from uneven.bench.efficiency.joint import (
-    LEAST_STEPS,
-    DdpJoint,
-    GradientSyncJoint,
-    Joint,
-    LocalSGDJoint,
-    full_parts,
-    meet,
-    share_out,
-)
 from uneven.bench.interval import interval
-from uneven.comm.gather import gather_bytes
-from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync
-from uneven.train.local_sgd import LocalSGD
-from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
+from uneven.hardware.interference import measure_interference
+from uneven.train.segment import Segment, SegmentTrainer, Worker, train_in_segments
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
     """How to measure: segments of at least `seconds`, pairs until the interval is narrow enough."""
 
-    is_torch_ddp: bool = False
-    against_ddp: bool = False  # compare with PyTorch's DDP instead of with solo training
+    joint: Literal["policy", "torch-ddp"] = "policy"
+    reference: Literal["solo", "torch-ddp"] = "solo"
     seconds: float = 1.5
     least_pairs: int = 30
     most_pairs: int = 200
@@ -58,102 +44,73 @@ class Pairs:
     delays: list[float] = field(default_factory=list)  # of every merge on every rank, in steps of the slowest rank
     rounds: list[tuple[float, float, float]] = field(default_factory=list)  # on rank 0: ms of wait, transfer, latency
     payload_bytes: int = 0  # a rank's collectives, per step
+    repeated: int = 0  # disturbed pairs that were measured again
+    disturbed: list[dict[str, Any]] = field(default_factory=list)  # interference of pairs disturbed twice
 
     def interval(self) -> tuple[float, float]:
         """Mean ratio and the half-width of its 95 % interval."""
         return interval(self.ratios)
 
 
-def alternate(plan: SegmentPlan, worker: Worker, home: Path) -> None:
-    """The program each rank runs in place of training; rank 0 leaves pairs.json."""
-    with worker.recording():
-        pairs = _measure(plan, worker)
-    if worker.rank_info.rank == 0:
-        (home / "pairs.json").write_text(json.dumps(asdict(pairs)))
+def alternate(plan: SegmentPlan, worker: Worker, folder: Path) -> None:
+    """The program of every rank; rank 0 leaves pairs.json in its folder."""
+    with train_in_segments(worker, plan.joint, plan.reference) as trainer:
+        pairs = _measure(plan, trainer)
+    if trainer.rank == 0:
+        (folder / "pairs.json").write_text(json.dumps(asdict(pairs)))
 
 
-def _measure(plan: SegmentPlan, worker: Worker) -> Pairs:
-    solo = None if plan.against_ddp else _solo_rig(worker)
-    synchronizer = worker.prepare()
-    if plan.is_torch_ddp:
-        joint: Joint = DdpJoint(worker)
-    elif isinstance(synchronizer, LocalSGD):
-        joint = LocalSGDJoint(worker, synchronizer)
-    else:
-        assert isinstance(synchronizer, GradientSync), "a pace is exact or local"
-        joint = GradientSyncJoint(worker, synchronizer)
-    other = _ddp_speed(worker) if solo is None else _solo_segment(worker, solo)
-    joint.run(0.0)
-    other(0.0)
-    joint.run(0.0)  # the second one says how long a segment takes
+def _measure(plan: SegmentPlan, trainer: SegmentTrainer) -> Pairs:
+    trainer.joint.run(0.0)
+    trainer.reference.run(0.0)
+    trainer.joint.run(0.0)  # from the second segment on its length is known
     pairs = Pairs()
-    while not _enough(pairs, plan):
-        _one_pair(worker, pairs, joint, other, plan.seconds)
-        if worker.rank_info.rank == 0:
-            worker.report.epoch_done({"pairs": len(pairs.ratios), "interval": pairs.interval()})
-    joint.close()
-    everyones = gather_bytes(worker.group, json.dumps(pairs.delays).encode())
-    pairs.delays = [delay for one in everyones for delay in json.loads(one)]
+    while not _is_enough(pairs, plan):
+        segment, solo = _run_pair(trainer, pairs, plan.seconds)
+        _add_pair(trainer, pairs, segment, solo)
+        if trainer.rank == 0:
+            trainer.report({"pairs": len(pairs.ratios), "interval": pairs.interval()})
+    everyones = trainer.all_gather_bytes(json.dumps(pairs.delays).encode())
+    pairs.delays = [delay for delays in everyones for delay in json.loads(delays)]
     return pairs
 
 
-def _enough(pairs: Pairs, plan: SegmentPlan) -> bool:
+def _is_enough(pairs: Pairs, plan: SegmentPlan) -> bool:
     done = len(pairs.ratios)
     return done >= plan.most_pairs or (done >= plan.least_pairs and pairs.interval()[1] <= plan.half_width)
 
 
-def _one_pair(worker: Worker, pairs: Pairs, joint: Joint, other: Callable[[float], float], seconds: float) -> None:
-    size = worker.rank_info.world_size
-    meet(worker)
-    segment = joint.run(seconds)
+def _run_pair(trainer: SegmentTrainer, pairs: Pairs, seconds: float) -> tuple[Segment, list[float]]:
+    """One joint segment and one of the reference; once more where other programs disturbed them."""
+    for attempt in (1, 2):
+        with measure_interference(os.getppid()) as span:  # the launcher's tree: the other ranks are not foreign
+            trainer.barrier()
+            segment = trainer.joint.run(seconds)
+            trainer.barrier()
+            solo = trainer.all_gather(trainer.reference.run(seconds).speed)
+        # Rank 0 decides for all: they must repeat the same pairs.
+        is_disturbed = trainer.all_gather(float(span.interference.is_disturbed))[0] > 0
+        if not is_disturbed:
+            break
+        if attempt == 1:
+            pairs.repeated += 1
+        else:
+            pairs.disturbed.append(span.interference.to_json())
+    return segment, solo
+
+
+def _add_pair(trainer: SegmentTrainer, pairs: Pairs, segment: Segment, solo: list[float]) -> None:
     pairs.payload_bytes = segment.payload_bytes // max(1, segment.steps)
-    together = sum(share_out(worker, segment.speed))
-    meet(worker)
-    apart = share_out(worker, other(seconds))
+    together = sum(trainer.all_gather(segment.speed))
     pairs.joint.append(together)
-    pairs.solo.append(apart)
-    pairs.ratios.append(together / sum(apart))
-    pairs.step_ms.append(1e3 * worker.axis.slot_size / together)
+    pairs.solo.append(solo)
+    pairs.ratios.append(together / sum(solo))
+    pairs.step_ms.append(1e3 * trainer.slot_size / together)
     pairs.shares.append(segment.shares)
     pairs.delays += segment.delays
     pairs.rounds += segment.rounds
     if segment.busy:
-        best_s = sum(max(one) for one in segment.busy) / 1e3
-        pairs.bounds.append(len(segment.busy) * worker.axis.slot_size / best_s / sum(apart))
-        pairs.busy_ms.append([statistics.mean(one[rank] for one in segment.busy) for rank in range(size)])
-
-
-def _ddp_speed(worker: Worker) -> Callable[[float], float]:
-    """A segment of DDP as a speed, each rank's its part of the whole, so that the sum is what all do together."""
-    ddp = DdpJoint(worker)
-
-    def run(seconds: float) -> float:
-        return ddp.run(seconds).speed
-
-    return run
-
-
-def _solo_rig(worker: Worker) -> Engine:
-    """This rank's device with a model of its own, as one that trains alone would have it, captured step included."""
-    engine = Engine(worker.task, worker.config, RankInfo(0, (worker.rank_info.device,)), worker.recorder)
-    engine.warm_up()
-    return engine
-
-
-def _solo_segment(worker: Worker, engine: Engine) -> Callable[[float], float]:
-    stream = engine.feed.stream(full_parts(worker, worker.config.batch_size, 0))
-
-    def run(seconds: float) -> float:
-        samples = steps = 0
-        began = time.perf_counter()
-        while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
-            began_ns = worker.recorder.clock()
-            part, micros = next(stream)
-            engine.step_alone(part, engine.open(micros), began_ns)
-            engine.run_ahead.after_step()
-            samples += part.samples
-            steps += 1
-        engine.run_ahead.drain()
-        return samples / (time.perf_counter() - began)
-
-    return run
+        best_s = sum(max(step) for step in segment.busy) / 1e3
+        pairs.bounds.append(len(segment.busy) * trainer.slot_size / best_s / sum(solo))
+        each = range(trainer.world_size)
+        pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in each])

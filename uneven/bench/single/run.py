@@ -8,6 +8,7 @@ mode.
 import json
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set
 from uneven.bench.single.folders import SUMMARY_VERSION
 from uneven.bench.single.modes import Mode, resolve_mode
-from uneven.bench.single.torch_ddp import train_with_ddp
+from uneven.bench.undisturbed import measure_undisturbed
 from uneven.comm.group import SoloGroup
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
-from uneven.errors import InputError, MachineError
+from uneven.errors import InputError, MachineError, StoppedError
 from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
@@ -42,8 +43,10 @@ from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import Precision
 from uneven.timeline.page import write_page
+from uneven.train.segment import Worker, train_with_torch_ddp
 
 EVAL_BATCH = 1000
+NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class Order:
     eval_every: int | None = None  # in epochs; None means every epoch, or the mode's own way
     out: Path = Path("runs")
     progress: str = "auto"
+    repeat_limit_s: float = 0.0  # a disturbed run that took no longer is made again once
+    time_limit_s: float | None = None  # a run that is not finished by then is given up with OutOfTimeError
 
     @property
     def folder(self) -> Path:
@@ -74,20 +79,46 @@ class Order:
         return self.out / self.model / self.mode / f"seed-{self.seed}"
 
 
+class OutOfTimeError(RuntimeError):
+    """The run was stopped at its time limit; its folder holds the state reached, but no summary."""
+
+
 def run_single(order: Order) -> dict[str, Any]:
-    """Train, measure, write the folder; returns the summary."""
+    """Train, measure, write the folder; returns the summary. See [Note: disturbed figures] for a second run."""
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
         given = f"compile={order.compile!r}, precision={order.precision!r}"
         raise InputError(f"{given} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
     task, config = make_task(order), make_config(order, mode)
-    if mode.is_own_loop:
-        return _run_own_loop(order, config)
-    program = train_with_ddp if mode.is_torch_ddp else None
+    train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
+    summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
+    summary |= {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
+    write_summary(order.folder, summary)
+    return summary
+
+
+def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str, Any]:
     with _confined_to(mode.cores):
+        program = _train_as_torch_ddp if mode.is_torch_ddp else None
         run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
-        state = run.join()
+        limit = threading.Timer(order.time_limit_s or threading.TIMEOUT_MAX, run.stop)
+        limit.daemon = True
+        if order.time_limit_s is not None:
+            limit.start()
+        try:
+            state = run.join()
+        except StoppedError as error:
+            raise OutOfTimeError(str(error)) from error
+        finally:
+            limit.cancel()
+    if not state.finished:
+        raise OutOfTimeError(f"not finished after {order.time_limit_s:.0f} s")
     return conclude(order, task, run.config, run.devices, state)
+
+
+def _train_as_torch_ddp(worker: Worker, folder: Path) -> None:
+    """The program of a rank process in mode torch-ddp."""
+    train_with_torch_ddp(worker).save(folder, is_lead=worker.rank_info.rank == 0)
 
 
 def make_task(order: Order) -> Task:
@@ -127,7 +158,7 @@ def make_config(order: Order, mode: Mode) -> RunConfig:
     )
 
 
-def _run_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
+def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
     """bench/own_loop.py as `uneven run` would start it; its first rank writes the folder, which is read here."""
     if order.eval_every is not None:
         raise InputError(
@@ -192,7 +223,7 @@ def _summary(
         "compile": config.compile,
         "lr_scale": config.lr_scale,
         "eval_samples": order.eval_samples,
-        "asked": {name: value for name, value in vars(order).items() if name not in ("out", "progress")},
+        "asked": {name: value for name, value in vars(order).items() if name not in NOT_ASKED},
         "metric": recipe.metric,
         "quality": quality,
         "published": recipe.published.value if recipe.published else None,
@@ -217,7 +248,13 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
     try:
         write_atomically(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
         write_atomically(folder / "metrics.jsonl", metrics.encode())
-        # Last: a folder with a summary is a finished run.
+    except OSError as error:
+        raise folder_error(folder, error) from error
+    write_summary(folder, summary)  # last: a folder with a summary is a finished run
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    try:
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
     except OSError as error:
         raise folder_error(folder, error) from error
