@@ -1,4 +1,4 @@
-"""What bench/ may do with a worker: train in segments that can be timed, or train with PyTorch's DDP.
+"""What bench/ may do with a worker: train in segments that can be timed, train with PyTorch's DDP, evaluate a model.
 
 The one module of train/ that bench/ imports. A segment is a stretch of training of at least some seconds, on all ranks
 alike; the same processes can train a segment of one kind, then one of another, and go on with the first. That is how
@@ -17,13 +17,18 @@ from itertools import count
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from uneven.comm.gather import gather_bytes, gather_rows
+from uneven.comm.group import SoloGroup
+from uneven.config import EvalStep
+from uneven.data.feed import make_feed
 from uneven.errors import InputError
 from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
 from uneven.step.eager import Backward, EagerStep
+from uneven.step.evaluation import evaluate
+from uneven.step.precision import Precision
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync, Row
 from uneven.train.local_sgd import LocalSGD
@@ -34,7 +39,15 @@ LEAST_STEPS = 3
 LEAST_WINDOWS = 3
 STOP_CHECK_STEPS = 20  # with PyTorch's DDP: every so many steps ranks agree on a stop request, in a sum of its own
 
-__all__ = ["Segment", "SegmentTrainer", "Segments", "Worker", "train_in_segments", "train_with_torch_ddp"]
+__all__ = [
+    "Segment",
+    "SegmentTrainer",
+    "Segments",
+    "Worker",
+    "evaluate_alone",
+    "train_in_segments",
+    "train_with_torch_ddp",
+]
 
 
 @dataclass(frozen=True)
@@ -124,6 +137,14 @@ def train_in_segments(
 def train_with_torch_ddp(worker: Worker) -> RankResult:
     """The whole run with the worker's own loop, but PyTorch's DDP sums the gradients."""
     return worker.train(make_step=TorchDdpStep)
+
+
+def evaluate_alone(
+    model: nn.Module, eval_step: EvalStep, dataset: Any, device: torch.device, batch_size: int
+) -> dict[str, float]:
+    """The metrics of a model in fp32 on a whole data set, by the function that evaluates every run."""
+    feed = make_feed(dataset, device, seed=0, batch_size=batch_size)
+    return evaluate(model, eval_step, feed, Precision("fp32", device), SoloGroup())
 
 
 class GradientSyncSegments:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from uneven.api.fit import Ddp
+from uneven import Ddp
 from uneven.bench.single.modes import resolve_mode
 from uneven.bench.single.run import Order, conclude, make_config, make_task
 

@@ -1,15 +1,14 @@
 """`uneven ...` in a fresh process: for figures that must not depend on what ran before."""
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LIFELINE = "UNEVEN_ENDS_WITH_STDIN"
+from uneven.launch.lifeline import LIFELINE
+
 END_S = 10.0  # for a run to save and go when somebody interrupts it
 
 
@@ -56,22 +55,6 @@ def run_uneven(words: Sequence[str], cores: Sequence[int] | None = None) -> Ende
     if process.returncode in (130, -2):
         raise KeyboardInterrupt
     return Ended(process.returncode, stdout, stderr)
-
-
-def end_with_parent() -> None:
-    """In a process that `run_uneven` started: end when that one is gone, however it went.
-
-    It holds the other end of stdin and writes nothing. The run of a sweep that was killed would else go on, beside the
-    same run of the next sweep.
-    """
-    if os.environ.pop(LIFELINE, None) is not None:
-        threading.Thread(target=_end_after_stdin, daemon=True).start()
-
-
-def _end_after_stdin() -> None:
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def flags(given: Mapping[str, Any]) -> list[str]:

@@ -26,9 +26,7 @@ from uneven.bench.models.sets import TensorSet, load_set
 from uneven.bench.single.folders import SUMMARY_VERSION
 from uneven.bench.single.modes import Mode, resolve_mode
 from uneven.bench.undisturbed import measure_undisturbed
-from uneven.comm.group import SoloGroup
 from uneven.config import Evaluation, RunConfig, Task
-from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
 from uneven.files import folder_error, write_atomically
@@ -40,10 +38,8 @@ from uneven.launch.run import launch
 from uneven.launch.start import run_on_ranks
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.step.evaluation import evaluate
-from uneven.step.precision import Precision
 from uneven.timeline.page import write_page
-from uneven.train.segment import Worker, train_with_torch_ddp
+from uneven.train.segment import Worker, evaluate_alone, train_with_torch_ddp
 
 EVAL_BATCH = 1000
 NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
@@ -194,8 +190,7 @@ def measure_quality(
 ) -> dict[str, float]:
     """The metrics of a trained state, in fp32, on the whole test set."""
     model = state.load_into(make_model()).to(device)
-    feed = make_feed(test, device, seed=0, batch_size=EVAL_BATCH)
-    return evaluate(model, recipe.eval_step, feed, Precision("fp32", device), SoloGroup())
+    return evaluate_alone(model, recipe.eval_step, test, device, EVAL_BATCH)
 
 
 def _summary(

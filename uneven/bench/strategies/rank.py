@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from uneven.bench.single.process import end_with_parent
 from uneven.bench.strategies.live_bytes import LiveBytes
 from uneven.bench.strategies.memory import Held, is_whole, measure, predict, predict_muon, uncut
 from uneven.bench.strategies.pairs import alternate
@@ -42,6 +41,7 @@ from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.store import reach_store
 from uneven.hardware.cores import pin
+from uneven.launch.lifeline import end_with_parent
 
 WARM_UP = 2  # steps whose time does not count
 

@@ -1,4 +1,8 @@
-"""The ranks of one row as fresh processes, which all end with whoever started them."""
+"""The ranks of one strategy as fresh processes, which end with the process that started them.
+
+Not by launch/launcher.py: a rank of the launcher makes a Worker, with a model, an optimizer and a feed of its own. Here
+every byte that a process holds is counted against the formula of the strategy, so its processes hold nothing else.
+"""
 
 import json
 import math
@@ -11,10 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.process import LIFELINE, Ended
+from uneven.bench.single.process import Ended
 from uneven.bench.strategies.task import RowTask
 from uneven.comm.store import open_store
 from uneven.errors import RankError
+from uneven.launch.lifeline import LIFELINE
 
 LOOK_S = 0.05
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
