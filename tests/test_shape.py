@@ -114,3 +114,46 @@ def test_heavy_packages_are_imported_only_where_needed(code: str, absent: tuple[
     check = f"{code}\nimport sys\nprint('LOADED', *[m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+# The folders of bench/ from top to bottom, and what a benchmark may use of the rooms below: public names, the seam of
+# train/ for workers and what starts ranks. Strategies take a process group, so their benchmark forms one.
+BENCH = (
+    *("demo", "policies", "scaling", "sweep", "report", "strategies", "efficiency", "single", "models"),
+    *("undisturbed", "interval"),
+)
+BENCH_MAY_USE = (
+    *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
+    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.run", "launch.start", "train.segment"),
+    "api.loop.check_loop",
+)
+STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_benchmarks_use_public_names_and_one_seam(path: Path) -> None:
+    parts = path.relative_to(PACKAGE / "bench").parts
+    folder = parts[0].removesuffix(".py")
+    allowed = BENCH_MAY_USE + (STRATEGIES_MAY_USE if folder == "strategies" else ())
+    for name in imported_modules(path):
+        if name.startswith("uneven.bench.") and folder != "__init__":
+            other = name.split(".")[2]
+            assert other == folder or BENCH.index(folder) < BENCH.index(other), f"bench/{folder} imports {name}"
+        own = name.removeprefix("uneven.")
+        if name.startswith("uneven.") and own.split(".")[0] in ROOMS:
+            is_allowed = any(f"{own}.".startswith(f"{prefix}.") for prefix in allowed)
+            is_package = any(prefix.startswith(f"{own}.") for prefix in allowed)  # `from uneven.x import y` names both
+            assert is_allowed or is_package, f"bench/{folder} imports {name}"
+
+
+@pytest.mark.parametrize("verb", ["devices", "run", "data", "diagnose"])
+def test_plain_verbs_do_not_import_the_benchmarks(verb: str) -> None:
+    check = (
+        f"import sys; sys.argv = ['uneven', {verb!r}, '--help']\n"
+        "from uneven.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"import uneven.cli.{verb}, uneven.launch.run, uneven.api.fit\n"
+        "print('LOADED', *[name for name in sys.modules if name.startswith('uneven.bench')])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED"

@@ -85,6 +85,14 @@ class LocalSGD:
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
 
+    def use_segments(self, segment_end: Callable[[int], int]) -> None:
+        """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
+
+        For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
+        """
+        self.end_epoch = lambda *_, **__: None
+        self.windows.next_event, self.windows.event = segment_end, segment_end(0)
+
     def parts(self) -> Iterator[Part]:
         axis, batch = self.engine.axis, self.engine.config.batch_size
         last = 0
