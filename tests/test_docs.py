@@ -63,7 +63,7 @@ def test_every_link_leads_somewhere(link: str) -> None:
 
 def test_every_picture_is_shown_somewhere() -> None:
     there = {f"images/{path.name}" for path in (ROOT / "docs" / "images").iterdir()}
-    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     assert there == set(re.findall(r"\]\((images/[^)]+)\)", pages))
 
 
