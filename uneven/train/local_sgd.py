@@ -271,14 +271,14 @@ class LocalSGD:
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first = self.engine.axis, self.epoch
-        next_slot = min(row.next_slot for row in rows)
-        passed = [epoch for epoch in range(first, axis.epochs) if next_slot >= axis.epoch_end(epoch)]
-        if passed:
+        axis, first, stop = self.engine.axis, self.epoch, self.epoch
+        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
+            stop += 1
+        if stop > first:
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
-            for epoch in passed:
+            for epoch in range(first, stop):
                 loss = loss_sum / count if count else float("nan")
-                self.end_epoch(epoch, loss, first=first, last=passed[-1])
+                self.end_epoch(epoch, loss, first=first, last=stop - 1)
                 self.epoch += 1
                 self._set_lr_scale()
         self.engine.recorder.enter("other")
