@@ -1,6 +1,7 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests import forked
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -18,6 +21,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__})"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _processes_are_forked() -> Iterator[None]:
+    """From one warmed-up server per process of pytest: see tests/forked.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.PackagePopen)
+        yield
+    forked.close_server()
+
+
+@pytest.fixture(autouse=True)
+def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if {"real_start", "cuda", "soak"} & set(request.node.keywords):
+        monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
 
 
 @pytest.fixture(autouse=True)
