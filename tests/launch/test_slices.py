@@ -19,8 +19,9 @@ from tests.faults import nothing_left
 from tests.forked import ForkedPopen
 from tests.hardware.fake_mps import FakeMps
 from tests.hardware.fake_mps import fake_mps as fake_mps
-from uneven import Ddp, InputError, RankError, config, fit, run, start
+from uneven import Ddp, InputError, RankError, config, fit
 from uneven.hardware.device import Device, parse_devices
+from uneven.launch import run, start
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import read_torchrun
 from uneven.launch.launcher import run_ranks
