@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/uneven demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)
 	$(BIN)/ruff check .

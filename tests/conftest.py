@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 # As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
 # in those that tests start. It is read when torch is loaded.
@@ -14,8 +15,35 @@ import torch
 
 from tests import forked
 
+# Files run whole, one after the other in each process of pytest. Those that take longest go first: a long one that
+# comes last would keep one core busy while the other has nothing to do.
+LONGEST = (
+    "api/test_entry_points.py",
+    "cli/test_demo.py",
+    "parallel/test_strategy_processes.py",
+    "launch/test_rank_processes.py",
+    "bench/test_modes.py",
+    "bench/test_strategies.py",
+    "policy/test_exact.py",
+    "train/test_local_sgd_processes.py",
+    "cli/test_devices.py",
+    "test_readme.py",
+    "launch/test_slices.py",
+    "timeline/test_page.py",
+    "cli/test_bench.py",
+    "hardware/test_measure.py",
+    "launch/test_run.py",
+    "data/test_feed.py",
+)
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
     if torch.cuda.is_available():
         return
     for item in items:

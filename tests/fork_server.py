@@ -76,13 +76,16 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     return b"".join(parts), list(fds)
 
 
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def serve(sock: socket.socket, base_path: list[str]) -> Callable[[], None]:
     """Fork what is ordered until the other end is closed. Returns in the forked processes alone, with their work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the tests
     while (received := receive(sock)) is not None:
         order, fds = pickle.loads(received[0]), received[1]
-        threads = os.listdir("/proc/self/task")
-        assert len(threads) == 1, f"the fork server has {len(threads)} threads"
+        assert count_threads() == 1, "a thread came into the fork server"
         if (pid := _fork_for_grandparent()) == 0:
             sock.close()
             if order.new_session:
@@ -199,7 +202,9 @@ def main() -> None:
     own = 1 + (len(paths.split(os.pathsep)) if paths else 0)  # this folder, and those of the variable
     base_path = sys.path[own:]
     _warm_up()
-    work = serve(socket.socket(fileno=int(sys.argv[1])), base_path)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    send(sock, str(count_threads()).encode())
+    work = serve(sock, base_path)
     work()  # at the bottom of the stack: the interpreter ends as after a program of its own
 
 

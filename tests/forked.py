@@ -37,6 +37,7 @@ class Server:
         self._sock = sock
         self._process = process
         self._lock = threading.Lock()
+        self.can_fork = True
 
     @classmethod
     def launch(cls) -> "Server":
@@ -46,7 +47,13 @@ class Server:
             # One thread: the libraries' pools must not exist where a process is forked.
             env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             process = RealPopen(command, cwd=ROOT, env=env, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL)
-        return cls(near, process)
+        server = cls(near, process)
+        ready = receive(near)
+        assert ready is not None, "the fork server did not start"
+        # A torch whose import starts threads cannot be forked: processes are then started for real, and
+        # tests/test_forked.py fails.
+        server.can_fork = ready[0] == b"1"
+        return server
 
     def start(self, order: Order, fds: list[int]) -> int:
         """The new process's number; it is a child of this process."""
@@ -104,7 +111,8 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
         options = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
         args = options["args"]
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
-        if not self._is_forked(words) or options["pass_fds"] or options["shell"]:
+        is_plain = not options["pass_fds"] and not options["shell"]
+        if not is_plain or not self._is_forked(words) or not the_server().can_fork:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         preexec, cwd, env = options["preexec_fn"], options["cwd"], options["env"]

@@ -37,6 +37,7 @@ def test_a_forked_process_has_what_it_was_given(kind: str, tmp_path: Path, monke
     first, second = (
         json.loads(run_forked(command, cwd=tmp_path, env=env, start_new_session=True).stdout) for _ in range(2)
     )
+    assert forked.the_server().can_fork
     assert first["parent"] == os.getpid()
     assert first["session"] == first["pid"] != second["pid"]
     assert (first["cwd"], first["name"], first["variables"]) == (str(tmp_path), "__main__", ["1", None])
