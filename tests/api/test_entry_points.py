@@ -175,7 +175,8 @@ for x, y in ddp.batches(0):
 @pytest.mark.parametrize("policy", ["balanced", pytest.param("async", marks=pytest.mark.soak)])
 def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: str) -> None:
     (tmp_path / "train.py").write_text(BREAKS)
-    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy], tmp_path)
+    command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy]
+    done = start(command, tmp_path)
     assert done.returncode == 1
     assert "rank 0 (cpu" in done.stderr
     assert "rank 1 left its epoch" in done.stderr
@@ -220,12 +221,12 @@ for epoch in range(10**6):
 
 def test_ctrl_c_stops_all_ranks_after_one_step_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS)
-    command = [BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu"]
+    command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "training\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate(timeout=150)
     assert child.returncode == 130, errors
     assert "stopped after" in errors
     (folder,) = (tmp_path / "runs").iterdir()

@@ -12,8 +12,8 @@ import torch
 from uneven import InputError
 from uneven.bench import demo
 from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, threads, train_modes
-from uneven.bench.modes import tell_threads
-from uneven.bench.single import Order, run_single
+from uneven.bench.single.modes import tell_threads
+from uneven.bench.single.run import Order, run_single
 from uneven.errors import MachineError, RankError
 from uneven.hardware import yardstick
 
@@ -170,7 +170,7 @@ def test_the_threads_are_set_before_torch_is_loaded() -> None:
         "import sys; from uneven.bench.demo import DemoOrder, check, notes, threads\n"
         "order = DemoOrder(); check(order); notes(order); threads(order); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
 def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:

@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_ended_by_whoever_cleans_up(
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(cleanup, "_live", {folder})
     cleanup.end_all_runs()
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(100) == -signal.SIGKILL
     assert not folder.exists()
 
 

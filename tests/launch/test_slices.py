@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.faults import nothing_left
+from tests.forked import ForkedPopen
 from tests.hardware.fake_mps import FakeMps
 from tests.hardware.fake_mps import fake_mps as fake_mps
 from uneven import Ddp, InputError, RankError, fit
@@ -98,11 +99,11 @@ def test_neither_ctrl_c_nor_a_killed_launcher_leaves_anything(
     )
     command = [sys.executable, "-c", code, str(tmp_path / "script.py"), PAIR]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as launcher:
+    with ForkedPopen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as launcher:
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
         launcher.send_signal(number)
-        assert launcher.wait(60) == -number
+        assert launcher.wait(150) == -number
         nothing_left(pids, launcher.pid)
         fake_mps.all_gone()
     assert fake_mps.quits() == 1

@@ -25,8 +25,9 @@ from uneven.launch.preflight import prepare
 from uneven.launch.training import Program, train_as_rank
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.timeline.export import Timeline
+from uneven.timeline.export import save_timeline
 from uneven.timeline.record import TRAINING
+from uneven.timeline.timeline import Timeline
 
 Body = Callable[[threading.Event, Reporter], TrainedState]
 
@@ -184,7 +185,7 @@ def save_results(state: TrainedState, config: RunConfig, reporter: Reporter, is_
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
-    state.timeline.save(config.out)
+    save_timeline(state.timeline, config.out)
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 

@@ -19,7 +19,7 @@ from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, proved
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 from uneven.train.rank_info import RankResult, Report
 from uneven.train.worker import Worker
 

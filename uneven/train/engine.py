@@ -119,6 +119,10 @@ class Engine:
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
 
+    def use_step(self, step: EagerStep) -> None:
+        """Train with this step in place of our own."""
+        self.eager = step
+
     def connect_batchnorm(self, group: Group) -> None:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
         self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter

@@ -85,6 +85,14 @@ class LocalSGD:
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
 
+    def use_segments(self, segment_end: Callable[[int], int]) -> None:
+        """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
+
+        For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
+        """
+        self.end_epoch = lambda *_, **__: None
+        self.windows.next_event, self.windows.event = segment_end, segment_end(0)
+
     def parts(self) -> Iterator[Part]:
         axis, batch = self.engine.axis, self.engine.config.batch_size
         last = 0
@@ -263,14 +271,14 @@ class LocalSGD:
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first = self.engine.axis, self.epoch
-        next_slot = min(row.next_slot for row in rows)
-        passed = [epoch for epoch in range(first, axis.epochs) if next_slot >= axis.epoch_end(epoch)]
-        if passed:
+        axis, first, stop = self.engine.axis, self.epoch, self.epoch
+        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
+            stop += 1
+        if stop > first:
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
-            for epoch in passed:
+            for epoch in range(first, stop):
                 loss = loss_sum / count if count else float("nan")
-                self.end_epoch(epoch, loss, first=first, last=passed[-1])
+                self.end_epoch(epoch, loss, first=first, last=stop - 1)
                 self.epoch += 1
                 self._set_lr_scale()
         self.engine.recorder.enter("other")

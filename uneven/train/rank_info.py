@@ -9,7 +9,7 @@ from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 
 class Report(Protocol):

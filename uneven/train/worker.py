@@ -22,11 +22,12 @@ from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
+from uneven.step.eager import EagerStep
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import device_flags
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
+from uneven.timeline.timeline import Timeline
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -58,7 +59,6 @@ class Worker:
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
-        self.after_joining: Callable[[Worker], None] = lambda _: None
         self.history: list[dict[str, Any]] = []
         self.synchronizer: Synchronizer | None = None
         self._reported_notes = 0
@@ -74,10 +74,15 @@ class Worker:
     def group(self) -> Group:
         return self.rank_info.group
 
-    def train(self) -> RankResult:
-        """Train every slot, or up to a stop request; the returned state is complete either way."""
+    def train(self, make_step: "Callable[[Worker], EagerStep] | None" = None) -> RankResult:
+        """Train every slot, or up to a stop request; the returned state is complete either way.
+
+        `make_step` is called once the group has formed; its step then trains the model in place of our own.
+        """
         with self.recording():
             synchronizer = self.prepare()
+            if make_step is not None:
+                self.engine.use_step(make_step(self))
             self.report.started(self.axis, self.engine.feed.place)
             synchronizer.reset_timer()
             for part, micros in self.engine.feed.stream(synchronizer.parts()):
@@ -122,7 +127,6 @@ class Worker:
         self.synchronizer = synchronizer
         self._report_notes(synchronizer)
         self.recorder.enter("setup")
-        self.after_joining(self)
         return synchronizer
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
