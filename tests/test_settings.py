@@ -22,9 +22,7 @@ from uneven.config import RunConfig, Setting, check_settings, resolve, settings_
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = settings_of(RunConfig)
-NAMES = SETTINGS | {
-    setting.alias: setting for setting in SETTINGS.values() if setting.alias is not None
-}
+NAMES = SETTINGS | {setting.alias: setting for setting in SETTINGS.values() if setting.alias is not None}
 
 
 def load_tool() -> Any:
