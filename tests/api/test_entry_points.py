@@ -178,7 +178,7 @@ def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: 
     done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy], tmp_path)
     assert done.returncode == 1
     assert "rank 0 (cpu" in done.stderr
-    assert "rank 1 broke off its epoch" in done.stderr
+    assert "rank 1 left its epoch" in done.stderr
     assert 'train.py", line' in done.stderr  # the rank's own traceback
 
 

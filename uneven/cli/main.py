@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.bench.process import end_with_parent
 from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
@@ -20,10 +19,11 @@ from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, policies, report, sweep
 from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.launch.lifeline import end_with_parent
 
 EXIT_CODES = (
     "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, 130 stopped and saved. "
-    "Messages go to stderr; with --json stdout holds one JSON object, or nothing where there is no result."
+    "Messages go to stderr; with --json stdout holds one JSON document, or nothing where there is no result."
 )
 
 app = typer.Typer(

@@ -29,7 +29,7 @@ from uneven.launch.environment import Started, read_torchrun
 from uneven.launch.heartbeat import Heartbeat
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, proved
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 from uneven.train.rank_info import RankResult
 from uneven.train.worker import Worker
 
