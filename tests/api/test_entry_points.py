@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from uneven import InputError, TrainedState, config
+from uneven import InputError, TrainedState
 from uneven.cli.main import app
 from uneven.errors import RankError
 from uneven.launch import environment
@@ -179,7 +179,7 @@ def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: 
     done = start(command, tmp_path)
     assert done.returncode == 1
     assert "rank 0 (cpu" in done.stderr
-    assert "rank 1 broke off its epoch" in done.stderr
+    assert "rank 1 left its epoch" in done.stderr
     assert 'train.py", line' in done.stderr  # the rank's own traceback
 
 
@@ -226,7 +226,7 @@ def test_a_notebook_cell_trains_on_two_devices(plain: dict[str, dict[str, torch.
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """`uneven run` changes the process it runs a script in; put it back."""
-    monkeypatch.setattr(config, "_overrides", {})
+    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))
 

@@ -12,8 +12,8 @@ import torch
 from uneven import InputError
 from uneven.bench import demo
 from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, threads, train_modes
-from uneven.bench.modes import tell_threads
-from uneven.bench.single import Order, run_single
+from uneven.bench.single.modes import tell_threads
+from uneven.bench.single.run import Order, run_single
 from uneven.errors import MachineError, RankError
 from uneven.hardware import yardstick
 

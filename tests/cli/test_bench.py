@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from uneven import TrainedState
-from uneven.bench import models, modes
+from uneven.bench import models
+from uneven.bench.single import modes
 from uneven.cli.main import main
 
 

@@ -19,7 +19,7 @@ from tests.faults import nothing_left
 from tests.forked import ForkedPopen
 from tests.hardware.fake_mps import FakeMps
 from tests.hardware.fake_mps import fake_mps as fake_mps
-from uneven import Ddp, InputError, RankError, config, fit
+from uneven import Ddp, InputError, RankError, fit
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch import run, start
 from uneven.launch.context import ProcessContext
@@ -114,7 +114,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that are not there pass for once, and what `uneven run` changes in its process is put back."""
     monkeypatch.setattr("uneven.launch.start.check_device", lambda _: None)
     monkeypatch.setattr("uneven.launch.preflight.check_device", lambda _: None)
-    monkeypatch.setattr(config, "_overrides", {})
+    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))
 

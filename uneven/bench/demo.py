@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.modes import PAIR, TOGETHER, resolve_mode
+from uneven.bench.single.modes import PAIR, TOGETHER, resolve_mode
 from uneven.errors import InputError, RankError
 from uneven.hardware import yardstick
 from uneven.hardware.cores import assign_cores, available_cores
@@ -179,7 +179,7 @@ def folder_of(order: DemoOrder, mode: str) -> Path:
 
 
 def _train(order: DemoOrder, mode: str) -> Summary:
-    from uneven.bench.single import Order, run_single
+    from uneven.bench.single.run import Order, run_single
     from uneven.results.progress import bars_only
 
     # Seven resolved configurations and twenty epochs in words would bury the table.

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.process import flags, run_uneven
-from uneven.bench.runs import read_json
+from uneven.bench.single.folders import read_json
+from uneven.bench.single.process import flags, run_uneven
 from uneven.config import POLICIES
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # of the lowest loss: as good, as far as one run can say

@@ -17,7 +17,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
     Example: uneven bench list
     """
     from uneven.bench import models
-    from uneven.bench.modes import NAMES
+    from uneven.bench.single.modes import NAMES
 
     recipes = [models.get(name) for name in models.NAMES]
     if as_json:
@@ -97,11 +97,11 @@ def run(
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
     given = {name: value for name, value in locals().items() if name != "as_json"}
-    from uneven.bench.modes import resolve_mode, tell_threads
+    from uneven.bench.single.modes import resolve_mode, tell_threads
     from uneven.cli.run import number_or_word
 
     tell_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
-    from uneven.bench.single import Order, run_single
+    from uneven.bench.single.run import Order, run_single
 
     given["lr_scale"] = None if lr_scale is None else number_or_word(lr_scale)
     summary = run_single(Order(**given, progress="off" if as_json else "auto"))
@@ -141,8 +141,8 @@ def efficiency(
 
       uneven bench efficiency --model resnet-20 --policy async --devices cuda:0%60,cuda:0%24 --compile graph
     """
-    from uneven.bench.efficiency import EfficiencyOrder, measure_efficiency, sentences
-    from uneven.bench.pairs_bar import PairsBar
+    from uneven.bench.efficiency.measure import EfficiencyOrder, measure_efficiency, sentences
+    from uneven.bench.efficiency.progress import PairsBar
 
     order = EfficiencyOrder(
         model=model,

@@ -40,7 +40,7 @@ def demo(
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
     from uneven.bench.demo import DemoOrder, check, threads, train_modes
-    from uneven.bench.modes import tell_threads
+    from uneven.bench.single.modes import tell_threads
 
     order = DemoOrder(
         devices=devices,

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.bench.process import end_with_parent
 from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
@@ -19,6 +18,7 @@ from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, policies, report, sweep
 from uneven.errors import InputError, MachineError, RankError
+from uneven.launch.lifeline import end_with_parent
 
 app = typer.Typer(
     no_args_is_help=True,

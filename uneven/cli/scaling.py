@@ -10,7 +10,7 @@ import typer
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.bench.scaling import Scaling
+    from uneven.bench.scaling.measure import Scaling
 
 
 def scaling(
@@ -36,7 +36,7 @@ def scaling(
 
       uneven bench scaling --model gpt-nano --samples 512 --compiles off,default --out scaling.html
     """
-    from uneven.bench.scaling import ScalingOrder, measure_scaling
+    from uneven.bench.scaling.measure import ScalingOrder, measure_scaling
 
     try:
         numbers = tuple(sorted({int(word) for word in ranks.split(",")}))
@@ -59,7 +59,7 @@ def scaling(
     else:
         _print(found)
     if out is not None:
-        from uneven.bench.scaling_page import write_scaling_page
+        from uneven.bench.scaling.page import write_scaling_page
 
         write_scaling_page(found, f"{model}, {policy}", out)
 

@@ -12,7 +12,7 @@ from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
     from uneven.bench.policies import Trial
-    from uneven.bench.sweep import Outcome, SweepOrder
+    from uneven.bench.sweep.plan import Outcome, SweepOrder
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
 
@@ -51,9 +51,9 @@ def sweep(
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
-    from uneven.bench.provision import provide
-    from uneven.bench.sweep import SweepOrder, find_missing, plan_sweep
-    from uneven.bench.sweep import sweep as run_sweep
+    from uneven.bench.sweep.plan import SweepOrder, find_missing, plan_sweep
+    from uneven.bench.sweep.plan import sweep as run_sweep
+    from uneven.bench.sweep.provision import provide
 
     if quick and full:
         raise InputError("--quick and --full: choose one")
@@ -150,8 +150,8 @@ def report(
 
       uneven bench report runs --out report.html
     """
-    from uneven.bench.report import build_report, write_report
-    from uneven.bench.report_markdown import render_markdown
+    from uneven.bench.report.build import build_report, write_report
+    from uneven.bench.report.markdown import render_markdown
 
     if out is not None and out.suffix not in (".md", ".html"):
         raise InputError(f"--out {out}: a report is .md or .html")
@@ -159,7 +159,7 @@ def report(
     if as_json:
         text = json.dumps(found.to_json(), indent=1) + "\n"
     elif out is not None and out.suffix == ".html":
-        from uneven.bench.report_page import render_page
+        from uneven.bench.report.page import render_page
 
         text = render_page(found, out.parent)
     else:
@@ -184,7 +184,7 @@ def compare(
 
       uneven bench compare runs/lenet/cpu-async/seed-0 runs/lenet/cpu-cadence/seed-0
     """
-    from uneven.bench.compare import compare as differences
+    from uneven.bench.report.compare import compare as differences
 
     found = differences(first, second)
     if as_json:
@@ -212,8 +212,8 @@ def check(
 
       uneven bench check runs --baseline baseline.json
     """
-    from uneven.bench.compare import check as faults_of
-    from uneven.bench.compare import write_baseline
+    from uneven.bench.report.compare import check as faults_of
+    from uneven.bench.report.compare import write_baseline
 
     if (baseline is None) == (save is None):
         raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")

@@ -4,13 +4,14 @@ Decided from the device the rank was given, never from "CUDA is present": a CPU 
 a CPU rank. Every answer comes with its reason, which is printed.
 """
 
+from uneven.config import Precision
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu
 from uneven.hardware.system import System
 from uneven.hardware.torchbuild import parse_sm
 
 
-def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[str, str]:
+def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[Precision, str]:
     """('bf16' | 'fp16' | 'fp32', why) for one device; `gpu` is the one a CUDA device names."""
     if device.kind == "cpu":
         if system.cpu.flags:

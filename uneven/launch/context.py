@@ -8,8 +8,8 @@ import json
 import signal
 import threading
 import zlib
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from uneven.launch.environment import Started, read_torchrun
 from uneven.launch.heartbeat import Heartbeat
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, proved
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 from uneven.train.rank_info import RankResult
 from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []
+_solo_settings: dict[str, Any] = {}  # for a script that `uneven run` executes in its own process
 
 
 def process_context() -> "ProcessContext | None":
@@ -53,10 +54,30 @@ def set_process_context(context: "ProcessContext") -> None:
     _contexts.append(context)
 
 
+def set_solo_settings(settings: Mapping[str, Any]) -> None:
+    """The command line of a single-device `uneven run`, which executes the script in this process.
+
+    They hold to the end of the process: a thread of the script may still train after its last line.
+    """
+    _solo_settings.update(settings)
+
+
+def command_line_settings() -> Mapping[str, Any]:
+    """The settings `uneven run` was given, which take precedence over the script's; empty in any other process."""
+    context = process_context()
+    return _solo_settings if context is None else {**context.settings, **_solo_settings}
+
+
 class ProcessContext:
     """Life cycle: one per process, to its end. One run at a time: `attend`, train, `attend(None)`."""
 
-    def __init__(self, started: Started, devices: tuple[Device, ...] | None = None) -> None:
+    def __init__(
+        self,
+        started: Started,
+        devices: tuple[Device, ...] | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.settings = settings  # those of the command line of `uneven run`; empty under torchrun
         self.rank, self.world_size, self.by = started.rank, started.world_size, started.by
         self.asked = threading.Event()  # the starter wants us to stop
         self.note: str | None = None

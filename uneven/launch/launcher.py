@@ -27,7 +27,7 @@ from uneven.launch.processes import INTERRUPTED, RankProcesses, describe_exit
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState, proved
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 T = TypeVar("T")
 Program = Callable[[Any, Path], None]  # (worker, folder for its results), run in place of training

@@ -25,8 +25,9 @@ from uneven.launch.launcher import Program, train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.timeline.export import Timeline
+from uneven.timeline.export import save_timeline
 from uneven.timeline.record import TRAINING
+from uneven.timeline.timeline import Timeline
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -195,7 +196,7 @@ def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bo
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
-    state.timeline.save(config.out)
+    save_timeline(state.timeline, config.out)
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 

@@ -12,8 +12,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from uneven.config import override
-
 
 def execute(script: Path, args: list[str]) -> None:
     """`__name__` is "__main__", sys.argv and sys.path are the script's own."""
@@ -31,12 +29,11 @@ def execute_as_rank(folder: Path, rank: int, plan: dict[str, Any]) -> None:
 
     size = len(plan["devices"])
     started = Started("uneven run", rank, size, rank, size, "127.0.0.1", plan["port"], "")
-    context = ProcessContext(started, parse_devices(plan["devices"]))
+    context = ProcessContext(started, parse_devices(plan["devices"]), plan["script"]["settings"])
     # The launcher passes Ctrl-C on as a request; where no run is there to obey it, it interrupts the script.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     context.post(lambda: end_orphaned_run(folder))
     set_process_context(context)
-    override(plan["script"]["settings"])
     try:
         execute(Path(plan["script"]["path"]), plan["script"]["args"])
         _end_as_python_does()

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from uneven.config import override
+from uneven.config import check_settings
 from uneven.errors import InputError, StoppedError
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
@@ -23,12 +23,15 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     refuse_unsupported()
     if not script.is_file():
         raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
-    override(settings)  # here to be checked, and for a script that runs here
+    check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
         check_device(device)
     if not needs_ranks(devices):
+        from uneven.launch.context import set_solo_settings  # imports torch
+
+        set_solo_settings(settings)
         execute(script, list(args))
         return
     run_on_ranks(script, args, devices, Reporter("lines"), settings)
