@@ -35,6 +35,7 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp16", "auto"),
     "compile": ("off", "default", "graph"),
     "optimizer_state": ("keep", "average"),
+    "activations": ("keep", "recompute", "offload", "auto"),
     "progress": ("auto", "bar", "lines", "off"),
 }
 MAYBE_NONE = ("strategy", "optimizer_state")
@@ -79,6 +80,8 @@ class Settings(TypedDict, total=False):
     shares: Sequence[float] | None
     strategy: str | None
     memory_shares: Sequence[float] | None
+    bucket_mb: float | None
+    activations: str
     memory_cap: int | Sequence[int] | None
     sync_batchnorm: bool
     max_grad_norm: float | None
@@ -114,6 +117,8 @@ class RunConfig:
     shares: tuple[float, ...] | None = None
     strategy: str | None = None
     memory_shares: tuple[float, ...] | None = None
+    bucket_mb: float | None = None
+    activations: str = "keep"
     memory_cap: int | tuple[int, ...] | None = None
     sync_batchnorm: bool = False
     max_grad_norm: float | None = None
@@ -147,6 +152,7 @@ class RunConfig:
                 raise InputError(f"{name}={given!r} must be numbers of at least 0, one per device, not all 0")
         self._check_caps()
         self._check_strategy()
+        self._check_activations()
         if self.replay is not None and self.shares is not None:
             raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.checkpoint_every is not None:
@@ -193,6 +199,22 @@ class RunConfig:
             raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
         if not self.is_replicated:
             self._check_cut(name)
+
+    def _check_activations(self) -> None:
+        if self.bucket_mb is not None and (self.is_local or self.strategy in ("ddp-flat", *MODEL_PARALLEL)):
+            what = f"policy={self.policy!r}" if self.is_local else f"strategy={self.strategy!r}"
+            raise InputError(f"bucket_mb={self.bucket_mb!r} with {what}: it sends no buckets; leave bucket_mb out")
+        if self.bucket_mb is not None and self.bucket_mb != 0 and not _is_above_zero(self.bucket_mb):
+            raise InputError(f"bucket_mb={self.bucket_mb!r} must be a number of megabytes of at least 0")
+        if self.activations == "keep":
+            return
+        given = f"activations={self.activations!r}"
+        if self.compile != "off":
+            raise InputError(f"{given} with compile={self.compile!r}: use compile='off', or activations='keep'")
+        if self.sync_batchnorm and self.activations != "offload":
+            raise InputError(f"{given} with sync_batchnorm=True: a recomputed layer would wait for ranks that do not")
+        if self.activations == "auto" and self.is_model_parallel:
+            raise InputError(f"{given} with strategy={self.strategy!r}: all devices must choose alike; use 'recompute'")
 
     def _check_cut(self, name: str) -> None:
         """What does not go with a model that is in pieces."""

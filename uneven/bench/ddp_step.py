@@ -22,8 +22,8 @@ class DdpStep:
     def __init__(self, worker: Worker) -> None:
         self._eager: EagerStep = worker.engine.eager
         self._worker = worker
-        if self._eager.road is not None:
-            self._eager.road.close()
+        if self._eager.reducer is not None:
+            self._eager.reducer.close()
         self._ddp = TorchDdp(
             worker.engine.model, worker.engine.optimizer, worker.task.train_step, worker.config.max_grad_norm
         )

@@ -17,6 +17,7 @@ from uneven.data.feed import Feed, Micros, make_feed
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
+from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Axis, Part
@@ -50,6 +51,10 @@ class Engine:
         # Made on the CPU and then moved, so that a seed gives the same model on every device.
         self.model = task.make_model().to(self.on)
         self.model.train()
+        if config.activations in ("recompute", "offload") and not (
+            config.is_model_parallel and rank_info.world_size > 1  # applied to the sharded layers, when these are made
+        ):
+            Activations(self.model, config.activations)
         self.structure = read_structure(self.model)  # as it was made: synchronised layers have other names
         # Alone, BatchNorm sees all samples anyway.
         self.batchnorm_sync = (
@@ -141,12 +146,12 @@ class Engine:
         self.slow_down(began_ns)
 
     def sum_gradients(
-        self, micros: Micros, slot_samples: int, row: Callable[[], Sequence[float]]
+        self, micros: Micros, slot_samples: int, stats: Callable[[], Sequence[float]]
     ) -> tuple[list[list[float]], Tensor | None]:
         """The first half of a step of all ranks, from micro-batches as `open` gives them; see EagerStep."""
         if self.captured is None:
-            return self.eager.sum_gradients(micros, slot_samples, row)
-        return self.eager.sum_gradients(micros, slot_samples, row, self.captured)
+            return self.eager.sum_gradients(micros, slot_samples, stats)
+        return self.eager.sum_gradients(micros, slot_samples, stats, self.captured)
 
     def after_step(self, began_ns: int) -> None:
         """Keep the host close to its device after a step enqueued since then; a step of all ranks does so itself."""
@@ -251,7 +256,7 @@ class Engine:
     def _capture(self, part: Part) -> None:
         """The whole step as a graph; or, where gradients are summed over ranks, forward and backward.
 
-        Those graphs are for the road of the group, which is not there yet: here they only show that they can be made.
+        Those graphs need the group's reducer, which is not there yet: here they only show that they can be made.
         """
         if self.rank_info.world_size == 1 or self.config.is_local:
             ((part, micros),) = self.feed.stream([part])

@@ -27,6 +27,7 @@ from uneven.step.precision import device_flags
 from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
+from uneven.train.apply_strategy import choose_activations
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -90,6 +91,8 @@ class Worker:
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile and warm up alone, then form the group and meet in round 0."""
+        if lines := choose_activations(self.engine):
+            self.report.say(lines)
         if self.engine.is_rehearsed:
             self.engine.warm_up()
         is_measured = self.engine.is_rehearsed and self.rank_info.world_size > 1 and not self.config.has_fixed_shares
