@@ -54,7 +54,7 @@ class OnCpu(Capture):
         return self._left
 
     def replay(self, inputs: InputMicros) -> None:
-        self._take(inputs)
+        self._copy_inputs(inputs)
         used = set(self._eager.reducer._used)
         left = self._run(self.inputs)
         self._eager.reducer._used = used

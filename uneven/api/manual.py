@@ -21,12 +21,19 @@ class Wrapped:
 
     def __init__(self, model: nn.Module, group: Group, leave: Callable[[], None]) -> None:
         self.model = model
-        self.rank, self.world_size = group.rank, group.world_size
         self._group = group
         self._leave = leave
         self._buffers = BufferAverage(model)
         self._weight = 0.0  # since the buffers last met
         self._has_counted = False
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)

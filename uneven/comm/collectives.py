@@ -10,27 +10,27 @@ from itertools import pairwise
 from torch import Tensor
 
 from uneven.comm.group import Group
-from uneven.comm.work import Works
+from uneven.comm.work import WorkList
 
 
 def broadcast_params(group: Group, tensors: Iterable[Tensor]) -> None:
     """Overwrite all tensors by rank 0's values."""
-    Works([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
+    WorkList([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
 
 
-def all_gather_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> Works:
+def all_gather_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
     """Every owner's shard to all ranks: one broadcast per owner, on Gloo faster than an all-gather of equal shards."""
-    return Works([group.broadcast(shard, owner) for owner, shard in _shards(flat, bounds)])
+    return WorkList([group.broadcast(shard, owner) for owner, shard in _shards(flat, bounds)])
 
 
-def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> Works:
+def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
     """Every shard summed at its owner; what a rank then holds of the others' shards is undefined.
 
     Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory.
     """
     if not group.is_nccl(flat):
-        return Works([group.all_reduce(flat)] if flat.numel() else [])
-    return Works([group.reduce(shard, owner) for owner, shard in _shards(flat, bounds)])
+        return WorkList([group.all_reduce(flat)] if flat.numel() else [])
+    return WorkList([group.reduce(shard, owner) for owner, shard in _shards(flat, bounds)])
 
 
 def _shards(flat: Tensor, bounds: Sequence[int]) -> Iterator[tuple[int, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from uneven.comm.collectives import all_gather_shards
 from uneven.comm.group import Group
-from uneven.comm.work import Works
+from uneven.comm.work import WorkList
 from uneven.parallel.buckets import is_dense, view_like
 from uneven.policy.apportion import apportion, check_shares, cut_by
 
@@ -69,7 +69,7 @@ class FlatShards:
         """What the optimizer updates in place of the param; for a whole tensor, the param itself."""
         return shard.param if self.by_tensors else nn.Parameter(shard.of(shard.param.detach()))
 
-    def all_gather(self, group: Group) -> Works:
+    def all_gather(self, group: Group) -> WorkList:
         """Send every owner's updated params to all ranks."""
         return all_gather_shards(group, self.flat, self.bounds)
 
@@ -93,7 +93,7 @@ class ReshardableShards(FlatShards):
             self._move_to(torch.empty_like(self.flat, dtype=compute_dtype))
         self.reshard()
 
-    def unshard(self, group: Group) -> Works:
+    def unshard(self, group: Group) -> WorkList:
         """Start to gather the params; they are whole once the works have been waited for."""
         assert not self.is_unsharded
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
@@ -114,10 +114,10 @@ class ReshardableShards(FlatShards):
     def optimized_param(self, shard: Shard) -> nn.Parameter:
         return nn.Parameter(self.own_part(shard))
 
-    def all_gather(self, group: Group) -> Works:
+    def all_gather(self, group: Group) -> WorkList:
         """Nothing is sent after a step: the next forward gathers what it needs."""
         del group
-        return Works([])
+        return WorkList([])
 
     @property
     def _own_range(self) -> slice:

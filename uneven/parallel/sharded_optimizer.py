@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
-from uneven.comm.work import Works
+from uneven.comm.work import WorkList
 from uneven.parallel.buckets import view_like
 from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, flat_memory, gradient_like, group_by_kind
 
@@ -99,7 +99,7 @@ class ShardedOptimizer(Optimizer):
             self._source.start()
 
     @torch.no_grad()
-    def update(self) -> list[Works]:
+    def update(self) -> list[WorkList]:
         """The second part: update this rank's shards and start to send them to all ranks."""
         assert self._inner is not None
         self._copy_settings()

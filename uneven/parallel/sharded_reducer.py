@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from uneven.comm.collectives import reduce_scatter_shards
 from uneven.comm.group import Group
-from uneven.comm.work import Work, Works
+from uneven.comm.work import Work, WorkList
 from uneven.parallel.buckets import split_params
 from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
@@ -32,7 +32,7 @@ class _ShardedBucket:
     start: int
     params: list[nn.Parameter]
     buffer: Tensor | None = None
-    works: Works | None = None
+    works: WorkList | None = None
     pending: int = 0
 
     @property
@@ -200,7 +200,7 @@ class DeferredShardedReducer:
         self._flat_shards = flat_shards
         self._group = group
         self._shards_of = {param: shards for shards in flat_shards for param in shards.params}
-        self._sums: dict[FlatShards, tuple[Tensor, Works, Tensor, Work]] = {}
+        self._sums: dict[FlatShards, tuple[Tensor, WorkList, Tensor, Work]] = {}
         self._used: dict[FlatShards, set[nn.Parameter]] = {}
 
     @torch.no_grad()

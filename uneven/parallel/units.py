@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from uneven.comm.group import Group
-from uneven.comm.work import Works
+from uneven.comm.work import WorkList
 from uneven.parallel.flat_shards import ReshardableShards, group_by_kind
 
 
@@ -25,7 +25,7 @@ class Unit:
         self._group = group
         self.flat_shards = [ReshardableShards(kind, shares, group, compute_dtype) for kind in group_by_kind(params)]
         self.has_frozen = any(not param.requires_grad for param in params)
-        self._works: list[Works] | None = None
+        self._works: list[WorkList] | None = None
 
     def start_unshard(self) -> None:
         if self._works is None:
