@@ -249,6 +249,8 @@ def check_loop(config: RunConfig, size: int) -> None:
             f"strategy={config.strategy!r} with Ddp.setup: devices meet inside forward and backward, where a loop of "
             f"your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
         )
+    if config.activations == "auto":
+        raise InputError("activations='auto' with Ddp.setup: there is no train step to measure; use 'recompute' or fit")
     _check_caps(config, size)
     if config.sync_batchnorm and size > 1:
         raise InputError(
