@@ -87,6 +87,11 @@ class Loop:
     def world_size(self) -> int:
         return self.worker.rank_info.world_size
 
+    @property
+    def epochs(self) -> int:
+        """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
+        return self.worker.config.epochs
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
         with self.worker.engine.eager.precision.region():

@@ -243,7 +243,7 @@ def policies(
 ) -> None:
     """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
 
-    The epochs given here stand above those in the script; a loop of your own must ask for them (ddp.epochs). Examples:
+    The epochs given here replace those in the script; a loop of your own follows them as range(ddp.epochs). Examples:
 
       uneven bench policies train.py --devices cuda:0,cuda:1 --epochs 3
 
