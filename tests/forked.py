@@ -27,7 +27,7 @@ PR_SET_CHILD_SUBREAPER = 36
 RealPopen = subprocess.Popen
 LIGHT = ("uneven.hardware.mpskeeper",)  # imports no torch: started for real as quickly
 # These start nothing: no server of their own.
-LEAVES = ("uneven.launch.rank", "uneven.bench.strategy_rank", "uneven.hardware.measure", "tests.rank_process")
+LEAVES = ("uneven.launch.rank", "uneven.bench.strategies.rank", "uneven.hardware.measure", "tests.rank_process")
 
 
 class Server:

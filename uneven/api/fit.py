@@ -1,7 +1,7 @@
-"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a loop of one's own, `Ddp.wrap` by hand.
+"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a user's own loop, `Ddp.wrap` by hand.
 
-With one usable device everything is plain training behind the same handle, so a script written today runs
-unchanged when a second device is named, or when `uneven run` or torchrun starts it several times.
+Invariant: the same script runs on one device (plain training in this process), on several named devices, and under
+`uneven run` or torchrun, without a change.
 """
 
 import sys

@@ -55,7 +55,9 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
     logs = [_parts(record["log"]) for record in records]
     rounds = [_rounds(record["rounds"]) for record in records]
-    return verified_state(result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records])
+    return verified_state(
+        result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records]
+    )
 
 
 def write_state(state: TrainedState, folder: Path) -> None:

@@ -67,16 +67,12 @@ class Order:
     out: Path = Path("runs")
     progress: str = "auto"
     repeat_limit_s: float = 0.0  # a disturbed run that took no longer is made again once
-    time_limit_s: float | None = None  # a run that is not finished by then is given up with OutOfTimeError
+    time_limit_s: float | None = None  # a run that is not finished by then ends with StoppedError
 
     @property
     def folder(self) -> Path:
         """Where the run's results go."""
         return self.out / self.model / self.mode / f"seed-{self.seed}"
-
-
-class OutOfTimeError(RuntimeError):
-    """The run was stopped at its time limit; its folder holds the state reached, but no summary."""
 
 
 def run_single(order: Order) -> dict[str, Any]:
@@ -103,12 +99,10 @@ def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str,
             limit.start()
         try:
             state = run.join()
-        except StoppedError as error:
-            raise OutOfTimeError(str(error)) from error
         finally:
             limit.cancel()
     if not state.finished:
-        raise OutOfTimeError(f"not finished after {order.time_limit_s:.0f} s")
+        raise StoppedError(f"not finished after {order.time_limit_s:.0f} s; the state is in {order.folder}")
     return conclude(order, task, run.config, run.devices, state)
 
 
