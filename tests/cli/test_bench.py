@@ -87,7 +87,7 @@ def test_ctrl_c_exits_130_and_keeps_the_state(tmp_path: Path, mode: str, devices
         if line.startswith("epoch 1/"):
             break
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=150)
     assert child.returncode == 130, errors
     assert "Traceback" not in errors
     assert "stopped" in errors
