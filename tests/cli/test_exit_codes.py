@@ -35,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("UNEVEN_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
 
