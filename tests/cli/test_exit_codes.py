@@ -175,6 +175,15 @@ def test_a_torch_that_is_too_old_is_a_machine_that_cannot(
     assert err.startswith("uneven: this is torch 2.5.0")
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_rank_whose_machine_cannot_is_3_too(call: Call) -> None:
+    code, _, err = call("run", "--devices", "cpu,cpu", "full.py")
+    assert code == 3, err
+    last = err.splitlines()[-1]
+    assert last.startswith("uneven: rank ")
+    assert last.endswith(": no space")
+
+
 def test_another_exception_of_the_script_keeps_its_traceback(call: Call, folder: Path) -> None:
     """Python itself then exits with 1."""
     (folder / "broken.py").write_text("1 / 0\n")
