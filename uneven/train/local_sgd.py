@@ -21,7 +21,7 @@ from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.subset import advice, forecast_local
-from uneven.policy.windows import Row, Windows
+from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
 from uneven.train.events import local_sgd_config, make_slot_schedule
@@ -45,7 +45,7 @@ class LocalSGD:
         self.buffers = BufferAverage(engine.model)
         self._is_stopped = False
         self._hears_stop = False
-        self._costs = Row()  # what this rank's last round cost
+        self._costs = RoundReport()  # what this rank's last round cost
         self._samples = 0  # trained since this rank last entered a round: its weight
         self._busy_ms = 0.0
         self._behind = 0  # steps that the device had still to do when the last round was entered
@@ -122,7 +122,7 @@ class LocalSGD:
         if self.slot_schedule.in_flight:
             self._receive()
         self._enter(word)
-        return [row.word for row in self._receive()]
+        return [row.status for row in self._receive()]
 
     def average_buffers(self) -> None:
         """Called where all ranks meet: float buffers were averaged in the round, the integer ones are now."""
@@ -189,7 +189,7 @@ class LocalSGD:
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
             busy_ms=self._busy_ms * self._ahead(),
-            word=word,
+            status=word,
             fingerprint=float(self.windows.fingerprint()),
         )
         self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
@@ -205,7 +205,7 @@ class LocalSGD:
         done = enqueued + before - self._behind
         return enqueued / done if done > 0 else 1.0
 
-    def _receive(self) -> list[Row]:
+    def _receive(self) -> list[RoundReport]:
         """Wait for the average where it is not here yet, and merge it; everybody's rows."""
         recorder = self.engine.recorder
         began_ns = recorder.enter("wait")
@@ -216,7 +216,7 @@ class LocalSGD:
         recorder.enter("communication", min(here_ns, max(began_ns, arrived.met_ns)))
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
-        rows = [Row(*one) for one in arrived.rows]
+        rows = [RoundReport(*one) for one in arrived.rows]
         self._note_broken(arrived.broken, rows)
         return rows
 
@@ -224,7 +224,7 @@ class LocalSGD:
         due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
         rows = self._receive()
         where = f"in the round at slot {due}"
-        check_status([row.word for row in rows], due)
+        check_status([row.status for row in rows], due)
         check_agreement([int(row.fingerprint) for row in rows], where)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
@@ -247,8 +247,8 @@ class LocalSGD:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
                 self._say_guard(decision.fields, anchor)
-        self._hears_stop = self._hears_stop or any(row.word == STOP for row in rows)
-        self._is_stopped = all(row.word == STOP for row in rows)
+        self._hears_stop = self._hears_stop or any(row.status == STOP for row in rows)
+        self._is_stopped = all(row.status == STOP for row in rows)
         if not self._is_scaled:
             self._set_scale()
         if self.windows.is_over or self.windows.event != event:
@@ -256,7 +256,7 @@ class LocalSGD:
         self._pass_epochs(rows)
         self.engine.rounds.append(Round(due, self._entered, self.slot_schedule.parts, self.scale))
 
-    def _pass_epochs(self, rows: Sequence[Row]) -> None:
+    def _pass_epochs(self, rows: Sequence[RoundReport]) -> None:
         """Tell of the epochs that every rank is past, with the losses that came in until now."""
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
@@ -308,7 +308,7 @@ class LocalSGD:
         is_async = self.engine.config.policy == "async"
         self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.met_ns - arrived.left_ns)) / 1e6
         self.transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
-        self._costs = Row(
+        self._costs = RoundReport(
             transfer_ms=own_ms,
             latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
             divergence=arrived.divergence,
@@ -324,7 +324,7 @@ class LocalSGD:
         before, after = self._wire_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
-    def _note_broken(self, broken: list[int], rows: Sequence[Row]) -> None:
+    def _note_broken(self, broken: list[int], rows: Sequence[RoundReport]) -> None:
         """Params that are not finite were left out of the average; once is said, twice running ends the run."""
         for rank in broken:
             if rank in self._broken:
@@ -341,5 +341,5 @@ class LocalSGD:
         self._broken = broken
 
 
-def _with_losses(row: Row, losses: tuple[float, float]) -> Row:
+def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
     return row._replace(loss_sum=losses[0], loss_count=losses[1])
