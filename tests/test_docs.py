@@ -32,8 +32,8 @@ def test_it_names_enough_to_be_worth_checking() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_file_named_exists(path: str) -> None:
-    assert (ROOT / path).is_file()
+def test_every_file_and_room_named_exists(path: str) -> None:
+    assert (ROOT / path).is_dir() if path.endswith("/") else (ROOT / path).is_file()
 
 
 def test_every_other_name_is_one_in_the_code() -> None:
@@ -63,7 +63,7 @@ def test_every_link_leads_somewhere(link: str) -> None:
 
 def test_every_picture_is_shown_somewhere() -> None:
     there = {f"images/{path.name}" for path in (ROOT / "docs" / "images").iterdir()}
-    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     assert there == set(re.findall(r"\]\((images/[^)]+)\)", pages))
 
 

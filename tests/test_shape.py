@@ -16,7 +16,7 @@ ROOMS = (
     *("__main__", "cli", "bench", "api", "launch", "train", "results", "step", "parallel", "average", "data"),
     *("timeline", "graph", "hardware", "comm", "policy", "config", "files", "errors", "version"),
 )
-ROOT_MODULES = {"__init__", "__main__", "config", "errors", "files", "version"}
+ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
 PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy
 
 
@@ -51,6 +51,32 @@ def test_imports_point_downwards(path: Path) -> None:
 
 def _is_for_types(path: Path) -> bool:
     return "if TYPE_CHECKING:" in path.read_text()
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    arrows = {
+        name: {target for target in imported_modules(path) if target in modules and target != name}
+        for name, path in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, (*way, name))
+            done.add(name)
+
+    for name in sorted(arrows):
+        visit(name, ())
+
+
+def test_only_the_graph_class_imports_the_drawing_of_graphs() -> None:
+    drawing = PACKAGE / "graph" / "drawing"
+    outside = [path for path in FILES if drawing not in path.parents]
+    users = [path for path in outside if any(n.startswith("uneven.graph.drawing") for n in imported_modules(path))]
+    assert users == [PACKAGE / "graph" / "graph.py"]
 
 
 def test_every_room_has_its_place() -> None:
@@ -98,8 +124,8 @@ BENCH = (
 )
 BENCH_MAY_USE = (
     *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
-    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.run", "launch.start", "train.segment"),
-    "api.loop.check_loop",
+    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.run", "launch.script", "train.segment"),
+    *("api.loop.check_loop", "api.settings.Settings"),
 )
 STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion")
 

@@ -7,8 +7,8 @@ import pytest
 from tests.bench.folders import make_timeline
 from uneven.bench.policies import PoliciesOrder, PolicyRow, Trial, busy_efficiency, read_row, recommend, try_policies
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import STATES, Account
+from uneven.timeline.timeline import Timeline
 
 SCRIPT = """
 import sys

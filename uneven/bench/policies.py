@@ -16,7 +16,7 @@ from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import POLICIES
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # of the lowest loss: as good, as far as one run can say

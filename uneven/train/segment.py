@@ -30,7 +30,7 @@ from uneven.step.eager import Backward, EagerStep
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import Precision
 from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync, Row
+from uneven.train.gradient_sync import GradientSync, StepStats
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -40,6 +40,7 @@ LEAST_WINDOWS = 3
 STOP_CHECK_STEPS = 20  # with PyTorch's DDP: every so many steps ranks agree on a stop request, in a sum of its own
 
 __all__ = [
+    "RankResult",
     "Segment",
     "SegmentTrainer",
     "Segments",
@@ -198,7 +199,7 @@ class TorchDdpSegments:
             began_ns = engine.recorder.clock()
             _, micros = next(self._stream)
             self._ddp.step(engine.feed.open(micros[0][0]))
-            engine.slow_down(began_ns)
+            engine.simulate_slowdown(began_ns)
             engine.run_ahead.after_step()
         engine.run_ahead.drain()
         elapsed = _max_over_ranks(self._worker, time.perf_counter() - began)
@@ -264,7 +265,7 @@ class SoloSegments:
         while steps < LEAST_STEPS or time.perf_counter() - began < seconds:
             began_ns = self._worker.recorder.clock()
             part, micros = next(self._stream)
-            engine.step_alone(part, engine.open(micros), began_ns)
+            engine.local_step(part, engine.open(micros), began_ns)
             engine.run_ahead.after_step()
             samples += part.samples
             steps += 1
@@ -305,11 +306,12 @@ class TorchDdpStep(EagerStep):
         self.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this factor makes exact.
         (loss * (samples * world_size / slot_samples)).backward()
-        own = Row(*row())
+        own = StepStats(*row())
         self._steps += 1
         is_checked = self._steps % STOP_CHECK_STEPS == 0
-        word = float(self._worker.group.all_reduce(torch.tensor([own.word])).wait()) if is_checked else 0.0
-        return [list(own._replace(word=word)) for _ in range(world_size)], None
+        # Two ranks that were both asked to stop must not add up to another status.
+        status = float(self._worker.group.all_reduce_max(torch.tensor([own.status])).wait()) if is_checked else 0.0
+        return [list(own._replace(status=status)) for _ in range(world_size)], None
 
 
 def _make_solo_engine(worker: Worker) -> Engine:

@@ -19,7 +19,8 @@ from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter
-from uneven.train.worker import RankInfo, Worker
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 
 def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -96,7 +97,7 @@ def test_a_summary_says_gap_bound_and_where_the_time_goes() -> None:
         ({"devices": "cpu"}, "at least two"),
         ({"model": "x"}, "unknown model"),
         ({"batch_size": 6000}, "more than the set has"),
-        ({"compile": "graph"}, "captures a CUDA graph, which cpu,cpu@0.4 has not"),
+        ({"compile": "graph"}, "captures a CUDA graph, which cpu,cpu@0.4 cannot run"),
         ({"backend": "nccl"}, "a CUDA device for every rank"),
         ({"policy": "torch-ddp", "precision": "bf16"}, "measured in fp32"),
         ({"against_ddp": True, "compile": "default"}, "DDP runs eagerly"),

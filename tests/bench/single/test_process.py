@@ -1,11 +1,11 @@
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.forked import ForkedPopen
 from uneven.bench.single.process import Ended, flags, run_uneven
 
 
@@ -39,11 +39,10 @@ def test_a_run_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(f"import os, time\nprint(os.getpid(), file=open({str(told)!r}, 'w'))\ntime.sleep(300)\n")
     words = ["run", str(script), "--devices", "cpu"]
-    starter = subprocess.Popen(
-        [sys.executable, "-c", f"from uneven.bench.single.process import *; run_uneven({words!r})"]
-    )
+    command = f"from uneven.bench.single.process import *; run_uneven({words!r})"
+    starter = ForkedPopen([sys.executable, "-c", command])
     rank = psutil.Process(int(told.read_text()))
     starter.kill()
     starter.wait()
-    psutil.wait_procs([rank], timeout=30)
+    psutil.wait_procs([rank], timeout=150)
     assert not rank.is_running()

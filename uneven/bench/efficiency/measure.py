@@ -16,7 +16,7 @@ from uneven.bench import models
 from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
 from uneven.bench.models.sets import load_set
 from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
-from uneven.config import RunConfig, Task
+from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
@@ -65,13 +65,15 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     data = load_set(order.data or recipe.data)
     make_model = recipe.make_model if data.vocabulary is None else partial(recipe.make_model, data.vocabulary)
     task = Task(make_model, recipe.make_optimizer, recipe.train_step, data.train, None, None)
-    config = RunConfig(
-        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
-        epochs=FOREVER,
-        policy="sync" if order.policy == "torch-ddp" else order.policy,
-        precision=order.precision,
-        compile="off" if order.policy == "torch-ddp" else order.compile,
-        backend=order.backend,
+    config = resolve(
+        {
+            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "epochs": FOREVER,
+            "policy": "sync" if order.policy == "torch-ddp" else order.policy,
+            "precision": order.precision,
+            "compile": "off" if order.policy == "torch-ddp" else order.compile,
+            "backend": order.backend,
+        }
     )
     config, _ = settle(config, devices)
     if config.slot_size(len(devices)) > len(data.train):

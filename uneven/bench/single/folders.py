@@ -12,7 +12,7 @@ from typing import Any
 
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")

@@ -17,7 +17,7 @@ from uneven.bench.single.modes import resolve_mode
 from uneven.bench.single.run import Order, conclude, make_config, make_task
 
 if TYPE_CHECKING:
-    from uneven.config import Settings
+    from uneven.api.settings import Settings
 
 
 def train(order: Order) -> None:

@@ -26,7 +26,7 @@ from uneven.bench.models.sets import TensorSet, load_set
 from uneven.bench.single.folders import SUMMARY_VERSION
 from uneven.bench.single.modes import Mode, resolve_mode
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
-from uneven.config import Evaluation, RunConfig, Task
+from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
 from uneven.files import folder_error, write_atomically
@@ -35,11 +35,11 @@ from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.preflight import settle
 from uneven.launch.run import launch
-from uneven.launch.start import run_on_ranks
+from uneven.launch.script import run_on_ranks
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.page import write_page
-from uneven.train.segment import Worker, evaluate_alone, train_with_torch_ddp
+from uneven.train.segment import RankResult, Worker, evaluate_alone, train_with_torch_ddp
 
 EVAL_BATCH = 1000
 NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
@@ -106,9 +106,10 @@ def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str,
     return conclude(order, task, run.config, run.devices, state)
 
 
-def _train_as_torch_ddp(worker: Worker, folder: Path) -> None:
+def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
     """The program of a rank process in mode torch-ddp."""
-    train_with_torch_ddp(worker).save(folder, is_lead=worker.rank_info.rank == 0)
+    del folder
+    return train_with_torch_ddp(worker)
 
 
 def make_task(order: Order) -> Task:
@@ -132,19 +133,21 @@ def make_task(order: Order) -> Task:
 
 def make_config(order: Order, mode: Mode) -> RunConfig:
     recipe = models.get(order.model)
-    return RunConfig(
-        batch_size=recipe.batch_size if order.batch_size is None else order.batch_size,
-        global_batch_size=order.global_batch_size,
-        epochs=recipe.epochs if order.epochs is None else order.epochs,
-        devices=str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
-        policy=mode.policy,
-        backend=mode.backend,
-        seed=order.seed,
-        precision=order.precision,
-        compile=order.compile,
-        lr_scale=order.lr_scale,
-        out=order.folder,
-        progress=order.progress,
+    return resolve(
+        {
+            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "global_batch_size": order.global_batch_size,
+            "epochs": recipe.epochs if order.epochs is None else order.epochs,
+            "devices": str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
+            "policy": mode.policy,
+            "backend": mode.backend,
+            "seed": order.seed,
+            "precision": order.precision,
+            "compile": order.compile,
+            "lr_scale": order.lr_scale,
+            "out": order.folder,
+            "progress": order.progress,
+        }
     )
 
 

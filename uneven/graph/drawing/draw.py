@@ -15,25 +15,24 @@ from torch import nn
 
 from uneven.errors import InputError
 from uneven.graph.describe import count, in_bytes, is_inner, short
+from uneven.graph.drawing.dot import to_dot
+from uneven.graph.drawing.layout import Edge, Item, Scene, arrange
+from uneven.graph.drawing.svg import SMALL, Row, Sheet, card, cut, dot, frame, pill, port, ring, text_width, to_svg
 from uneven.graph.function import Function
-from uneven.graph.graph import Graph
-from uneven.graph.layout import Edge, Item, Scene, arrange
 from uneven.graph.loop import Loop
 from uneven.graph.mapping import Map
 from uneven.graph.plan import ENTRY, Node
+from uneven.graph.plan_module import PlanModule
 from uneven.graph.profile import Profile
 from uneven.graph.routing import Gate, Switch
-from uneven.graph.svg import SMALL, Piece, Row, Sheet, card, cut, dot, frame, pill, port, ring, svg, text_width
 
 MOST_ROWS = 24  # of a card; a longer chain goes on in the next one
 MOST_LINES = 8  # of a Sequential in its row
 MANY_ALIKE = 4  # experts
-DOT_SHAPES = {"ring": "shape=circle", "pill": "shape=ellipse", **dict.fromkeys(("port", "dot", "turn"), "shape=point")}
-DOT_STYLES = {"state": "style=dashed constraint=false", "again": "constraint=false", "further": "color=purple"}
 EXIT = "out.0"  # dots keep names apart from those of nodes, which have none
 
 
-def draw(graph: Graph, path: Path | None, profile: Profile | None) -> str:
+def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
     """The picture's text, written to the path if there is one."""
     suffix = ".svg" if path is None else path.suffix.lower()
     if suffix not in (".svg", ".dot"):
@@ -42,7 +41,7 @@ def draw(graph: Graph, path: Path | None, profile: Profile | None) -> str:
         raise InputError(f"draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     sketch = _Sketch(graph, profile)
     scene = sketch.scene(graph, is_whole=True)
-    text = svg(arrange(scene), sketch.sheet()) if suffix == ".svg" else "\n".join(_dot(scene, sketch.sheet()))
+    text = to_svg(arrange(scene), sketch.sheet()) if suffix == ".svg" else to_dot(scene, sketch.sheet())
     if path is not None:
         path.write_text(text, encoding="utf-8", newline="\n")
     return text
@@ -55,7 +54,7 @@ class _Wires:
     the next is a line from the value to its user.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: PlanModule) -> None:
         self.plan = graph.plan
         self.users: dict[str, list[str]] = defaultdict(list)
         self.remembered = {node.target: node.sources[1] for node in self.plan.nodes if node.kind == "remember"}
@@ -68,7 +67,7 @@ class _Wires:
         self.hidden = {node.name: node.sources[0] for node in self.plan.nodes if self._is_plain_skip(graph, node)}
         self.trunk = self._trunk()
 
-    def _is_plain_skip(self, graph: Graph, node: Node) -> bool:
+    def _is_plain_skip(self, graph: PlanModule, node: Node) -> bool:
         if node.kind != "call" or type(graph.get_submodule(node.target)) is not nn.Identity or len(node.sources) != 1:
             return False
         kinds = [name and self.plan.node(name).kind for name in self.users[node.name]]
@@ -105,11 +104,11 @@ def _main_sources(node: Node) -> tuple[str, ...]:
 class _Sketch:
     """Makes scenes of graphs and of the parts in them, with what the whole knows: paths, shapes, times."""
 
-    def __init__(self, root: Graph, profile: Profile | None) -> None:
+    def __init__(self, root: PlanModule, profile: Profile | None) -> None:
         self._root, self._profile = root, profile
         self._prefix = {id(module): f"{path}." if path else "" for path, module in root.named_modules()}
         self._times = {row.path: row for row in profile.rows} if profile else {}
-        graphs = [one for one in root.modules() if isinstance(one, Graph)]
+        graphs = [one for one in root.modules() if isinstance(one, PlanModule)]
         known = {self._prefix[id(one)] + node.name for one in graphs for node in one.plan.nodes}
         if strange := next((path for path in self._times if path not in known), None):
             raise InputError(f"draw(profile=...): the profile is of another graph: this one has no node {strange!r}")
@@ -125,7 +124,7 @@ class _Sketch:
         legend = f"of the {self._profile.node_ms:.3g} ms that all nodes take; the numbers at the rows are ms"
         return Sheet(title, subtitle, legend, self._hottest)
 
-    def scene(self, graph: Graph, is_whole: bool = False) -> Scene:
+    def scene(self, graph: PlanModule, is_whole: bool = False) -> Scene:
         """A graph's own nodes; the whole has pills for its inputs and outputs, a part has ports at its frame."""
         plan, wires, prefix = graph.plan, _Wires(graph), self._prefix[id(graph)]
         groups = list(_groups(graph, wires))
@@ -140,7 +139,7 @@ class _Sketch:
             items.extend([pill(exits[number], row)] if is_whole else [port(EXIT)] * (not number))
         return Scene(tuple(items), tuple(dict.fromkeys(edges)), plan.inputs, exits)
 
-    def _item(self, graph: Graph, group: list[Node], is_whole: bool) -> Item:
+    def _item(self, graph: PlanModule, group: list[Node], is_whole: bool) -> Item:
         """A chain of nodes as a card; one alone as what it is."""
         node = group[0]
         path, shape = self._prefix[id(graph)] + node.name, _shape(graph, node.name)
@@ -158,7 +157,7 @@ class _Sketch:
         names = [source.removeprefix("recall_") for source in node.sources]
         return self._frame(node.name, path, _name(graph, node), module, names, shape)
 
-    def _node_row(self, graph: Graph, node: Node) -> Row:
+    def _node_row(self, graph: PlanModule, node: Node) -> Row:
         path, module = self._prefix[id(graph)] + node.name, graph.get_submodule(node.target)
         return self._row(path, _lines(module), module, _name(graph, node), _shape(graph, node.name))
 
@@ -181,7 +180,7 @@ class _Sketch:
 
     def _frame(self, item: str, path: str, name: str, module: nn.Module, names: Sequence[str], shape: str = "") -> Item:
         """A module with parts of its own, `names` being those of the values it takes."""
-        if isinstance(module, Graph):
+        if isinstance(module, PlanModule):
             look, scene, what = "graph", self.scene(module), name or module.plan.label
         else:
             look, scene = _verb(module), self._control(module, names)
@@ -194,7 +193,7 @@ class _Sketch:
         path = self._prefix.get(id(module), "").removesuffix(".")
         if _is_row(module):
             return card(item, (self._row(path, _lines(module), module, name),))
-        if isinstance(module, Graph):
+        if isinstance(module, PlanModule):
             name = module.plan.label if name == "body" else f"{name} {module.plan.label}".strip()
         return self._frame(item, path, name, module, names)
 
@@ -264,10 +263,10 @@ def _given(inputs: Sequence[str], part: str) -> list[Edge]:
 
 
 def _is_row(module: nn.Module) -> bool:
-    return not isinstance(module, Graph | Loop | Gate | Switch | Map)
+    return not isinstance(module, PlanModule | Loop | Gate | Switch | Map)
 
 
-def _groups(graph: Graph, wires: _Wires) -> Iterator[list[Node]]:
+def _groups(graph: PlanModule, wires: _Wires) -> Iterator[list[Node]]:
     """The nodes that are drawn, chains together, in an order in which sources stand before their users."""
     chains: dict[str, list[Node]] = {}
     for node in graph.plan.nodes:
@@ -300,7 +299,7 @@ def _edges(wires: _Wires, node: Node, owner: dict[str, str], prefix: str) -> Ite
         yield Edge(owner[origin], node.name, wires.kind(node, place, source), place, title=title)
 
 
-def _name(graph: Graph, node: Node) -> str:
+def _name(graph: PlanModule, node: Node) -> str:
     """A node's name where somebody gave it, or where its module runs elsewhere, too."""
     module = graph.get_submodule(node.target)
     if sum(one.target == node.target and one.kind == "call" for one in graph.plan.nodes) > 1:
@@ -345,55 +344,7 @@ def _in_full(module: nn.Module) -> str:
     return cut(f"{type(module).__name__}({module.extra_repr()})" if is_inner(module) else repr(module), 600)
 
 
-def _shape(graph: Graph, name: str) -> str:
+def _shape(graph: PlanModule, name: str) -> str:
     if name not in graph.shapes:
         return ""
     return "\u00d7".join(map(str, graph.shapes[name])) or "scalar"
-
-
-def _dot(scene: Scene, sheet: Sheet) -> Iterator[str]:
-    """The text for Graphviz: a node for every row, a cluster for every frame."""
-    yield "digraph {"
-    yield f'  label={_quoted(sheet.title)} labelloc=t fontname="Helvetica" compound=true'
-    yield '  node [style="rounded,filled" fillcolor=white fontname="Helvetica" fontsize=11]'
-    yield '  edge [fontname="Helvetica" fontsize=10]'
-    yield from _dot_scene(scene, "", "  ")
-    yield "}\n"
-
-
-def _dot_scene(scene: Scene, prefix: str, indent: str) -> Iterator[str]:
-    items = {item.name: item for item in scene.items}
-    for item in scene.items:
-        assert isinstance(item.content, Piece)
-        at, rows, look = f"{prefix}{item.name}", item.content.rows, item.content.look
-        if item.scene is not None:
-            words = rows[0].lines[0] if look != "bare" else ""
-            yield f"{indent}subgraph {_quoted(f'cluster {at}')} {{"
-            yield f"{indent}  label={_quoted(words)} tooltip={_quoted(rows[0].title)}"
-            yield from _dot_scene(item.scene, f"{at}/", f"{indent}  ")
-            yield f"{indent}}}"
-            continue
-        for number, row in enumerate(rows):
-            words = "\n".join(filter(None, (row.name, *row.lines, row.shape, f"{row.ms} ms" if row.ms else "")))
-            style = f"label={_quoted(words)} tooltip={_quoted(row.title)} {DOT_SHAPES.get(look, 'shape=box')}"
-            yield f"{indent}{_quoted(f'{at}#{number}')} [{style}]"
-            if number:
-                yield f"{indent}{_quoted(f'{at}#{number - 1}')} -> {_quoted(f'{at}#{number}')}"
-    for edge in scene.edges:
-        ends = f"{_dot_end(items[edge.source], prefix)} -> {_dot_end(items[edge.target], prefix, edge.place)}"
-        style = f"label={_quoted(edge.label)} tooltip={_quoted(edge.title)} {DOT_STYLES.get(edge.kind, '')}"
-        yield f"{indent}{ends} [{style.rstrip()}]"
-
-
-def _dot_end(item: Item, prefix: str, place: int | None = None) -> str:
-    """The node where an item's lines begin, or end if a place is given; a frame's are the ports in it."""
-    assert isinstance(item.content, Piece)
-    if item.scene is None:
-        row = 0 if place is not None else len(item.content.rows) - 1
-        return _quoted(f"{prefix}{item.name}#{row}")
-    name = item.scene.exits[0] if place is None else item.scene.entries[min(place, len(item.scene.entries) - 1)]
-    return _quoted(f"{prefix}{item.name}/{name}#0")
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

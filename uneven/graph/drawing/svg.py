@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
-from uneven.graph.layout import Box, Item, Layout, Line, Point, Scene
+from uneven.graph.drawing.layout import Box, Item, Layout, Line, Point, Scene
 
 LETTER, SMALL, LARGE, BOLD = 11.5, 10.5, 16.0, 1.1  # sizes of text, and how much wider it is in bold
 ROW = 18.0
@@ -170,7 +170,7 @@ LINES = {  # kinds that have a colour of their own, and what it means
 }
 
 
-def svg(layout: Layout, sheet: Sheet) -> str:
+def to_svg(layout: Layout, sheet: Sheet) -> str:
     """The picture; the same layout and words give the same bytes."""
     header, header_width, header_height = _header(sheet, _kinds(layout))
     width = max(layout.width, header_width) + 2 * MARGIN
