@@ -50,16 +50,17 @@ def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
     A set that cannot be had is reported; the runs that need it will fail with that reason, the others will not.
     """
     for name in sorted({cell.data for cell in plan_sweep(order)[0]}):
-        if _have(name, report):
+        if _is_here(name, report):
             continue
         other = STAND_IN.get(name) if order.is_quick else None
-        if other is not None and _have(other, report):
+        if other is not None and _is_here(other, report):
             report(f"{other} takes the place of {name}")
             order = replace(order, text=other)
     return order
 
 
-def _have(name: str, report: Callable[[str], None]) -> bool:
+def _is_here(name: str, report: Callable[[str], None]) -> bool:
+    """Whether the set is on this machine, after a download where it was not."""
     if any(found.name == name and found.is_here for found in datasets.presence()):
         return True
 
