@@ -7,7 +7,7 @@ from uneven.results.progress import Reporter
 
 
 class PairsBar(Reporter):
-    """Shows the pairs that rank 0 sends in its heartbeats; on a terminal as a bar, elsewhere every tenth."""
+    """Shows the pairs that rank 0 reports: on a terminal as a bar, elsewhere every tenth as a line."""
 
     def __init__(self, style: str, expected: int) -> None:
         super().__init__(style)
