@@ -127,7 +127,7 @@ TYPED = {
 def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The settings that `uneven run` passes on."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("uneven.launch.start.run_script", lambda script, args, settings: seen.append(settings))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, args, settings: seen.append(settings))
     return seen
 
 

@@ -16,14 +16,14 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
-from uneven.api.loop import Loop
-from uneven.config import RunConfig, resolve
+from uneven.api.loop import Loop, check_loop
+from uneven.config import RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
-from uneven.launch.context import collect
-from uneven.policy.axis import Axis
+from uneven.launch.training import collect
 from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs": 2, "seed": 3}
 DATA = TensorData(X.double(), Y)
@@ -31,21 +31,16 @@ DATA = TensorData(X.double(), Y)
 
 def make_loop(group: ThreadGroup, scheduler: Any = None, **changes: Any) -> Loop:
     config: RunConfig = resolve({**SETTINGS, **changes})
-    return Loop(
-        Net(torch.float64),
-        OPTIMIZERS["sgd"],
-        DATA,
-        scheduler,
-        config,
-        RankInfo(group.rank, parse_devices(["cpu"] * group.world_size)),
-        lambda _: group,
-        threading.Event(),
-        Silent(),
-        lambda group, result, _: collect(
-            group, result, Axis(len(DATA), config.slot_size(group.world_size), config.epochs)
-        ),
-        lambda: None,
-    )
+    check_loop(config, group.world_size)
+
+    def make_worker(task: Task) -> Worker:
+        rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
+        return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent(), is_own_loop=True)
+
+    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
+        return collect(worker.group, worker.result(), worker.axis)
+
+    return Loop(Net(torch.float64), OPTIMIZERS["sgd"], DATA, scheduler, make_worker, save, lambda: None)
 
 
 def run_epochs(loop: Loop, epochs: range = range(2), seen: list[int] | None = None) -> None:

@@ -45,7 +45,7 @@ def test_json_is_the_summary_alone(tmp_path: Path) -> None:
         (("--model", "logistic", "--device", "cuda:9"), 2, ("'cuda:9'", "uneven devices")),
         (("--model", "logistic", "--batch-size", "0"), 2, ("batch_size=0", "at least 1")),
         (("--model", "logistic", "--epochs", "many"), 2, ("--epochs", "integer")),
-        (("--model", "logistic", "--out", "/proc/nowhere"), 1, ("/proc/nowhere", "--out")),
+        (("--model", "logistic", "--out", "/proc/nowhere"), 3, ("/proc/nowhere", "--out")),
     ],
 )
 def test_bad_input_is_one_line_without_a_traceback(

@@ -3,6 +3,7 @@
 One of each here; tests/launch/test_soak.py repeats them against the clock.
 """
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tests.faults import Launcher, differing, killed, nothing_left, raising, saved_state, stopped, stopped_for_a_while
 from tests.faults import start as start
 from uneven.comm.store import get_text
-from uneven.launch import launcher
+from uneven.launch import watch
 
 
 @pytest.mark.real_start
@@ -23,7 +24,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the launcher's clock, which here goes on by a second with every post of the healthy rank.
+    """By the launcher's clock, which here goes on by a second with every heartbeat of the healthy rank.
 
     So that rank is never silent for long, however busy the machine is. The true clock is soaked.
     """
@@ -31,13 +32,14 @@ def test_a_stopped_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def hear(store: Any, key: str) -> str | None:
         text = get_text(store, key)
-        if key == "post/0" and text not in (None, last[0]) and (tmp_path / "fault").exists():
+        is_healthy_rank = text is not None and json.loads(text).get("rank") == 0
+        if text is not None and is_healthy_rank and text != last[0] and (tmp_path / "fault").exists():
             now_s[0] += 1.0
             last[0] = text
         return text
 
-    monkeypatch.setattr(launcher, "get_text", hear)
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep))
+    monkeypatch.setattr(watch, "get_text", hear)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep))
     stopped(tmp_path, "sync")
 
 

@@ -1,7 +1,7 @@
-"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a loop of one's own, `Ddp.wrap` by hand.
+"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a user's own loop, `Ddp.wrap` by hand.
 
-With one usable device everything is plain training behind the same handle, so a script written today runs
-unchanged when a second device is named, or when `uneven run` or torchrun starts it several times.
+Invariant: the same script runs on one device (plain training in this process), on several named devices, and under
+`uneven run` or torchrun, without a change.
 """
 
 import sys
@@ -18,17 +18,16 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.comm.group import Group, SoloGroup
 from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.context import collect, command_line_settings, process_context
+from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.preflight import prepare
-from uneven.launch.run import keep, keep_interrupted
-from uneven.policy.axis import Axis
+from uneven.launch.run import save_interrupted, save_results
+from uneven.launch.training import collect
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,17 +99,19 @@ class Ddp:
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
-        """The manual tier: sums over the ranks that `uneven run` or torchrun started, and nothing else."""
+        """For a loop that calls its own optimizer: the model, with the collectives over all ranks beside it.
+
+        The ranks are those that `uneven run` or torchrun started; see uneven/api/manual.py.
+        """
         context = process_context()
-        if context is None:
-            return Wrapped(model, SoloGroup(), lambda: None)
-        return Wrapped(model, context.join(model), context.leave)
+        rank_info = context.make_rank_info()
+        context.join(model, rank_info)
+        return Wrapped(model, rank_info, context.end_run)
 
     @staticmethod
     def rank() -> int:
-        """This process's number among the ranks somebody started; 0 in a process by itself."""
-        context = process_context()
-        return 0 if context is None else context.rank
+        """This process's rank; 0 in a process alone."""
+        return process_context().rank
 
 
 def _start_loop(
@@ -126,7 +127,7 @@ def _start_loop(
     task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
-    if context is None and config.devices == "auto":
+    if context.is_alone and config.devices == "auto":
         first, *unused = usable_devices()
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
@@ -134,31 +135,27 @@ def _start_loop(
     check_loop(config, len(devices))
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
-    if context is None and needs_ranks(devices):
+    if context.is_alone and needs_ranks(devices):
         raise InputError(
             f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    rank = 0 if context is None else context.rank
     stop = threading.Event()
-    axis = Axis(len(dataset), config.slot_size(len(devices)), config.epochs)
 
-    def keep_state(group: Group, result: RankResult, was_interrupted: bool) -> TrainedState:
-        state = keep(collect(group, result, axis), config, reporter, rank == 0)
-        if was_interrupted and rank == 0:
-            keep_interrupted(state, reporter)
+    def make_worker(task: Task) -> Worker:
+        context.begin_run(stop)
+        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
+
+    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
+        is_lead = worker.rank_info.rank == 0
+        state = save_results(collect(worker.group, worker.result(), worker.axis), config, reporter, is_lead)
+        if was_interrupted and is_lead:
+            save_interrupted(state, reporter)
         return state
 
-    def leave() -> None:
+    def end_run() -> None:
         reporter.close()
-        if context is not None:
-            context.attend(None)
-            context.leave()
+        context.end_run()
 
-    join = (lambda _: SoloGroup()) if context is None else context.joiner(config, devices, len(dataset))
-    rank_info = RankInfo(rank, devices)
-    loop = Loop(model, make_optimizer, dataset, scheduler, config, rank_info, join, stop, reporter, keep_state, leave)
-    if context is not None:
-        context.attend(loop.worker, stop)
-    return loop
+    return Loop(model, make_optimizer, dataset, scheduler, make_worker, save, end_run)

@@ -9,7 +9,6 @@ sum, and all of them raise; nobody waits for a rank that will not come.
 """
 
 import atexit
-import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
@@ -18,18 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
 from uneven.config import REPLICATED, RunConfig, Task
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
 from uneven.policy.axis import Part
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.status import RankStatus
 from uneven.train.worker import UNMEASURED, Worker
 
-Keep = Callable[[Group, RankResult, bool], TrainedState]  # (group, result, was the run interrupted)
+Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
 class Loop:
@@ -45,19 +42,14 @@ class Loop:
         make_optimizer: Callable[[Any], Optimizer],
         dataset: Any,
         make_scheduler: Callable[..., Any] | None,
-        config: RunConfig,
-        rank_info: RankInfo,
-        join: Callable[[nn.Module], Group],
-        stop: threading.Event,
-        report: Report,
-        keep: Keep,
-        leave: Callable[[], None],
+        make_worker: Callable[[Task], Worker],
+        save: Save,
+        end_run: Callable[[], None],
     ) -> None:
-        """`keep` makes the state of the finished run, with the group still open; `leave` closes the group."""
-        check_loop(config, rank_info.world_size)
-        task = Task(lambda: model, make_optimizer, self._hand_over, dataset, make_scheduler)
-        self.worker = worker = Worker(task, config, rank_info, join, stop, report, is_own_loop=True)
-        self._keep, self._close_group = keep, leave
+        """`save` collects and saves the finished run, with the group still open; `end_run` closes the group."""
+        task = Task(lambda: model, make_optimizer, self._take_loss, dataset, make_scheduler)
+        self._save, self._end_run = save, end_run
+        self.worker = worker = make_worker(task)
         self._loss: Any = None
         self._due: tuple[Part, Micros] | None = None  # the batch that waits for its step
         self._began_ns = 0
@@ -67,12 +59,12 @@ class Loop:
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
-            if config.compile == "default":
+            if worker.config.compile == "default":
                 worker.engine.model.compile()
             self._synchronizer = worker.initialize(UNMEASURED)
         except BaseException:
             self._open.close()
-            leave()
+            end_run()
             raise
         worker.report.started(worker.axis, worker.engine.feed.place)
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
@@ -193,7 +185,7 @@ class Loop:
     def _waits(self) -> bool:
         return self._due is not None
 
-    def _hand_over(self, model: nn.Module, batch: Any) -> Any:
+    def _take_loss(self, model: nn.Module, batch: Any) -> Any:
         """The worker's train step: forward has already been done, by the user."""
         del model, batch
         loss, self._loss = self._loss, None
@@ -229,7 +221,7 @@ class Loop:
         worker = self.worker
         self._synchronizer.finalize()
         self._open.close()
-        self._state = self._keep(worker.group, worker.result(), was_interrupted)
+        self._state = self._save(worker, was_interrupted)
         self._leave()
         return self._state
 
@@ -240,7 +232,7 @@ class Loop:
             self._broken = "this loop was left before it finished"
         self._open.close()
         self._synchronizer.close()
-        self._close_group()
+        self._end_run()
 
 
 def check_loop(config: RunConfig, size: int) -> None:

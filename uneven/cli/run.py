@@ -24,7 +24,7 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
 
       uneven run train.py --epochs 3 -- --option-of-the-script 5
     """
-    from uneven.launch.start import run_script
+    from uneven.launch.script import run_script
 
     known = settings_of(RunConfig)
     given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}

@@ -58,8 +58,8 @@ def sweep(
     if quick and full:
         raise InputError("--quick and --full: choose one")
     order = SweepOrder(
-        models=_words(models),
-        modes=_words(modes),
+        models=_names(models),
+        modes=_names(modes),
         seeds=seeds,
         devices=devices,
         is_quick=quick,
@@ -243,7 +243,9 @@ def policies(
 ) -> None:
     """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
 
-    The epochs given here stand above those in the script; a loop of your own must ask for them (ddp.epochs). Examples:
+    The epochs given here take precedence over the script's; a loop of your own (Ddp.setup) must iterate over as many.
+
+    Examples:
 
       uneven bench policies train.py --devices cuda:0,cuda:1 --epochs 3
 
@@ -251,7 +253,7 @@ def policies(
     """
     from uneven.bench.policies import ALL, PoliciesOrder, Trial, try_policies
 
-    chosen = _words(policies) or ALL
+    chosen = _names(policies) or ALL
     order = PoliciesOrder(
         script=script, args=tuple(args or ()), devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out
     )
@@ -275,6 +277,8 @@ def _print_trial(trial: "Trial") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from uneven.bench.undisturbed import FOOTNOTE, mark
+
     names = list(dict.fromkeys(name for row in trial.rows for name in row.metrics))
     table = Table(box=None, header_style="bold")
     for heading in ("policy", "loss", *names, "train s", "samples/s", "efficiency"):
@@ -283,13 +287,15 @@ def _print_trial(trial: "Trial") -> None:
         found = [f"{row.metrics[name]:.4f}" if name in row.metrics else "" for name in names]
         efficiency = "" if row.efficiency is None else f"~{row.efficiency:.2f}"
         figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
-        table.add_row(row.policy, f"{row.loss:.4f}", *found, *figures)
+        table.add_row(row.policy, f"{row.loss:.4f}", *found, *(mark(figure, row.is_disturbed) for figure in figures))
     console = Console(highlight=False)
     console.print(table)
+    if any(row.is_disturbed for row in trial.rows):
+        console.print(f"\n{FOOTNOTE}, and none is recommended", markup=False)
     if trial.recommended is not None:
         policy, reason = trial.recommended
         console.print(f"\nRecommended: {policy} ({reason}).")
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
+def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())

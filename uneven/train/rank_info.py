@@ -1,9 +1,7 @@
 """A rank among the others: its identity and group, the interface it reports progress to, and its results."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uneven.comm.group import Group
@@ -76,12 +74,3 @@ class RankResult:
     log: list[tuple[int, int, int]]
     rounds: list[tuple[int, int, int, float]]
     traffic: Traffic
-
-    def save(self, home: Path, is_lead: bool) -> None:
-        """The rank's folder for the launcher; all replicas are equal, so the lead's state stands for all."""
-        if is_lead:
-            self.state.save(home)
-        (home / "timeline.json").write_text(json.dumps(self.timeline.to_json()))
-        (home / "log.json").write_text(
-            json.dumps({"parts": self.log, "rounds": self.rounds, "traffic": asdict(self.traffic)})
-        )

@@ -40,6 +40,7 @@ LEAST_WINDOWS = 3
 STOP_CHECK_STEPS = 20  # with PyTorch's DDP: every so many steps ranks agree on a stop request, in a sum of its own
 
 __all__ = [
+    "RankResult",
     "Segment",
     "SegmentTrainer",
     "Segments",

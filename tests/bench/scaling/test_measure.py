@@ -76,6 +76,30 @@ def test_a_number_of_ranks_is_predicted_from_the_others_and_text_is_counted_in_t
     assert [one.predicted for one in found.points] == pytest.approx([1.0, 1.5, 4 / 1.75])
 
 
+def test_disturbed_runs_count_only_where_there_are_no_others(
+    machine: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = module.run_uneven
+
+    def disturbed(told: list[str], cores: list[int]) -> Ended:
+        ended = run(told, cores)
+        summary = json.loads(ended.stdout)
+        is_disturbed = len(summary["devices"]) == 2 and (is_always or len(machine) <= 2)
+        summary |= {"is_disturbed": is_disturbed, "samples_per_s": 1.0} if is_disturbed else {}
+        folder = Path(told[told.index("--out") + 1]) / summary["model"] / summary["mode"] / "seed-0"
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return ended
+
+    monkeypatch.setattr(module, "run_uneven", disturbed)
+    is_always = False
+    found = measure_scaling(order(), lambda _: None)
+    assert [(point.speedup, point.is_disturbed) for point in found.points] == [(1.0, False), (1.6, False)]
+    is_always = True
+    found = measure_scaling(order(), lambda _: None)
+    assert [point.is_disturbed for point in found.points] == [False, True]
+    assert found.alpha is None, "no law is fitted to a disturbed point"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

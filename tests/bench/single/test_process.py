@@ -22,14 +22,14 @@ def test_settings_become_options() -> None:
     ],
 )
 def test_the_last_words_are_our_own_if_there_are_any(stderr: str, words: str) -> None:
-    assert Ended(9, "", stderr).last_words == words
+    assert Ended(9, "", stderr).message == words
 
 
 def test_a_command_runs_in_a_process_of_its_own_on_the_cores_given() -> None:
     ended = run_uneven(["--version"], sorted(os.sched_getaffinity(0))[:1])
     assert ended.code == 0
     assert ended.stdout.startswith("uneven ")
-    assert run_uneven(["bench", "report", "nowhere"]).last_words.startswith("there is no folder nowhere")
+    assert run_uneven(["bench", "report", "nowhere"]).message.startswith("there is no folder nowhere")
 
 
 def test_a_run_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
@@ -39,7 +39,8 @@ def test_a_run_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(f"import os, time\nprint(os.getpid(), file=open({str(told)!r}, 'w'))\ntime.sleep(300)\n")
     words = ["run", str(script), "--devices", "cpu"]
-    starter = ForkedPopen([sys.executable, "-c", f"from uneven.bench.single.process import *; run_uneven({words!r})"])
+    command = f"from uneven.bench.single.process import *; run_uneven({words!r})"
+    starter = ForkedPopen([sys.executable, "-c", command])
     rank = psutil.Process(int(told.read_text()))
     starter.kill()
     starter.wait()

@@ -3,7 +3,8 @@
 Every rank has the same number of cores (or one GPU) whatever the number of ranks, so that the ranks are what changes.
 The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect, 1 is no gain at all. A number of ranks is predicted
 from the other numbers, for a law fitted to a point is always right about it. Runs take turns over the numbers of ranks,
-so that a machine that drifts does not favour one of them.
+so that a machine that drifts does not favour one of them. Disturbed runs count only where there are no others; then
+their point is marked and no law is fitted, see [Note: disturbed figures] in undisturbed.py.
 """
 
 import json
@@ -45,17 +46,19 @@ class Point:
     half_width: float
     speedup: float
     predicted: float | None  # None where there are no others
+    is_disturbed: bool = False  # all of its runs were
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """One way to compile: what it takes before the first step, that step, and how fast the steps are in all."""
+    """One way to compile: the time before the first step, that step, and the mean of all steps."""
 
     compile: str
     before_s: float  # set-up and compilation, off the training clock
     first_ms: float  # the first step
     step_ms: float  # a step on average
-    break_even_steps: float | None  # until the time is won back against "off"
+    break_even_steps: float | None  # until the time is won back against "off"; None where one of both was disturbed
+    is_disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,10 @@ class Scaling:
 
 def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:
     """The alpha whose N / Speedup = 1 + alpha (N - 1) has the least squares; None without a number above 1."""
-    broadcast_params = sum((ranks - 1) ** 2 for ranks, _ in speedups)
-    if not broadcast_params:
+    squares = sum((ranks - 1) ** 2 for ranks, _ in speedups)
+    if not squares:
         return None
-    return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / broadcast_params
+    return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / squares
 
 
 def predict(ranks: float, alpha: float) -> float:
@@ -82,23 +85,22 @@ def predict(ranks: float, alpha: float) -> float:
 
 
 def measure_scaling(order: ScalingOrder, tell: Callable[[str], None]) -> Scaling:
-    """Run it all; RankError with its last words where a run fails."""
+    """Run it all; RankError with the run's message where one fails."""
     recipe = models.get(order.model)
     _check(order)
     tokens = WINDOW if recipe.data == "shakespeare" else 1
-    speeds: dict[int, list[float]] = {ranks: [] for ranks in order.ranks}
+    runs: dict[int, list[RunRecord]] = {ranks: [] for ranks in order.ranks}
     with tempfile.TemporaryDirectory(prefix="uneven-scaling-") as home:
         for repeat in range(order.repeats):
             for ranks in order.ranks:
                 tell(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
-                record = _run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}")
-                speeds[ranks].append(tokens * record.summary["samples_per_s"])
+                runs[ranks].append(_run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}"))
         cold = []
         for compile in order.compiles:
             tell(f"cold start, compile {compile}")
             cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
         starts = _cold_starts(cold)
-    return Scaling("samples" if tokens == 1 else "tokens", *_fitted(speeds), starts)
+    return Scaling("samples" if tokens == 1 else "tokens", *_fitted(runs, tokens), starts)
 
 
 def _check(order: ScalingOrder) -> None:
@@ -114,16 +116,24 @@ def _check(order: ScalingOrder) -> None:
         raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(CHOICES['compile'])}")
 
 
-def _fitted(speeds: dict[int, list[float]]) -> tuple[float | None, list[Point]]:
-    means = {ranks: interval(found) for ranks, found in speeds.items()}
+def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None, list[Point]]:
+    """The law's alpha and the points; None without two undisturbed points."""
+    means, disturbed = {}, set()
+    for ranks, records in runs.items():
+        clean = [record for record in records if not record.is_disturbed]
+        if not clean:
+            disturbed.add(ranks)
+        means[ranks] = interval([tokens * record.summary["samples_per_s"] for record in clean or records])
     alone = means[1][0]
     speedups = [(ranks, mean / alone) for ranks, (mean, _) in means.items()]
+    fits = [] if 1 in disturbed else [(ranks, speedup) for ranks, speedup in speedups if ranks not in disturbed]
     points = []
     for ranks, (mean, half) in means.items():
-        others = fit_alpha([one for one in speedups if one[0] != ranks])
+        others = fit_alpha([point for point in fits if point[0] != ranks])
         predicted = None if others is None else predict(ranks, others)
-        points.append(Point(ranks, mean, half, mean / alone, predicted if ranks > 1 else 1.0))
-    return fit_alpha(speedups), points
+        predicted = predicted if ranks > 1 else 1.0
+        points.append(Point(ranks, mean, half, mean / alone, predicted, ranks in disturbed or 1 in disturbed))
+    return fit_alpha(fits), points
 
 
 def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
@@ -145,7 +155,7 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     mine = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
     ended = run_uneven(["bench", "run", *flags(given), "--json"], mine)
     if ended.code:
-        raise RankError(f"{ranks} ranks, compile {compile}: {ended.last_words}")
+        raise RankError(f"{ranks} ranks, compile {compile}: {ended.message}")
     record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")
     assert isinstance(record, RunRecord), "a run that ended well left its folder"
     return record
@@ -161,8 +171,9 @@ def _cold_starts(found: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
         step_ms = 1e3 * record.summary["train_seconds"] / steps
         before_s = seconds["setup"] + seconds["compile"]
         plain = next((row for row in rows if row.compile == "off"), None)
-        gain_ms = plain.step_ms - step_ms if plain else 0.0
+        is_marked = record.is_disturbed or (plain is not None and plain.is_disturbed)
+        gain_ms = plain.step_ms - step_ms if plain and not is_marked else 0.0
         even = 1e3 * (before_s - plain.before_s) / gain_ms if plain and gain_ms > 0 else None
         first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
-        rows.append(ColdStart(compile, before_s, first_ms, step_ms, even))
+        rows.append(ColdStart(compile, before_s, first_ms, step_ms, even, record.is_disturbed))
     return rows

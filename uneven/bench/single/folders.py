@@ -1,7 +1,7 @@
-"""Run folders as they are found: finished ones as records, all others by name with what is wrong.
+"""Run folders: finished ones as records, all others by name with what is wrong.
 
-Below a root lie MODEL/MODE/seed-S. Nothing here raises for what a folder holds: a report must come out of whatever a
-night of runs has left.
+Below a root lie MODEL/MODE/seed-S. Invariant: nothing here raises because of a folder's content, so that a report can
+be made of whatever a night of runs has left.
 """
 
 import json
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")
-SWEEP = "sweep.json"  # a sweep's word about itself, in its folder
-FAILURE = "failure.json"  # what a sweep leaves in the place of a run that did not end well
+SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
+FAILURE = "failure.json"  # what a sweep leaves in place of a run that failed
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class RunRecord:
     def quality(self) -> float:
         return float(self.summary["quality"][self.summary["metric"]])
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether its speed is marked; its quality is not touched by that."""
+        return is_disturbed(self.summary)
+
     def timeline(self) -> Timeline | None:
         """None where it is missing or cannot be read; the run counts without it."""
         try:
@@ -65,7 +71,7 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
     places = [root] if _is_run(root) else sorted(path for path in root.glob("**/seed-*") if _is_run(path))
     found = [read_run(place) for place in places]
-    return [one for one in found if isinstance(one, RunRecord)], [one for one in found if isinstance(one, BrokenRun)]
+    return [run for run in found if isinstance(run, RunRecord)], [run for run in found if isinstance(run, BrokenRun)]
 
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:

@@ -1,7 +1,7 @@
 """The modes of the benchmark: on which devices a run trains, by which policy, with whose gradient sum.
 
 solo-N      the N-th device alone, on the cores it would have among the others
-sync        equal batches through `Ddp.setup` and a loop of its own (bench/own_loop.py); one device will do
+sync        equal batches through `Ddp.setup` and a loop of its own (own_loop.py); one device is enough
 cpu-sync    equal batches on all devices, gradients summed over Gloo
 cpu-balanced  batches by speed, else the same
 cpu-cadence   each device steps by itself; params are averaged in rounds that wait
@@ -19,16 +19,16 @@ from uneven.errors import InputError
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
 
-_ROADS = {f"{backend}-{policy}": (policy, backend) for backend in ("cpu", "nccl") for policy in POLICIES}
+_BY_BACKEND = {f"{backend}-{policy}": (policy, backend) for backend in ("cpu", "nccl") for policy in POLICIES}
 OWN_LOOP = {"sync": ("sync", "auto")}  # mode -> policy, backend
-TOGETHER = {**_ROADS, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
+TOGETHER = {**_BY_BACKEND, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
 NAMES = ("solo-0", "solo-1", *OWN_LOOP, *TOGETHER)
 PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode made concrete: `cores` are to be pinned by a solo run that stands for one rank of several."""
+    """A mode on given devices; `cores` is where a solo run is pinned that is compared with one rank of several."""
 
     name: str
     devices: str
@@ -39,11 +39,12 @@ class Mode:
     cores: tuple[int, ...] = ()
 
 
-def tell_threads(count: int) -> None:
-    """Before torch is loaded: a device alone is to train as it will as one of several. 0 leaves all as it is.
+def limit_threads(count: int) -> None:
+    """Before torch is imported: give a solo run the threads that its device has among several. 0 changes nothing.
 
-    The math libraries choose their ways by what OpenMP was told when they were loaded. Ranks are told their own
-    threads; a solo run told of all cores and held to one later was 9 % slower (LeNet, Arm), which flattered the rest.
+    The math libraries choose their kernels by the OpenMP threads at import. A rank process is started with its own
+    number; a solo run that was started with all cores and limited to one later was 9 % slower (LeNet, Arm), which
+    flattered all other modes.
     """
     if count:
         os.environ.update({name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")})

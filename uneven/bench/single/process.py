@@ -9,30 +9,30 @@ from typing import Any
 
 from uneven.launch.lifeline import LIFELINE
 
-END_S = 10.0  # for a run to save and go when somebody interrupts it
+END_S = 10.0  # for a run to save and end after Ctrl-C
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How such a process ended."""
+    """A process that has ended, with its output."""
 
     code: int
     stdout: str
     stderr: str
 
     @property
-    def last_words(self) -> str:
-        """What it said last: our own one-line message, or the end of a traceback."""
+    def message(self) -> str:
+        """The reason of a failure: our own one-line message, or the last line of a traceback."""
         lines = [line for line in self.stderr.strip().splitlines() if line.strip()]
         ours = [line for line in lines if line.startswith("uneven: ")]
-        return (ours or lines or [f"ended with exit code {self.code} and no word"])[-1].removeprefix("uneven: ")
+        return (ours or lines or [f"ended with exit code {self.code} and no message"])[-1].removeprefix("uneven: ")
 
 
-def run_uneven(words: Sequence[str], cores: Sequence[int] | None = None) -> Ended:
-    """Run the command line with these words, on these cores alone; KeyboardInterrupt once the run has ended, too."""
+def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> Ended:
+    """Run the command line, on these cores alone; KeyboardInterrupt also where the run was interrupted."""
     lifeline, held = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "uneven", *words],
+        [sys.executable, "-m", "uneven", *arguments],
         stdin=lifeline,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -35,11 +35,11 @@ from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.preflight import settle
 from uneven.launch.run import launch
-from uneven.launch.start import run_on_ranks
+from uneven.launch.script import run_on_ranks
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.page import write_page
-from uneven.train.segment import Worker, evaluate_alone, train_with_torch_ddp
+from uneven.train.segment import RankResult, Worker, evaluate_alone, train_with_torch_ddp
 
 EVAL_BATCH = 1000
 NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
@@ -67,16 +67,12 @@ class Order:
     out: Path = Path("runs")
     progress: str = "auto"
     repeat_limit_s: float = 0.0  # a disturbed run that took no longer is made again once
-    time_limit_s: float | None = None  # a run that is not finished by then is given up with OutOfTimeError
+    time_limit_s: float | None = None  # a run that is not finished by then ends with StoppedError
 
     @property
     def folder(self) -> Path:
         """Where the run's results go."""
         return self.out / self.model / self.mode / f"seed-{self.seed}"
-
-
-class OutOfTimeError(RuntimeError):
-    """The run was stopped at its time limit; its folder holds the state reached, but no summary."""
 
 
 def run_single(order: Order) -> dict[str, Any]:
@@ -103,18 +99,17 @@ def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str,
             limit.start()
         try:
             state = run.join()
-        except StoppedError as error:
-            raise OutOfTimeError(str(error)) from error
         finally:
             limit.cancel()
     if not state.finished:
-        raise OutOfTimeError(f"not finished after {order.time_limit_s:.0f} s")
+        raise StoppedError(f"not finished after {order.time_limit_s:.0f} s; the state is in {order.folder}")
     return conclude(order, task, run.config, run.devices, state)
 
 
-def _train_as_torch_ddp(worker: Worker, folder: Path) -> None:
+def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
     """The program of a rank process in mode torch-ddp."""
-    train_with_torch_ddp(worker).save(folder, is_lead=worker.rank_info.rank == 0)
+    del folder
+    return train_with_torch_ddp(worker)
 
 
 def make_task(order: Order) -> Task:

@@ -72,7 +72,7 @@ def _results(codes: Sequence[int | None], folder: Path) -> list[dict[str, Any]]:
     for rank, (code, one) in enumerate(zip(codes, found, strict=True)):
         if code is not None and one is None:
             log = (folder / f"rank-{rank}.log").read_text(errors="replace")
-            raise RankError(f"rank {rank}: {Ended(code, '', log).last_words}")
+            raise RankError(f"rank {rank}: {Ended(code, '', log).message}")
     failed = [(one["failed_at"], rank, one["cause"]) for rank, one in enumerate(found) if one and "cause" in one]
     if failed:
         _, rank, cause = min(failed)

@@ -270,7 +270,7 @@ def _run(cell: Cell) -> str | None:
     if ended.code == 0 and cell.is_done:
         (cell.folder / FAILURE).unlink(missing_ok=True)
         return None
-    reason = ended.last_words if ended.code else _broken(cell)
+    reason = ended.message if ended.code else _broken(cell)
     cell.folder.mkdir(parents=True, exist_ok=True)
     record = {"reason": reason, "exit_code": ended.code, "command": words, "stderr": ended.stderr[-TAIL:]}
     write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
