@@ -1,7 +1,7 @@
 """Hooks of mkdocs for `make docs`: README.md becomes the first page, links that leave docs/ and doctests are mended.
 
-README and the pages are written for the repository, where a link to a file of the package opens that file. The site holds
-the pages alone, so such a link becomes plain text.
+README and the pages are written for the repository, where a link to a file of the package opens that file. The site
+holds the pages alone, so such a link becomes plain text.
 """
 
 import re
@@ -34,7 +34,7 @@ class FenceDoctests(griffe.Extension):  # type: ignore[misc]
             )
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """Point links to the generated pages, and turn links to files outside the site into text."""
     for source, target in PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{source}(#[^)]*)?\)", rf"]({target}\1)", markdown)
