@@ -1,6 +1,8 @@
-# Every target sets itself up: a virtual environment in .venv, installed from constraints.txt.
+# Every target sets itself up: a virtual environment in .venv, installed from constraints.txt. With TORCH=2.15.0 it is
+# one beside it, with that torch in place of the pinned one: `make test TORCH=2.15.0`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -10,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/uneven demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,7 +25,7 @@ docs: $(VENV)/.docs-installed
 	@echo "site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]'
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]'
 	@touch $@
 
 bench: $(STAMP)
@@ -63,11 +65,16 @@ test-cuda: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o timeout=900
 
+# Another torch brings what it needs itself in its own versions; everything else stays as it is pinned.
+TORCHS := torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|sympy|typing_extensions
+PIN := $(if $(TORCH),{ echo torch==$(TORCH); grep -vE '^($(TORCHS))==' constraints.txt; },cat constraints.txt)
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"uneven needs Python 3.10 or newer, this is {sys.version.split()[0]}: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	$(PIN) > $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

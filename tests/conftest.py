@@ -1,8 +1,10 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 # As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
 # in those that tests start. It is read when torch is loaded.
@@ -11,13 +13,57 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests import forked
+
+# Files run whole, one after the other in each process of pytest. Those that take longest go first: a long one that
+# comes last would keep one core busy while the other has nothing to do.
+LONGEST = (
+    "api/test_entry_points.py",
+    "cli/test_demo.py",
+    "parallel/test_strategy_processes.py",
+    "launch/test_rank_processes.py",
+    "bench/single/test_modes.py",
+    "bench/strategies/test_strategies.py",
+    "policy/test_exact.py",
+    "train/test_local_sgd_processes.py",
+    "cli/test_devices.py",
+    "test_readme.py",
+    "launch/test_slices.py",
+    "timeline/test_page.py",
+    "cli/test_bench.py",
+    "hardware/test_measure.py",
+    "launch/test_run.py",
+    "data/test_feed.py",
+)
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
     if torch.cuda.is_available():
         return
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__})"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _processes_are_forked() -> Iterator[None]:
+    """From one warmed-up server per process of pytest: see tests/forked.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.PackagePopen)
+        yield
+    forked.close_server()
+
+
+@pytest.fixture(autouse=True)
+def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if {"real_start", "cuda", "soak"} & set(request.node.keywords):
+        monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.forked import ForkedPopen
 from uneven import InputError, TensorData, TrainedState, fit
 from uneven.errors import RankError
 from uneven.step.costs import REPEATS
@@ -34,7 +35,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def nothing_left(pids: list[int], launcher: int, *, within_s: float = 60.0) -> None:
+def nothing_left(pids: list[int], launcher: int, *, within_s: float = 100.0) -> None:
     """No rank and no folder of this launcher; they may take a moment where nobody waits for them."""
     assert len(pids) == 2, pids
     end = time.monotonic() + within_s
@@ -191,7 +192,7 @@ class Launcher:
         self.errors = (folder / "errors").open("w+")
         (folder / "script.py").write_text(SCRIPT)  # some Pythons end `-c` by Ctrl-C with an exit code of their own
         command = [sys.executable, "script.py", how, policy, devices]
-        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.process = ForkedPopen(command, cwd=folder, stdout=subprocess.PIPE, stderr=self.errors, text=True)
         self.pids: list[int] = []
         self._seen: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
@@ -214,10 +215,10 @@ class Launcher:
                 if is_there(seen):
                     return
         code = self.process.poll()
-        ranks = [] if code is not None else [one.cmdline() for one in psutil.Process(self.process.pid).children()]
+        ranks = [] if code is not None else psutil.Process(self.process.pid).children()
         raise AssertionError(f"it ended ({code}) or hangs: {seen}, {self.said()}, {ranks}")
 
-    def interrupt(self, *, times: int = 1, limit_s: float = 60.0) -> tuple[int, float]:
+    def interrupt(self, *, times: int = 1, limit_s: float = 150.0) -> tuple[int, float]:
         """Ctrl-C; returns the exit code and the seconds until the process was gone."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGINT)

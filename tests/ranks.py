@@ -93,7 +93,7 @@ class _ThreadWork:
         self._meeting = meeting
 
     def wait(self) -> None:
-        assert self._meeting.done.wait(60), "a rank did not come"
+        assert self._meeting.done.wait(150), "a rank did not come"
         if self._meeting.is_off:
             raise RankMissingError
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from uneven import InputError
-from uneven.config import LOCAL_SETTINGS, Task, check_task, resolve
+from uneven.config import LOCAL_POLICIES, RunConfig, Task, check_settings, check_task, resolve, settings_of
 from uneven.train.events import local_sgd_config
 
 
@@ -44,6 +44,16 @@ from uneven.train.events import local_sgd_config
         ({"memory_cap": "many"}, ("memory_cap='many'", "whole number")),
         ({"memory_cap": ()}, ("memory_cap=()", "one such number per device")),
         ({"memory_cap": (8, 0)}, ("memory_cap=(8, 0)", "at least 1")),
+        ({"shares": (-1, 2)}, ("shares=(-1.0, 2.0)", "at least 0", "one per device")),
+        ({"shares": "52"}, ("shares='52'", "one per device")),
+        ({"shares": ("fast", 2)}, ("shares=('fast', 2)", "one per device")),
+        ({"shares": ()}, ("shares=()", "one per device")),
+        ({"bucket_mb": 0}, ("bucket_mb=0", "a number above 0")),
+        ({"bucket_mb": "25"}, ("bucket_mb='25'", "a number above 0")),
+        ({"activations": "drop"}, ("activations='drop'", "keep, recompute, offload, auto")),
+        ({"sync_batchnorm": "no"}, ("sync_batchnorm='no'", "True or False")),
+        ({"devices": ["cpu"]}, ("devices=['cpu']", "text, as in 'cuda:0,cpu'")),
+        ({"out": 3}, ("out=3", "a path")),
         ({"batchsize": 3}, ("'batchsize'", "did you mean 'batch_size'")),
         ({"zzz": 3}, ("'zzz'", "the settings are")),
     ],
@@ -87,12 +97,14 @@ LOCAL = {
 def test_what_an_exact_policy_would_ignore_is_refused(policy: str, name: str) -> None:
     with pytest.raises(InputError) as caught:
         resolve({"batch_size": 1, "epochs": 1, "policy": policy, name: LOCAL[name]})
-    for word in (f"{name}={LOCAL[name]!r}", "cadence and async", f"policy={policy!r}", "leave it out"):
+    owner = "policy='async'" if name == "max_staleness" else "the policies cadence and async"
+    for word in (f"{name}={LOCAL[name]!r}", f"belongs to {owner}", f"policy={policy!r}", "leave it out"):
         assert word in str(caught.value)
 
 
 def test_every_setting_of_the_local_policies_is_among_those_refused() -> None:
-    assert set(LOCAL) == set(LOCAL_SETTINGS)
+    known = settings_of(RunConfig).values()
+    assert set(LOCAL) == {s.name for s in known if s.policies is not None and set(s.policies) <= set(LOCAL_POLICIES)}
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
@@ -159,7 +171,7 @@ def test_a_slot_is_all_ranks_samples_or_in_the_local_policies_one_ranks(settings
     [
         ({"policy": "cadence", "max_staleness": 5}, "belongs to policy='async'"),
         ({"policy": "async", "anchor": 30, "max_anchor": 20}, "anchor=30 is above max_anchor=20"),
-        ({"policy": "async", "overhead_target": 1.5}, "must be below 1"),
+        ({"policy": "async", "overhead_target": 1.5}, "overhead_target=1.5 must be a number above 0 and below 1"),
         ({"policy": "async", "lr_scale": float("inf")}, "lr_scale=inf must be a number above 0"),
     ],
 )
@@ -175,6 +187,28 @@ def test_settings_of_windows_that_contradict_each_other(settings: dict[str, Any]
 def test_an_anchor_moves_the_default_of_its_bound(settings: dict[str, Any], anchors: tuple[int, int]) -> None:
     terms = local_sgd_config(resolve({"batch_size": 8, "epochs": 1, "policy": "cadence", **settings}))
     assert (terms.anchor, terms.max_anchor) == anchors
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("given", [{"bucket_mb": 25.0}, {"strategy": "zero1"}, {"memory_shares": (1, 2)}])
+def test_what_a_local_policy_would_ignore_is_refused(policy: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=rf"{next(iter(given))}=.* with policy='{policy}': .*leave"):
+        resolve({"batch_size": 4, "epochs": 1, "policy": policy, **given})
+
+
+@pytest.mark.parametrize("policy", ["sync", "balanced"])
+def test_bucket_size_and_activations_are_settings(policy: str) -> None:
+    config = resolve({"batch_size": 4, "epochs": 1, "policy": policy, "bucket_mb": 25, "activations": "recompute"})
+    assert (config.bucket_mb, config.activations) == (25, "recompute")
+    default = resolve({"batch_size": 4, "epochs": 1})
+    assert (default.bucket_mb, default.activations) == (None, "keep")
+
+
+def test_an_incomplete_set_of_settings_is_checked_for_itself() -> None:
+    check_settings({"policy": "async", "shares": [5, 2], "num_epochs": 3})
+    for wrong in ({"policy": "fast"}, {"epochs": 0}, {"shares": "5,2"}, {"sed": 1}):
+        with pytest.raises(InputError):
+            check_settings(wrong)
 
 
 def task(**changes: Any) -> Task:
@@ -198,3 +232,13 @@ def test_a_task_that_cannot_be_trained_is_refused(changes: dict[str, Any], words
     check_task(task())
     with pytest.raises(InputError, match=words):
         check_task(task(**changes))
+
+
+def test_overrides_take_precedence_and_leave_no_trace() -> None:
+    written, typed = {"batch_size": 8, "epochs": 2, "seed": 1}, {"seed": 5, "shares": [5, 2]}
+    config = resolve(written, typed)
+    assert (config.batch_size, config.epochs, config.seed, config.shares) == (8, 2, 5, (5.0, 2.0))
+    assert resolve(written).seed == 1
+    assert resolve({"num_epochs": 2}, {"batch_size": 4, "epochs": 7}).epochs == 7
+    with pytest.raises(InputError, match="did you mean 'seed'"):
+        resolve(written, {"sed": 5})

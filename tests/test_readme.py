@@ -3,13 +3,13 @@
 import difflib
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.forked import run_forked
 from uneven.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,8 @@ def test_the_diff_is_that_of_the_two_examples_and_adds_at_most_five_lines() -> N
     ids=lambda path: path.name,
 )
 def test_every_example_runs(path: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    done = run_forked([sys.executable, path], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) > 0.88
 
 
@@ -70,7 +71,7 @@ def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks("python", RUNNABLE), ids=lambda block: str(len(block)))
 def test_python_blocks_run(block: str) -> None:
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=200, check=False)
+    done = run_forked([sys.executable, "-c", block])
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ ROOMS = (
     *("__main__", "cli", "bench", "api", "launch", "train", "results", "step", "parallel", "average", "data"),
     *("timeline", "graph", "hardware", "comm", "policy", "config", "files", "errors", "version"),
 )
-ROOT_MODULES = {"__init__", "__main__", "config", "errors", "files", "version"}
+ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
 PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy
 
 
@@ -53,6 +53,32 @@ def _is_for_types(path: Path) -> bool:
     return "if TYPE_CHECKING:" in path.read_text()
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    arrows = {
+        name: {target for target in imported_modules(path) if target in modules and target != name}
+        for name, path in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, (*way, name))
+            done.add(name)
+
+    for name in sorted(arrows):
+        visit(name, ())
+
+
+def test_only_the_graph_class_imports_the_drawing_of_graphs() -> None:
+    drawing = PACKAGE / "graph" / "drawing"
+    outside = [path for path in FILES if drawing not in path.parents]
+    users = [path for path in outside if any(n.startswith("uneven.graph.drawing") for n in imported_modules(path))]
+    assert users == [PACKAGE / "graph" / "graph.py"]
+
+
 def test_every_room_has_its_place() -> None:
     assert {room_of(path) for path in FILES} - {"__init__"} == set(ROOMS)
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT_MODULES
@@ -86,5 +112,48 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 )
 def test_heavy_packages_are_imported_only_where_needed(code: str, absent: tuple[str, ...]) -> None:
     check = f"{code}\nimport sys\nprint('LOADED', *[m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+# The folders of bench/ from top to bottom, and what a benchmark may use of the rooms below: public names, the seam of
+# train/ for workers and what starts ranks. Strategies take a process group, so their benchmark forms one.
+BENCH = (
+    *("demo", "policies", "scaling", "sweep", "report", "strategies", "efficiency", "single", "models"),
+    *("undisturbed", "interval"),
+)
+BENCH_MAY_USE = (
+    *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
+    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.run", "launch.script", "train.segment"),
+    *("api.loop.check_loop", "api.settings.Settings"),
+)
+STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_benchmarks_use_public_names_and_one_seam(path: Path) -> None:
+    parts = path.relative_to(PACKAGE / "bench").parts
+    folder = parts[0].removesuffix(".py")
+    allowed = BENCH_MAY_USE + (STRATEGIES_MAY_USE if folder == "strategies" else ())
+    for name in imported_modules(path):
+        if name.startswith("uneven.bench.") and folder != "__init__":
+            other = name.split(".")[2]
+            assert other == folder or BENCH.index(folder) < BENCH.index(other), f"bench/{folder} imports {name}"
+        own = name.removeprefix("uneven.")
+        if name.startswith("uneven.") and own.split(".")[0] in ROOMS:
+            is_allowed = any(f"{own}.".startswith(f"{prefix}.") for prefix in allowed)
+            is_package = any(prefix.startswith(f"{own}.") for prefix in allowed)  # `from uneven.x import y` names both
+            assert is_allowed or is_package, f"bench/{folder} imports {name}"
+
+
+@pytest.mark.parametrize("verb", ["devices", "run", "data", "diagnose"])
+def test_plain_verbs_do_not_import_the_benchmarks(verb: str) -> None:
+    check = (
+        f"import sys; sys.argv = ['uneven', {verb!r}, '--help']\n"
+        "from uneven.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"import uneven.cli.{verb}, uneven.launch.run, uneven.api.fit\n"
+        "print('LOADED', *[name for name in sys.modules if name.startswith('uneven.bench')])"
+    )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED"

@@ -12,7 +12,7 @@ import sys
 
 from uneven import fit
 from uneven.bench import models
-from uneven.bench.sets import load_set
+from uneven.bench.models.sets import load_set
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 

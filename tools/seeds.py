@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from uneven.bench.single import Order, run_single
+from uneven.bench.single.run import Order, run_single
 
 PAIR = "cpu,cpu@0.4"
 SLICES = "cuda:0%60,cuda:0%24"

@@ -1,20 +1,29 @@
-"""The ways a user meets a failure: a wrong input, a machine that cannot do it, a rank that failed.
+"""The failures a user is told about: a wrong input, a machine that cannot do it, a rank that failed.
 
-The first two carry one line that names the value, what would be allowed, and the next command to type; the command
-line prints that line and nothing else. Anything else is our own mistake and keeps its traceback.
+InputError and MachineError carry one line that names the value, what is allowed and the next command to type; the
+command line prints it and exits with `exit_code` (docs/settings.md has the table). Any other exception is a defect of
+uneven or of the user's own code, and keeps its traceback.
 """
+
+STOPPED = 130  # exit code after Ctrl-C, as a shell reports it: 128 + SIGINT
 
 
 class InputError(ValueError):
-    """A value the user gave is wrong; the command line exits with 2."""
+    """A value the user gave is wrong."""
+
+    exit_code = 2
 
 
 class MachineError(RuntimeError):
-    """The input is right but this machine cannot do it (no space, no data, no driver); exits with 1."""
+    """The input is right but this machine or cluster cannot do it: no space, no data, no driver, unsupported system."""
+
+    exit_code = 3
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or hung, and the run with it; names rank, device and cause, with its own traceback."""
+    """A rank or a run failed, died or hung; names rank, device and cause, with the rank's own traceback."""
+
+    exit_code = 1
 
 
 class StoppedError(RuntimeError):

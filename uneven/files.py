@@ -1,4 +1,7 @@
-"""Writing files so that a reader never meets half of one, whatever dies in between."""
+"""Atomic file writes, the folder of a run's results, and why a write failed in plain words.
+
+Called wherever results are written. Invariant: a file under its final name is complete, also after a crash.
+"""
 
 import errno
 import os
@@ -9,7 +12,10 @@ from uneven.errors import MachineError
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
-    """The file holds either its old content or all of the new; `work` is a folder for the unfinished one."""
+    """Replace a file's content: afterwards it holds all of the new one, or, after a failure, still the old one.
+
+    The unfinished file is in `work` (default: the same folder), which must be on the same file system.
+    """
     handle, temporary = tempfile.mkstemp(dir=work or path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -25,7 +31,7 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
 
 
 def _sync_folder(folder: Path) -> None:
-    # Without this a power cut after the rename can still lose the name.
+    # The rename itself is only durable once the folder is synced: a power cut could otherwise lose the new name.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -34,7 +40,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def make_out_folder(path: Path) -> None:
-    """An empty folder for a run's results; an older run there is moved aside, never overwritten."""
+    """Make an empty folder for a run's results; an older run there is renamed to NAME.1, NAME.2, ...
+
+    Writes a file at once: a folder that cannot be written to must fail before training, not after it.
+    """
     try:
         if path.is_dir() and any(path.iterdir()):
             number = 1
@@ -49,13 +58,14 @@ def make_out_folder(path: Path) -> None:
 
 
 def folder_error(path: Path, error: OSError) -> MachineError:
+    """The error to raise where a folder for results cannot be made or written to."""
     return MachineError(
         f"cannot write to {path}: {why_not_written(error)}; choose another folder with out=... (--out FOLDER)"
     )
 
 
 def why_not_written(error: OSError) -> str:
-    """The reason of a failed write, in words."""
+    """The reason of a failed write, in plain words."""
     return {
         errno.EACCES: "no permission to write",
         errno.EPERM: "no permission to write",

@@ -18,13 +18,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from uneven import InputError, TrainedState, config
+from uneven import InputError, TrainedState
 from uneven.cli.main import app
 from uneven.errors import RankError
 from uneven.launch import environment
 from uneven.launch.context import ProcessContext
-from uneven.launch.environment import Started, read_torchrun
-from uneven.launch.start import run_script
+from uneven.launch.environment import LaunchEnvironment, read_torchrun
+from uneven.launch.script import run_script
 
 BIN = Path(sys.executable).parent
 HEAD = """
@@ -175,11 +175,35 @@ for x, y in ddp.batches(0):
 @pytest.mark.parametrize("policy", ["balanced", pytest.param("async", marks=pytest.mark.soak)])
 def test_a_break_on_one_rank_ends_the_run_with_its_name(tmp_path: Path, policy: str) -> None:
     (tmp_path / "train.py").write_text(BREAKS)
-    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy], tmp_path)
+    command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu", "--policy", policy]
+    done = start(command, tmp_path)
     assert done.returncode == 1
     assert "rank 0 (cpu" in done.stderr
-    assert "rank 1 broke off its epoch" in done.stderr
+    assert "rank 1 left its epoch" in done.stderr
     assert 'train.py", line' in done.stderr  # the rank's own traceback
+
+
+FORGETS = (
+    HEAD
+    + """
+model = net()
+wrapped = Ddp.wrap(model)
+optimizer = sgd(model.parameters())
+for x, y in zip(X.split(10), Y.split(10)):
+    optimizer.zero_grad()
+    F.cross_entropy(wrapped(x), y).backward()
+    optimizer.step()
+"""
+)
+
+
+def test_a_forgotten_all_reduce_ends_the_run_instead_of_training_separate_replicas(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FORGETS)
+    done = start([BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu"], tmp_path)
+    assert done.returncode == 2
+    assert "all_reduce_gradients() or weighted_all_reduce_gradients(count)" in done.stderr
+    alone = start([sys.executable, "train.py"], tmp_path)
+    assert alone.returncode == 0, alone.stderr
 
 
 WAITS = (
@@ -197,12 +221,12 @@ for epoch in range(10**6):
 
 def test_ctrl_c_stops_all_ranks_after_one_step_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS)
-    command = [BIN / "uneven", "run", "train.py", "--devices", "cpu,cpu"]
+    command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "training\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate(timeout=150)
     assert child.returncode == 130, errors
     assert "stopped after" in errors
     (folder,) = (tmp_path / "runs").iterdir()
@@ -225,7 +249,7 @@ def test_a_notebook_cell_trains_on_two_devices(plain: dict[str, dict[str, torch.
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """`uneven run` changes the process it runs a script in; put it back."""
-    monkeypatch.setattr(config, "_overrides", {})
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -251,7 +275,7 @@ def test_a_setting_that_is_wrong_by_itself_is_refused_before_anything_starts(
     wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "t.py").write_text("raise AssertionError('it ran')\n")
-    monkeypatch.setattr("uneven.launch.start.run_on_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("uneven.launch.script.run_on_ranks", lambda *_: pytest.fail("ranks were started"))
     ((name, value),) = wrong.items()
     with pytest.raises(InputError, match=f"{name}='{value}' must be one of"):
         run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu", **wrong})
@@ -262,7 +286,7 @@ def test_the_command_line_takes_settings_before_and_after_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("uneven.launch.start.run_script", lambda *order: seen.append(order))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda *order: seen.append(order))
     line = ["run", "--seed", "4", "t.py", "data", "--shares", "5,2", "--policy", "balanced", "--", "--epochs", "x"]
     assert CliRunner().invoke(app, line).exit_code == 0
     (order,) = seen
@@ -299,7 +323,7 @@ TORCHRUN = {
 
 def test_what_torchrun_says_is_read() -> None:
     started = read_torchrun({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert started == Started("torchrun", 3, 4, 1, 2, "host", 1234, "uneven/job/2/", hosts_store=False)
+    assert started == LaunchEnvironment("torchrun", 3, 4, 1, 2, "host", 1234, "uneven/job/2/", hosts_store=False)
     first = read_torchrun({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert first is not None
     assert first.hosts_store
@@ -313,12 +337,12 @@ def test_ranks_whose_starter_has_no_store_meet_at_the_first(monkeypatch: pytest.
         finder.bind(("127.0.0.1", 0))
         port = finder.getsockname()[1]
     first, second = (
-        Started("torchrun", rank, 2, rank, 2, "127.0.0.1", port, "uneven/job/0/", hosts_store=rank == 0)
+        LaunchEnvironment("torchrun", rank, 2, rank, 2, "127.0.0.1", port, "uneven/job/0/", hosts_store=rank == 0)
         for rank in range(2)
     )
-    first.reach("run/1").set("key", "here")
-    assert second.reach("run/1").get("key") == b"here"
-    assert not second.reach("run/2").check(["key"])  # every run has its own keys
+    first.connect("run/1").set("key", "here")
+    assert second.connect("run/1").get("key") == b"here"
+    assert not second.connect("run/2").check(["key"])  # every run has its own keys
 
 
 def test_devices_must_match_the_processes_there_are() -> None:

@@ -16,14 +16,14 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
-from uneven.api.loop import Loop
-from uneven.config import RunConfig, resolve
+from uneven.api.loop import Loop, check_loop
+from uneven.config import RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
-from uneven.launch.context import collect
-from uneven.policy.axis import Axis
+from uneven.launch.training import collect
 from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs": 2, "seed": 3}
 DATA = TensorData(X.double(), Y)
@@ -31,21 +31,16 @@ DATA = TensorData(X.double(), Y)
 
 def make_loop(group: ThreadGroup, scheduler: Any = None, **changes: Any) -> Loop:
     config: RunConfig = resolve({**SETTINGS, **changes})
-    return Loop(
-        Net(torch.float64),
-        OPTIMIZERS["sgd"],
-        DATA,
-        scheduler,
-        config,
-        RankInfo(group.rank, parse_devices(["cpu"] * group.world_size)),
-        lambda _: group,
-        threading.Event(),
-        Silent(),
-        lambda group, result, _: collect(
-            group, result, Axis(len(DATA), config.slot_size(group.world_size), config.epochs)
-        ),
-        lambda: None,
-    )
+    check_loop(config, group.world_size)
+
+    def make_worker(task: Task) -> Worker:
+        rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
+        return Worker(task, config, rank_info, lambda _: group, threading.Event(), Silent(), is_own_loop=True)
+
+    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
+        return collect(worker.group, worker.result(), worker.axis)
+
+    return Loop(Net(torch.float64), OPTIMIZERS["sgd"], DATA, scheduler, make_worker, save, lambda: None)
 
 
 def run_epochs(loop: Loop, epochs: range = range(2), seen: list[int] | None = None) -> None:
@@ -147,14 +142,14 @@ def test_a_break_makes_every_rank_raise(steps_before: bool) -> None:
                 if steps_before:
                     loop.step(F.cross_entropy(loop(x), y))
                 break
-            with pytest.raises(RankError, match="rank 1 broke off epoch 0"):
+            with pytest.raises(RankError, match="rank 1 left epoch 0"):
                 loop.batches(1)
         else:
             run_epochs(loop)
         loop.finish()
 
     errors = on_ranks_catching(3, rank)
-    assert all(isinstance(error, RankError) and "rank 1 broke off" in str(error) for error in errors), errors
+    assert all(isinstance(error, RankError) and "rank 1 left" in str(error) for error in errors), errors
 
 
 def test_all_ranks_may_break_at_once_and_nobody_hangs() -> None:
@@ -194,7 +189,7 @@ def test_a_batch_without_its_step_is_named_and_the_others_raise() -> None:
     assert isinstance(own, InputError)
     assert "a batch was not trained" in str(own)
     assert isinstance(other, RankError)
-    assert "rank 1 broke off" in str(other)
+    assert "rank 1 left" in str(other)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +229,7 @@ def test_a_second_step_for_one_batch_is_refused() -> None:
         (lambda loop: loop.batches(1), "the next one is 0"),
         (lambda loop: (run_epochs(loop, range(1)), loop.batches(0)), "the next one is 1"),
         (lambda loop: (run_epochs(loop), loop.batches(2)), "all 2 epochs are trained"),
-        (lambda loop: (next(loop.batches(0)), loop.batches(0)), "rank 0 broke off"),
+        (lambda loop: (next(loop.batches(0)), loop.batches(0)), "rank 0 left"),
         (lambda loop: [loop.batches(0) for _ in loop.batches(0)], "still being iterated"),
         (lambda loop: [loop.finish() for _ in loop.batches(0)], "inside an epoch"),
         (lambda loop: (run_epochs(loop), loop.finish(), loop.batches(0)), "is finished"),
@@ -265,7 +260,7 @@ def test_finishing_early_is_for_all_ranks_together() -> None:
         loop.finish()
 
     errors = on_ranks_catching(2, apart)
-    assert "rank 0 called ddp.finish() while rank 1 trains on" in str(errors[0])
+    assert "rank 0 called ddp.finish() while rank 1 still trains" in str(errors[0])
     assert "rank 0 called ddp.finish()" in str(errors[1])
 
 

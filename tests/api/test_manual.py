@@ -1,14 +1,21 @@
 """Ddp.wrap: sums by hand equal a dense run, and wrong uses are refused."""
 
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import ThreadGroup, on_threads
+from tests.ranks import ThreadGroup, _Room, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
 from uneven import Ddp, InputError
 from uneven.api.manual import Wrapped
+from uneven.hardware.device import parse_devices
+from uneven.train.rank_info import RankInfo
 
 
 class BufferNet(nn.Module):
@@ -21,6 +28,12 @@ class BufferNet(nn.Module):
         with torch.no_grad():
             self.norm(x)
         return self.net(x)
+
+
+def place(group: ThreadGroup) -> RankInfo:
+    rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
+    rank_info.join(group)
+    return rank_info
 
 
 def by_hand(wrapped: Wrapped, pieces: list[torch.Tensor], is_weighted: bool) -> dict[str, torch.Tensor]:
@@ -53,7 +66,7 @@ def test_the_manual_tier_equals_a_dense_run(sizes: tuple[int, ...], is_weighted:
         if group.rank:  # sync_params makes up for it
             with torch.no_grad():
                 model.net.first.weight.fill_(float(group.rank))
-        return by_hand(Wrapped(model, group, lambda: None), list(everything.split(list(sizes))), is_weighted)
+        return by_hand(Wrapped(model, place(group), lambda: None), list(everything.split(list(sizes))), is_weighted)
 
     dense = by_hand(Ddp.wrap(BufferNet()), [everything], is_weighted)
     results = on_threads(len(sizes), rank)
@@ -71,7 +84,7 @@ def test_a_rank_without_samples_may_have_nan_gradients() -> None:
         net = Net(torch.float64)
         rows = X[: 4 * (1 - group.rank)].double()  # rank 1 has none: its mean is NaN
         F.cross_entropy(net(rows), Y[: len(rows)]).backward()
-        Wrapped(net, group, lambda: None).weighted_all_reduce_gradients(len(rows))
+        Wrapped(net, place(group), lambda: None).weighted_all_reduce_gradients(len(rows))
         assert net.unused.weight.grad is None
         assert net.first.weight.grad is not None
         return net.first.weight.grad
@@ -84,3 +97,160 @@ def test_a_rank_without_samples_may_have_nan_gradients() -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(InputError, match="count=-1"):
         Ddp.wrap(Net(torch.float64)).weighted_all_reduce_gradients(-1)
+
+
+def forward_backward(wrapped: Wrapped) -> None:
+    F.cross_entropy(wrapped(X[:8].double()), Y[:8]).backward()
+
+
+def on_wrapped(train: Callable[[Wrapped, torch.optim.Optimizer], None], size: int = 2) -> list[str]:
+    """What each rank's InputError says, "" where `train` raised none."""
+
+    def rank(group: ThreadGroup) -> str:
+        wrapped = Wrapped(Net(torch.float64), place(group), lambda: None)
+        try:
+            train(wrapped, torch.optim.SGD(wrapped.model.parameters(), lr=0.1))
+        except InputError as error:
+            return str(error)
+        finally:
+            wrapped.close()
+        return ""
+
+    return on_threads(size, rank)
+
+
+def assert_names_the_way_out(messages: list[str], what: str) -> None:
+    for message in messages:
+        assert what in message
+        for call in ("all_reduce_gradients()", "weighted_all_reduce_gradients(count)", "no_sync()"):
+            assert call in message
+
+
+def test_a_step_by_gradients_that_nobody_reduced_raises_on_every_rank() -> None:
+    def forgetful(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        forward_backward(wrapped)
+        optimizer.step()
+
+    assert_names_the_way_out(on_wrapped(forgetful), "optimizer.step()")
+
+
+def test_a_second_backward_onto_gradients_that_nobody_reduced_raises_on_every_rank() -> None:
+    """The update is made by hand, so that no optimizer sees it."""
+
+    def forgetful(wrapped: Wrapped, _: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            forward_backward(wrapped)
+            with torch.no_grad():
+                for param in wrapped.model.parameters():
+                    if param.grad is not None:
+                        param -= 0.1 * param.grad
+                        param.grad.zero_()
+
+    assert_names_the_way_out(on_wrapped(forgetful), "a second backward()")
+
+
+def test_the_second_step_raises_where_only_the_first_was_reduced() -> None:
+    def forgetful(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        forward_backward(wrapped)
+        wrapped.all_reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        forward_backward(wrapped)
+        with pytest.raises(InputError, match="only this rank has"):
+            optimizer.step()
+        wrapped.all_reduce_gradients()
+        optimizer.step()
+
+    assert on_wrapped(forgetful) == ["", ""]
+
+
+def test_no_sync_accumulates_as_in_ddp() -> None:
+    def accumulating(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                forward_backward(wrapped)
+                forward_backward(wrapped)
+            forward_backward(wrapped)
+            wrapped.all_reduce_gradients()
+            optimizer.step()
+
+    assert on_wrapped(accumulating) == ["", ""]
+
+
+def test_gradients_accumulated_in_no_sync_still_have_to_be_reduced() -> None:
+    def forgetful(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        with wrapped.no_sync():
+            forward_backward(wrapped)
+        optimizer.step()
+
+    assert_names_the_way_out(on_wrapped(forgetful), "optimizer.step()")
+
+
+def test_gradients_that_were_thrown_away_need_no_reducing() -> None:
+    def exploring(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        forward_backward(wrapped)
+        optimizer.zero_grad()
+        optimizer.step()
+        forward_backward(wrapped)
+        wrapped.all_reduce_gradients()
+        optimizer.step()
+
+    assert on_wrapped(exploring) == ["", ""]
+
+
+def test_one_backward_may_reach_a_param_several_times() -> None:
+    """A reentrant checkpoint runs a backward of its own for every segment."""
+
+    def checkpointed(wrapped: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+        hidden = X[:8].double().requires_grad_()
+        loss = checkpoint(wrapped.model, hidden, use_reentrant=True).sum()
+        loss = loss + checkpoint(wrapped.model, hidden, use_reentrant=True).sum()
+        loss.backward()
+        wrapped.all_reduce_gradients()
+        optimizer.step()
+
+    assert on_wrapped(checkpointed) == ["", ""]
+
+
+def test_another_models_optimizer_is_left_alone() -> None:
+    def two_models(wrapped: Wrapped, _: torch.optim.Optimizer) -> None:
+        other = nn.Linear(6, 1).double()
+        forward_backward(wrapped)
+        other(X[:8].double()).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+    assert on_wrapped(two_models) == ["", ""]
+
+
+def test_a_process_alone_has_nothing_to_reduce() -> None:
+    wrapped = Ddp.wrap(Net(torch.float64))
+    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1)
+    for _ in range(3):
+        with wrapped.no_sync():
+            forward_backward(wrapped)
+        forward_backward(wrapped)
+        optimizer.step()
+    wrapped.close()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_no_hook_outlives_what_wrap_gave(is_closed: bool) -> None:
+    """After close() the model trains as if it had never been wrapped; without close() hooks keep nothing alive."""
+
+    def rank(group: ThreadGroup) -> None:
+        before = len(_global_optimizer_pre_hooks)
+        model = Net(torch.float64)
+        wrapped = Wrapped(model, place(group), lambda: None)
+        forward_backward(wrapped)
+        if is_closed:
+            wrapped.close()
+        left = weakref.ref(wrapped)
+        del wrapped
+        assert left() is None
+        assert len(_global_optimizer_pre_hooks) == before
+        assert not any(param._backward_hooks or param._post_accumulate_grad_hooks for param in model.parameters())
+        model(X[:8].double()).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    rank(ThreadGroup(_Room(2), 0))  # one of two; the other never has to come, since nothing is sent

@@ -23,7 +23,7 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(100)
 
     def is_completed(self) -> bool:
         return self.opened.is_set()
@@ -62,11 +62,11 @@ def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
         assert not average.is_done()
         average.start(1.0, list)
         assert average.phase == "collecting"
-        assert head.reached.wait(30)
+        assert head.reached.wait(100)
         assert (average.phase, average.is_done()) == ("collecting", False)
         all_came_ns = time.perf_counter_ns()
         head.opened.set()
-        assert params.reached.wait(30)
+        assert params.reached.wait(100)
         assert (average.phase, average.is_done()) == ("computing", False)
         sent_ns = time.perf_counter_ns()
         params.opened.set()
@@ -81,7 +81,7 @@ def test_a_snapshot_is_taken_at_once_and_not_when_it_is_sent() -> None:
     with gated() as (side, group):
         before = side.params
         side.average.start(1.0, list)
-        assert group.gates[0].reached.wait(30)
+        assert group.gates[0].reached.wait(100)
         side.work(5.0)
         group.open()
         side.average.finish(is_unchanged=True)
@@ -136,7 +136,7 @@ def test_close_ends_the_thread_and_may_be_called_again() -> None:
 def test_close_does_not_wait_for_a_round_that_may_never_come_back() -> None:
     with gated() as (side, group):
         side.average.start(1.0, list)
-        assert group.gates[0].reached.wait(30)
+        assert group.gates[0].reached.wait(100)
         side.close()
         thread = side.average._thread
         assert thread.is_alive()

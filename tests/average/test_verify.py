@@ -40,7 +40,7 @@ def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
 def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
     with gated(verify=True) as (side, group):
         side.average.start(1.0, list)
-        assert group.gates[0].reached.wait(30)
+        assert group.gates[0].reached.wait(100)
         flip_a_bit(side.average.transport.snapshot.numbers)
         group.open()
         with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):

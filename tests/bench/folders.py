@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.record import STATES, Account, Event
+from uneven.timeline.timeline import Lane, Timeline
 
 SECOND = 10**9
 

@@ -12,9 +12,9 @@ import torch
 from uneven import InputError
 from uneven.bench import demo
 from uneven.bench.demo import OURS, DemoOrder, Results, check, folder_of, notes, threads, train_modes
-from uneven.bench.modes import tell_threads
-from uneven.bench.single import Order, run_single
-from uneven.errors import MachineError, RankError
+from uneven.bench.single.modes import limit_threads
+from uneven.bench.single.run import Order, run_single
+from uneven.errors import MachineError, RankError, StoppedError
 from uneven.hardware import yardstick
 
 PAIR = ("cpu", "cpu@0.4")
@@ -158,10 +158,10 @@ def test_a_device_alone_has_the_threads_that_it_has_among_others(monkeypatch: py
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     monkeypatch.setenv("MKL_NUM_THREADS", "16")
     monkeypatch.setattr(demo, "available_cores", lambda: (0,))
-    tell_threads(threads(DemoOrder()))
+    limit_threads(threads(DemoOrder()))
     assert os.environ["OMP_NUM_THREADS"] == "16"
     monkeypatch.setattr(demo, "available_cores", lambda: tuple(range(7)))
-    tell_threads(threads(DemoOrder()))
+    limit_threads(threads(DemoOrder()))
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
 
 
@@ -170,11 +170,11 @@ def test_the_threads_are_set_before_torch_is_loaded() -> None:
         "import sys; from uneven.bench.demo import DemoOrder, check, notes, threads\n"
         "order = DemoOrder(); check(order); notes(order); threads(order); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
 def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:
-    def train(order: DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "torch-ddp":
             raise RankError("rank 1 died\nIts own traceback: ...")
         return summary(mode, SPEEDS[mode])
@@ -191,9 +191,74 @@ def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:
     ]
 
 
+class Clock:
+    """Modes that take so many seconds each, without anybody waiting for them."""
+
+    def __init__(self, seconds: dict[str, float], disturbed: tuple[str, ...] = ()) -> None:
+        self.now, self.seconds, self.disturbed = 0.0, seconds, disturbed
+        self.trained: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def train(self, order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+        self.trained.append(mode)
+        self.now += min(self.seconds[mode], limit_s)
+        if self.seconds[mode] > limit_s:
+            raise StoppedError("not finished")
+        return summary(mode, SPEEDS[mode]) | {"is_disturbed": mode in self.disturbed}
+
+
+def run_on(clock: Clock, *modes: str, budget_s: float = 240.0) -> Results:
+    order = DemoOrder(modes=modes, budget_s=budget_s)
+    found = check(order)
+    train_modes(order, found, lambda _: None, clock.train, clock)
+    assert clock.now <= budget_s
+    return found
+
+
+def test_a_mode_that_would_take_all_the_time_is_given_up_and_the_others_are_measured() -> None:
+    clock = Clock({"solo-0": 15.0, "solo-1": 35.0, "torch-ddp": 193.0, "cpu-async": 15.0})
+    found = run_on(clock, "solo-0", "solo-1", "torch-ddp", "cpu-async")
+    assert list(found.summaries) == ["solo-0", "solo-1", "cpu-async"]
+    assert found.skipped == {"torch-ddp": "not finished after 95 s, its part of the demo's time"}
+    assert found.sentence is not None
+    assert "here it did" not in found.sentence
+
+
+def test_modes_are_skipped_once_the_budget_is_nearly_spent() -> None:
+    clock = Clock(dict.fromkeys(SPEEDS, 40.0))
+    found = run_on(clock, *SPEEDS, budget_s=100.0)
+    assert list(found.summaries) == ["solo-0", "solo-1"]
+    assert set(found.skipped.values()) == {"the 100 s of the demo are nearly spent"}
+    assert set(found.skipped) == set(SPEEDS) - {"solo-0", "solo-1"}
+
+
+def test_a_disturbed_mode_is_measured_again_once_where_the_budget_allows_it() -> None:
+    clock = Clock(dict.fromkeys(SPEEDS, 10.0), disturbed=("solo-1",))
+    found = run_on(clock, "solo-0", "solo-1", "cpu-async")
+    assert clock.trained == ["solo-0", "solo-1", "solo-1", "cpu-async"]
+    assert found.disturbed == ["solo-1"]
+    assert (found.sentence, found.doubt, found.undisturbed_alone) == (None, None, None)
+    assert found.caution is not None
+    clock = Clock(dict.fromkeys(SPEEDS, 10.0), disturbed=("solo-1",))
+    run_on(clock, "solo-0", "solo-1", "cpu-async", budget_s=35.0)
+    assert clock.trained == ["solo-0", "solo-1", "cpu-async"], "the repeat would have taken the last mode's time"
+
+
+def test_the_sentence_is_derived_from_undisturbed_figures_only() -> None:
+    found = results(*SPEEDS)
+    found.summaries["torch-ddp"] = summary("torch-ddp", 100.0) | {"is_disturbed": True}
+    found.summaries["cpu-async"] = summary("cpu-async", 9000.0) | {"is_disturbed": True}
+    assert found.sentence == (
+        "Together (cpu-balanced) 1.36x your fast device, ~97 % of what you own; ordinary DDP could reach at most 0.80x."
+    )
+    assert found.doubt is None, "a disturbed figure that cannot be is marked already"
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MachineError])
 def test_what_is_finished_survives_whatever_ends_the_demo(end: type[BaseException]) -> None:
-    def train(order: DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "solo-1":
             raise end("no more")
         return summary(mode, SPEEDS[mode])

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ import pytest
 from tests.bench.folders import make_timeline
 from uneven.bench.policies import PoliciesOrder, PolicyRow, Trial, busy_efficiency, read_row, recommend, try_policies
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import STATES, Account
+from uneven.timeline.timeline import Timeline
 
 SCRIPT = """
 import sys
@@ -43,6 +44,12 @@ def test_the_fastest_of_those_with_a_low_loss_is_recommended(rows: list[PolicyRo
     assert found[0] == policy
     assert words in found[1]
     assert recommend(rows[:1]) is None
+
+
+def test_no_policy_is_recommended_where_a_run_was_disturbed() -> None:
+    rows = [row("sync", 0.30, 100), replace(row("async", 0.20, 150), is_disturbed=True)]
+    assert recommend(rows) is None
+    assert Trial(rows).to_json()["policies"][1]["is_disturbed"]
 
 
 def test_efficiency_is_joint_speed_over_that_while_computing() -> None:

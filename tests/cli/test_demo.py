@@ -24,7 +24,7 @@ SPEEDS = {
 }
 
 
-def fake_train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+def fake_train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
     shares = [1.0] if mode.startswith("solo") else [0.72, 0.28]
     speed = SPEEDS[mode]
     return {
@@ -75,6 +75,32 @@ def test_the_table_the_sentence_and_where_everything_is(uneven) -> None:  # type
     assert err.splitlines()[-1] == "7/7 cpu-async: 97.12 % right, 8.7 s of training"
 
 
+def test_disturbed_figures_are_marked_and_nothing_is_concluded_from_them(  # type: ignore[no-untyped-def]
+    uneven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
+        is_disturbed = mode in ("torch-ddp", "solo-1")
+        found = {"is_disturbed": is_disturbed, "interference": {"stolen_share": 0.27, "foreign_share": 0.0}}
+        return {**fake_train(order, mode, limit_s), **found}
+
+    monkeypatch.setattr(demo, "_train", train)
+    code, out, err = uneven("--modes", "solo-0,torch-ddp,cpu-async")
+    assert code == 0
+    assert "15.6 s*" in out
+    assert "* disturbed: other programs" in out
+    assert "Disturbed: torch-ddp (up to 27% of the CPU time stolen" in out
+    assert "here it did" not in out
+    assert "2/3 torch-ddp was disturbed by other programs: measured again" in err
+    code, out, _ = uneven()
+    assert code == 0
+    assert "1.37x*" in out, "what is divided by a disturbed figure is disturbed"
+    assert "Together" not in out
+    assert "measured gap" not in out
+    found = json.loads(uneven("--json")[1])
+    assert (found["sentence"], found["measured"], found["disturbed"]) == (None, None, ["solo-1", "torch-ddp"])
+    assert [row["is_disturbed"] for row in found["modes"]] == [False, True, True, False, False, False, False]
+
+
 def test_without_the_solos_nothing_is_compared(uneven) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = uneven("--modes", "solo-0, cpu-async")
     assert code == 0
@@ -89,12 +115,12 @@ def test_ctrl_c_shows_what_is_finished_and_exits_with_130(  # type: ignore[no-un
 ) -> None:
     kept = demo.folder_of(demo.DemoOrder(out=tmp_path), "torch-ddp")
 
-    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "torch-ddp":
             kept.mkdir(parents=True)
             (kept / "state.json").write_text("{}")
             raise KeyboardInterrupt
-        return fake_train(order, mode)
+        return fake_train(order, mode, limit_s)
 
     monkeypatch.setattr(demo, "_train", train)
     code, out, err = uneven("--out", str(tmp_path), "--modes", "solo-0,solo-1,torch-ddp,cpu-async")
@@ -109,7 +135,7 @@ def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.Mo
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("uneven.cli.demo._tell", interrupt)
+    monkeypatch.setattr("uneven.cli.demo._print_progress", interrupt)
     code, out, _ = uneven("--modes", "cpu-async")
     assert code == 130
     assert "cpu-async" in out
@@ -117,7 +143,7 @@ def test_ctrl_c_after_the_last_mode_loses_nothing(uneven, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "_train", train)
@@ -129,10 +155,10 @@ def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "torch-ddp":
             raise RankError("rank 1 (cpu@0.4 on here) was killed")
-        return fake_train(order, mode)
+        return fake_train(order, mode, limit_s)
 
     monkeypatch.setattr(demo, "_train", train)
     code, out, err = uneven()
@@ -143,14 +169,14 @@ def test_a_failed_mode_does_not_take_the_others_along(uneven, monkeypatch: pytes
 
 
 def test_a_full_disk_ends_it_with_the_table_of_what_is_there(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def train(order: demo.DemoOrder, mode: str) -> dict[str, Any]:
+    def train(order: demo.DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "solo-1":
             raise MachineError("cannot write to there: no space left")
-        return fake_train(order, mode)
+        return fake_train(order, mode, limit_s)
 
     monkeypatch.setattr(demo, "_train", train)
     code, out, err = uneven()
-    assert code == 1
+    assert code == 3
     assert "solo-0" in out
     assert err.splitlines()[-1] == "uneven: cannot write to there: no space left"
 
@@ -178,7 +204,7 @@ def test_wrong_input_is_refused_with_exit_code_two(uneven, arguments: tuple[str,
 def test_help_names_the_options_and_an_example(uneven) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = uneven("--help")
     assert code == 0
-    for word in ("--epochs", "--devices", "--modes", "--samples", "--seed", "--out", "--json", "uneven demo"):
+    for word in ("--epochs", "--devices", "--modes", "--samples", "--seed", "--minutes", "--out", "--json"):
         assert word in out
 
 
@@ -188,7 +214,9 @@ def _really(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_tiny_real_demo_is_one_json_object_and_nothing_else(tmp_path: Path) -> None:
-    done = _really("--epochs", "1", "--samples", "640", "--modes", "solo-0,cpu-async", "--json", cwd=tmp_path)
+    done = _really(
+        "--epochs", "1", "--samples", "640", "--modes", "solo-0,cpu-async", "--json", "--no-repeat", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     solo, joint = found["modes"]

@@ -57,7 +57,7 @@ def test_a_machine_with_torch_and_no_gpu_is_fine() -> None:
 
 def test_a_bare_machine_reports_and_says_what_to_install() -> None:
     done = diagnose(without=("torch", "psutil", "pynvml", "numpy"))
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     assert done.stderr == ""
     assert "Problem 1: torch is not installed" in done.stdout
     assert "fix: pip install 'torch>=2.8'" in done.stdout
@@ -71,7 +71,7 @@ def test_two_unlike_gpus_and_a_torch_for_none(tmp_path: Path) -> None:
     script.write_text(SMI)
     script.chmod(0o755)
     done = diagnose(without=("pynvml",), path=f"{tmp_path}:/usr/bin:/bin")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     assert "MISSING  NVIDIA GeForce RTX 5060 Ti (sm_120)" in done.stdout
     assert "MISSING  NVIDIA GeForce GTX 1060 6GB (sm_61)" in done.stdout
     assert "no prebuilt torch covers sm_61 to sm_120" in done.stdout
@@ -82,7 +82,7 @@ def test_two_unlike_gpus_and_a_torch_for_none(tmp_path: Path) -> None:
 def test_json_is_one_document_with_the_same_verdict() -> None:
     done = diagnose("--json", without=("torch", "pynvml"))
     found = json.loads(done.stdout)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert found["torch"]["installed"] is False
     assert found["problems"][0] == {"what": "torch is not installed", "fix": "pip install 'torch>=2.8'"}
     assert found["network"]["why"]

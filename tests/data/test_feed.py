@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.faults import alive
+from tests.forked import ForkedPopen
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.policy.axis import Axis, Part, part_of
@@ -129,13 +130,13 @@ def test_loader_processes_of_a_rank_do_not_run_the_script_again(tmp_path: Path) 
 def test_loader_processes_end_with_their_rank_even_if_it_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "reader.py"
     script.write_text(READER)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as rank:
+    with ForkedPopen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         loaders = {int(number) for number in rank.stdout.readline().split()}
         assert len(loaders) == 2
         assert rank.pid not in loaders
         rank.kill()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 150
     while any(alive(pid) for pid in loaders):
         assert time.monotonic() < end, "left behind"
         time.sleep(0.05)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from uneven.bench.models.resnet_graph import make_graph
 from uneven.errors import InputError
-from uneven.graph.draw import _Sketch
+from uneven.graph.drawing.draw import _Sketch
+from uneven.graph.drawing.layout import Box, Layout, arrange
+from uneven.graph.drawing.svg import text_width
 from uneven.graph.dryrun import dry_run
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
-from uneven.graph.layout import Box, Layout, arrange
 from uneven.graph.profile import Profile, Row
-from uneven.graph.svg import text_width
 
 
 class Taking(nn.Module):

@@ -96,7 +96,7 @@ class FakeMps:
         homes = self.homes()
         return [*(pid for home in homes for pid in processes_of(home)), *(home for home in homes if home.exists())]
 
-    def all_gone(self, *, within_s: float = 60.0) -> None:
+    def all_gone(self, *, within_s: float = 100.0) -> None:
         """They may take a moment where nobody waits for them."""
         end_s = time.monotonic() + within_s
         while left := self.left():

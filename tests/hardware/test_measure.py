@@ -73,6 +73,7 @@ def test_a_device_that_fails_is_named_and_every_process_ends(started) -> None:  
     assert all(process.poll() is not None for process in started)
 
 
+@pytest.mark.real_start
 def test_the_time_limit_ends_every_process(started) -> None:  # type: ignore[no-untyped-def]
     # No torch is imported this fast: the limit always strikes first, and nothing has to be waited for.
     devices = parse_devices("cpu,cpu")

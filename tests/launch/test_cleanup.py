@@ -22,7 +22,7 @@ def dead_pid() -> int:
 
 
 def folder_of(home: Path, pid: int, space: int | None = None) -> Path:
-    space = cleanup._process_space() if space is None else space
+    space = cleanup._pid_namespace() if space is None else space
     folder = home / f"uneven-{space}-{pid}-abc"
     folder.mkdir()
     (folder / "payload").write_text("data")
@@ -33,7 +33,7 @@ def test_only_folders_of_dead_launchers_of_our_own_are_swept(tmp_path: Path, dea
     stale = folder_of(tmp_path, dead_pid)
     kept = [folder_of(tmp_path, os.getpid()), folder_of(tmp_path, dead_pid, space=1), tmp_path / "uneven-mine"]
     kept[2].mkdir()
-    cleanup.sweep(tmp_path)
+    cleanup.remove_stale_runs(tmp_path)
     assert not stale.exists()
     assert all(folder.exists() for folder in kept)
 
@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_ended_by_whoever_cleans_up(
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(cleanup, "_live", {folder})
     cleanup.end_all_runs()
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(100) == -signal.SIGKILL
     assert not folder.exists()
 
 

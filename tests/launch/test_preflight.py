@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from uneven import InputError, prepare
+from tests.hardware.fakes import GTX_1060, RTX_5060_TI, make_system
+from uneven import InputError
 from uneven.config import RunConfig, Task
 from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import Visible
-
-from .hardware.fakes import GTX_1060, RTX_5060_TI, make_system
+from uneven.launch import preflight
 
 TASK = Task(
     lambda: torch.nn.Linear(4, 1),
@@ -24,13 +24,13 @@ TASK = Task(
 
 @pytest.fixture(autouse=True)
 def _everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "check_device", lambda _: None)
-    monkeypatch.setattr(prepare, "has_nccl", lambda: True)
+    monkeypatch.setattr(preflight, "check_device", lambda _: None)
+    monkeypatch.setattr(preflight, "has_nccl", lambda: True)
 
 
-def prepared(**settings: Any) -> prepare.Prepared:
+def prepared(**settings: Any) -> preflight.Prepared:
     config = RunConfig(**{"batch_size": 2, "epochs": 1, "progress": "off", **settings})
-    return prepare.prepare(TASK, config, None)
+    return preflight.prepare(TASK, config, None)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_any_mix_of_devices_is_taken(devices: str) -> None:
         ({"devices": "cuda:0,cuda:0%24"}, ("all ranks of a GPU are slices or none is", "'cuda:0%76,cuda:0%24'")),
         ({"devices": "cuda:0%60,cuda:0%24", "backend": "nccl"}, ("dead-locks", "backend='cpu'")),
         ({"devices": "cuda:0,cpu@0.4", "backend": "nccl"}, ("'cuda:0,cpu@0.4'", "backend='cpu'")),
-        ({"devices": "cuda:0,cpu", "compile": "graph"}, ("compile='graph'", "which cpu has not", "'off'")),
+        ({"devices": "cuda:0,cpu", "compile": "graph"}, ("compile='graph'", "which cpu cannot run", "'off'")),
     ],
 )
 def test_what_cannot_work_together_is_refused_with_the_fix(settings: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -62,7 +62,7 @@ def test_a_graph_and_nccl_are_fine_where_every_device_is_cuda() -> None:
 
 def test_auto_is_every_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [Device("cuda", 0), Device("cuda", 1)]
-    monkeypatch.setattr(prepare, "usable_devices", lambda: two)
+    monkeypatch.setattr(preflight, "usable_devices", lambda: two)
     assert prepared().devices == tuple(two)
 
 
@@ -73,9 +73,44 @@ def test_auto_is_every_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_precision_is_one_that_all_devices_would_choose(
     monkeypatch: pytest.MonkeyPatch, devices: str, flags: tuple[str, ...], expected: str
 ) -> None:
-    monkeypatch.setattr(prepare, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
-    monkeypatch.setattr(prepare, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
+    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
     assert prepared(devices=devices, precision="auto").config.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "line"),
+    [
+        ({"devices": "cpu", "precision": "auto"}, (), "  precision auto -> fp32: the cpu has no native bf16"),
+        ({"devices": "cpu", "precision": "auto"}, ("amx",), "  precision auto -> bf16: the cpu has native bf16 (amx)"),
+        (
+            {"devices": "cuda:0,cpu", "precision": "auto"},
+            (),
+            "  precision auto -> fp32: the devices differ: cuda:0 would take bf16 (sm_120 has native bf16), cpu would "
+            "take fp32 (the cpu has no native bf16)",
+        ),
+        (
+            {"devices": "cuda:0,cpu", "precision": "bf16"},
+            (),
+            "  precision bf16: this CPU has no bf16 instructions, so bf16 is emulated there: slower than fp32",
+        ),
+        ({"devices": "cpu", "precision": "bf16"}, ("amx",), None),
+        ({"devices": "cuda:0", "precision": "bf16"}, (), None),
+        ({"devices": "cpu", "precision": "fp32"}, (), None),
+    ],
+)
+def test_the_reason_for_the_precision_is_printed_where_there_is_one(
+    settings: dict[str, Any],
+    flags: tuple[str, ...],
+    line: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
+    monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
+    prepared(**settings, progress="lines")
+    printed = [text for text in capsys.readouterr().err.splitlines() if text.startswith("  precision ")]
+    assert printed == ([] if line is None else [line])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +144,7 @@ def test_auto_precision_is_one_that_all_devices_would_choose(
 def test_the_devices_are_named_and_judged_once_at_the_start(
     settings: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare, "read_visible", lambda *_: Visible((RTX_5060_TI, GTX_1060)))
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI, GTX_1060)))
     prepared(**settings, progress="lines")
     said = capsys.readouterr().err.splitlines()
     assert said[1] == line
@@ -126,7 +161,7 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
         context: Any = SimpleNamespace(
             rank=number, note=None, devices=lambda _: devices, of_this_machine=lambda all_of_them: all_of_them[:1]
         )
-        prepare.prepare(TASK, config, context)
+        preflight.prepare(TASK, config, context)
         return capsys.readouterr().err
 
     assert "2 devices on several machines: cpu, cpu (speeds are measured" in rank(0, "lines")

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from tests.faults import nothing_left
+from tests.forked import ForkedPopen
 from tests.hardware.fake_mps import FakeMps
 from tests.hardware.fake_mps import fake_mps as fake_mps
-from uneven import Ddp, InputError, RankError, config, fit, run, start
+from uneven import Ddp, InputError, RankError, fit
 from uneven.hardware.device import Device, parse_devices
+from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import read_torchrun
 from uneven.launch.launcher import run_ranks
@@ -91,17 +93,17 @@ def test_neither_ctrl_c_nor_a_killed_launcher_leaves_anything(
 ) -> None:
     (tmp_path / "script.py").write_text(WAIT)
     code = (
-        "import sys\nfrom pathlib import Path\nfrom uneven.launch import start\n"
-        "start.check_device = lambda device: None\n"
-        "start.run_script(Path(sys.argv[1]), [], {'devices': sys.argv[2]})\n"
+        "import sys\nfrom pathlib import Path\nfrom uneven.launch import script\n"
+        "script.check_device = lambda device: None\n"
+        "script.run_script(Path(sys.argv[1]), [], {'devices': sys.argv[2]})\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "script.py"), PAIR]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as launcher:
+    with ForkedPopen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as launcher:
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
         launcher.send_signal(number)
-        assert launcher.wait(60) == -number
+        assert launcher.wait(150) == -number
         nothing_left(pids, launcher.pid)
         fake_mps.all_gone()
     assert fake_mps.quits() == 1
@@ -110,9 +112,9 @@ def test_neither_ctrl_c_nor_a_killed_launcher_leaves_anything(
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that are not there pass for once, and what `uneven run` changes in its process is put back."""
-    monkeypatch.setattr("uneven.launch.start.check_device", lambda _: None)
+    monkeypatch.setattr("uneven.launch.script.check_device", lambda _: None)
     monkeypatch.setattr("uneven.launch.preflight.check_device", lambda _: None)
-    monkeypatch.setattr(config, "_overrides", {})
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
     monkeypatch.setattr(sys, "argv", ["uneven"])
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -120,7 +122,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clean")
 def test_uneven_run_gives_a_single_slice_a_process_too(fake_mps: FakeMps, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TELL)
-    start.run_script(tmp_path / "script.py", [str(tmp_path)], {"devices": "cuda:0%60"})
+    script.run_script(tmp_path / "script.py", [str(tmp_path)], {"devices": "cuda:0%60"})
     facts = told(tmp_path, 0)
     assert facts["pid"] != os.getpid()
     assert facts["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"

@@ -16,7 +16,8 @@ from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.parallel.batchnorm import BatchNormSync, describe_batchnorm, synced_buffers, synchronise
-from uneven.train.worker import RankInfo, RankResult, Worker
+from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

@@ -15,7 +15,7 @@ ENTRY = {"epoch": 1, "samples": TOTAL, "train_loss": 0.5, "lr": 0.1, "train_seco
 
 
 def post(own: int, device: str, **more: Any) -> dict[str, Any]:
-    plain = {"phase": "compute", "slot": 3, "total": TOTAL, "epochs": 1, "seconds": 4.0, "loss": 0.25, "pace": {}}
+    plain = {"phase": "compute", "slot": 3, "total": TOTAL, "epochs": 1, "seconds": 4.0, "loss": 0.25, "rounds": {}}
     return {**plain, "own": own, "device": device, **more}
 
 
@@ -65,8 +65,10 @@ def test_a_run_in_progress_is_shown_by_device_with_share_and_speed(last_frame) -
 
 
 def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) -> None:  # type: ignore[no-untyped-def]
-    pace = {"round": 12, "staleness": 3, "anchor": 13.6, "delay": 0.44}
-    _, fast, slow = last_frame([post(3600, "cpu", pace=pace), post(1400, "cpu@0.4", pace={**pace, "staleness": 0})])
+    rounds = {"round": 12, "staleness": 3, "anchor": 13.6, "delay": 0.44}
+    _, fast, slow = last_frame(
+        [post(3600, "cpu", rounds=rounds), post(1400, "cpu@0.4", rounds={**rounds, "staleness": 0})]
+    )
     assert "round 12 anchor 14 staleness 3 delay 0.4" in fast
     assert "staleness 0" in slow
     assert describe_rounds({}) == ""
@@ -74,8 +76,8 @@ def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) 
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_everything_but_the_bar_keeps_its_room(last_frame, columns: int) -> None:  # type: ignore[no-untyped-def]
-    pace = {"round": 128, "staleness": 13, "anchor": 136.6, "delay": 10.44}
-    lines = last_frame(pair(3600, 1400, pace=pace), columns=columns)
+    rounds = {"round": 128, "staleness": 13, "anchor": 136.6, "delay": 10.44}
+    lines = last_frame(pair(3600, 1400, rounds=rounds), columns=columns)
     assert all(len(line) <= columns for line in lines)
     assert "ETA -:--" in lines[0]
     assert all(line.endswith("delay 10.4") for line in lines[1:])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SILENCE_S = 30.0  # an upper limit: a page that never draws fails its test
+SILENCE_S = 100.0  # an upper limit: a page that never draws fails its test
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 # Chromium reads commands from descriptor 3 and answers on 4.
@@ -133,7 +133,7 @@ def chromium(program: str, home: Path) -> Iterator[Browser]:
     try:
         yield browser
         browser.send("Browser.close")
-        process.wait(timeout=20)
+        process.wait(timeout=100)
     finally:
         process.kill()
         process.wait()

@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 from uneven.timeline.device import account_of
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.record import Event
 from uneven.timeline.sample import Sample
+from uneven.timeline.timeline import Lane, Timeline
 
 MS = 1_000_000
 

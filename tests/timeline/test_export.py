@@ -3,9 +3,10 @@ import io
 import json
 from pathlib import Path
 
-from uneven.timeline.export import Timeline
+from uneven.timeline.export import save_timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sample
+from uneven.timeline.timeline import Timeline
 
 
 def make_timeline() -> Timeline:
@@ -16,11 +17,11 @@ def make_timeline() -> Timeline:
     recorder.event("epoch", epoch=1, accuracy=0.5)
     recorder.enter("compute")
     recorder.close()
-    return Timeline.together([Timeline.of(recorder, "cpu", [Sample(6_500_000, 50.0, 100.0, 10, 5, ((0, 80.0, 123),))])])
+    return Timeline.merge([Timeline.of(recorder, "cpu", [Sample(6_500_000, 50.0, 100.0, 10, 5, ((0, 80.0, 123),))])])
 
 
 def test_json_is_complete_and_counts_from_the_start(tmp_path: Path) -> None:
-    make_timeline().save(tmp_path)
+    save_timeline(make_timeline(), tmp_path)
     record = json.loads((tmp_path / "timeline.json").read_text())
     assert record["version"] == 1
     lane = record["ranks"][0]
@@ -34,7 +35,7 @@ def test_json_is_complete_and_counts_from_the_start(tmp_path: Path) -> None:
 
 
 def test_csv_has_a_row_per_thing_in_order(tmp_path: Path) -> None:
-    make_timeline().save(tmp_path)
+    save_timeline(make_timeline(), tmp_path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "timeline.csv").read_text())))
     assert [row["kind"] for row in rows] == ["setup", "data", "sample", "compute", "epoch", "setup"]
     assert rows[3]["ms"] == "3.0000"
@@ -55,7 +56,7 @@ def test_ranks_of_one_machine_count_from_the_first_start() -> None:
         recorder.enter("compute")
         recorder.event("epoch")
         recorder.close()
-    together = Timeline.together([Timeline.of(early, "cpu", []), Timeline.of(late, "cpu@0.4", [])])
+    together = Timeline.merge([Timeline.of(early, "cpu", []), Timeline.of(late, "cpu@0.4", [])])
     assert [lane.spans[0][1] for lane in together.lanes] == [0, 30]
     assert [event.t_ns for event in together.events] == [2, 32]
     assert [account.rank for account in together.accounts] == [0, 1]

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.timeline.synthetic import MS, lanes_of
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.idle import Gap, idle_by_cause, idle_gaps, mean_sampled, mean_utilisation
 from uneven.timeline.record import APART, STATES, Event
 from uneven.timeline.sample import Sample
+from uneven.timeline.timeline import Lane, Timeline
 
 
 def causes(timeline: Timeline, rank: int = 0) -> list[tuple[tuple[str, int], ...]]:

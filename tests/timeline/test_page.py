@@ -13,10 +13,10 @@ import pytest
 import uneven.timeline.page
 from tests.timeline.synthetic import MS, history, lanes_of, make_run
 from uneven.errors import InputError, MachineError
-from uneven.timeline.export import Timeline
 from uneven.timeline.page import write_page
 from uneven.timeline.record import TRAINING, Event
 from uneven.timeline.sample import Sample
+from uneven.timeline.timeline import Timeline
 
 pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
 

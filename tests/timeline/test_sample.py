@@ -34,7 +34,7 @@ class OneGpu(ModuleType):
 def wait_for_samples(sampler: Sampler, count: int) -> None:
     sampler.start()
     ticker = threading.Event()
-    for _ in range(2000):
+    for _ in range(20_000):
         if len(sampler.samples) >= count:
             break
         ticker.wait(0.005)

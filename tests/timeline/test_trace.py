@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.timeline.synthetic import lanes_of, make_run
-from uneven.timeline.export import Timeline
+from uneven.timeline.export import save_timeline
 from uneven.timeline.record import Event
+from uneven.timeline.timeline import Timeline
 from uneven.timeline.trace import to_trace
 
 NUMBER = (int, float)
@@ -74,7 +75,7 @@ def no_constant(text: str) -> float:
 
 @pytest.mark.parametrize("timeline", [make_run(), make_run(ranks=1, epochs=1), lanes_of([("compute", 5)])])
 def test_every_event_follows_the_rules_of_the_format(timeline: Timeline, tmp_path: Path) -> None:
-    timeline.save(tmp_path)
+    save_timeline(timeline, tmp_path)
     trace = json.loads((tmp_path / "trace.json").read_text(), parse_constant=no_constant)
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert trace["displayTimeUnit"] in ("ms", "ns")

@@ -5,15 +5,15 @@ from itertools import pairwise
 import pytest
 
 from tests.train.test_local_sgd import train
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import Event
+from uneven.timeline.timeline import Timeline
 from uneven.timeline.trips import trips_of
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_run_records_the_way_of_every_round(policy: str) -> None:
     results = train(2, policy=policy)
-    timeline = Timeline.together([result.timeline for result in results])
+    timeline = Timeline.merge([result.timeline for result in results])
     trips = trips_of(timeline.events)
     for rank in range(2):
         own = [trip for trip in trips if trip.rank == rank]

@@ -175,8 +175,8 @@ def test_a_loop_of_ones_own_refuses_pieces() -> None:
     [
         ({"strategy": "zero3"}, "must be one of ddp-flat, ddp-bucketed"),
         ({"strategy": "fsdp", "policy": "async"}, "every device trains a replica of its own"),
-        ({"memory_shares": (1, 2)}, "cuts nothing"),
-        ({"strategy": "ddp-flat", "memory_shares": (1, 2)}, "cuts nothing"),
+        ({"memory_shares": (1, 2)}, "nothing to divide"),
+        ({"strategy": "ddp-flat", "memory_shares": (1, 2)}, "nothing to divide"),
         ({"strategy": "fsdp", "memory_shares": (0, 0)}, "not all 0"),
         ({"strategy": "fsdp", "memory_shares": (1, 2, 3)}, "3 entries for 2 devices"),
         ({"strategy": "fsdp", "precision": "fp16"}, "use 'bf16'"),

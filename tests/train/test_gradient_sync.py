@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import Silent, ThreadGroup, on_threads
-from uneven.comm.gather import gather_rows
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.ledger import prove_exactly_once
 from uneven.data.tensors import TensorData
@@ -27,7 +26,8 @@ from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced
 from uneven.step.eager import EagerStep
 from uneven.train.engine import Engine
-from uneven.train.worker import RankInfo, RankResult, Worker
+from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -206,7 +206,7 @@ def test_a_step_that_says_nothing_about_speed_moves_no_shares(monkeypatch: pytes
         return note(self, slot, samples, busy_ms)
 
     monkeypatch.setattr(Balanced, "note", listen)
-    monkeypatch.setattr(Engine, "is_odd", lambda self, _: self.rank_info.rank == 1)
+    monkeypatch.setattr(Engine, "was_first_of_its_size", lambda self, _: self.rank_info.rank == 1)
     train(2, policy="balanced")
     assert noted
     assert all(first > 0.0 and second == 0.0 for first, second in noted)
@@ -225,10 +225,7 @@ def test_replicas_whose_devices_round_differently_are_one_model_where_it_is_look
                 for param in self.model.parameters():
                     param.mul_(1.0 + 1e-12 * self.road._rank)
 
-    def told(group: ThreadGroup, row: Sequence[float]) -> list[list[float]]:
-        return [[float(has_cuda), *one[1:]] for one in gather_rows(group, row)]
-
     monkeypatch.setattr(EagerStep, "update", round_in_its_own_way)
-    monkeypatch.setattr("uneven.train.worker.gather_rows", told)
+    monkeypatch.setattr(RankInfo, "has_cuda", property(lambda _: has_cuda))
     one, other = (params(result) for result in train(2))
     assert all(torch.equal(value, other[name]) for name, value in one.items()) == has_cuda

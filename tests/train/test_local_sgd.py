@@ -23,7 +23,8 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
 from uneven.policy.scale import ramp
-from uneven.train.worker import RankInfo, RankResult, Worker
+from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
 
 SEED = 3
 
@@ -213,6 +214,16 @@ def test_the_loss_of_an_epoch_is_everybodys() -> None:
 
     for mine, alone in zip(with_evaluation(3), with_evaluation(1), strict=True):
         assert mine["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-9)
+
+
+def test_epochs_inside_one_window_share_their_figures_and_say_so() -> None:
+    """Three epochs of 9 slots in one window of 28: their losses arrive as one sum, at one moment."""
+    history = train(2, shares=(1.0, 1.0), anchor=14, max_anchor=14)[1].state.history
+    assert [entry["epochs"] for entry in history] == [[1, 3]] * 3
+    assert len({(entry["train_loss"], entry["train_seconds"], entry["samples_per_s"]) for entry in history}) == 1
+    assert history[2]["samples_per_s"] == pytest.approx(3 * len(X) / history[2]["train_seconds"])
+    alone = train(1, shares=None, anchor=None, policy="balanced", epochs=1)[0].state.history
+    assert "epochs" not in alone[0]
 
 
 class Normed(nn.Module):

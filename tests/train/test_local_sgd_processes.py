@@ -85,11 +85,20 @@ def test_soak_every_sample_once(case: str, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["async", pytest.param("cadence", marks=pytest.mark.soak)])
 def test_a_replay_is_bit_equal(policy: str, tmp_path: Path) -> None:
+    steps_of_rank_0 = tmp_path / "steps"
+    steps_of_rank_0.touch()
+
     def slow_down(rank: int, step: int) -> None:
+        """Rank 1 waits in every step until rank 0 has taken two more, or waits for rank 1 in its turn."""
         import time
 
-        if rank == 1 and step > 30:
-            time.sleep(0.004)
+        if rank == 0:
+            with steps_of_rank_0.open("ab") as file:
+                file.write(b".")
+            return
+        enough, end = steps_of_rank_0.stat().st_size + 2, time.monotonic() + 0.5
+        while steps_of_rank_0.stat().st_size < enough and time.monotonic() < end:
+            time.sleep(0.001)
 
     first = train(2, policy, slow_down, out=tmp_path / "run")
     again = train(2, policy, replay=tmp_path / "run", out=tmp_path / "again")

@@ -63,7 +63,7 @@ def test_one_device_takes_its_steps_in_micro_batches_too() -> None:
     assert max(watch.sizes) <= 7
 
 
-def make_rig(size: int = 2, **changes: Any) -> Engine:
+def make_engine(size: int = 2, **changes: Any) -> Engine:
     config = resolve({"batch_size": 16, "epochs": 1, **changes})
     task = Task(lambda: nn.Linear(6, 3), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, TensorData(X, Y))
     return Engine(task, config, RankInfo(0, parse_devices(["cpu"] * size)), Recorder(0))
@@ -83,17 +83,17 @@ def make_rig(size: int = 2, **changes: Any) -> Engine:
     ],
 )
 def test_micro_batches_are_few_and_about_equal(settings: dict[str, Any], samples: int, batch: int) -> None:
-    assert make_rig(**settings).batch(samples) == batch
+    assert make_engine(**settings).micro_batch_size(samples) == batch
 
 
 def test_every_rank_knows_the_micro_batches_of_the_others() -> None:
-    engine = make_rig(memory_cap=(8, 4))
-    assert engine.batch(8, rank=0) == 16
-    assert engine.batch(8, rank=1) == 4
+    engine = make_engine(memory_cap=(8, 4))
+    assert engine.micro_batch_size(8, rank=0) == 16
+    assert engine.micro_batch_size(8, rank=1) == 4
 
 
 def test_on_a_cpu_nothing_is_probed() -> None:
-    assert make_rig().measure().cap == float("inf")
+    assert make_engine().measure().cap == float("inf")
 
 
 def test_a_cap_goes_along_when_a_cost_is_scaled() -> None:
@@ -102,13 +102,13 @@ def test_a_cap_goes_along_when_a_cost_is_scaled() -> None:
 
 def test_a_list_of_another_length_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="has 3 entries for 2 devices"):
-        make_rig(memory_cap=(8, 8, 8))
+        make_engine(memory_cap=(8, 8, 8))
 
 
 @pytest.mark.parametrize(("text", "cap"), [("64", 64), ("64,16", (64, 16)), ("2.5", 2.5)])
 def test_the_command_line_takes_one_or_several(text: str, cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("uneven.launch.start.run_script", lambda script, args, given: seen.update(given))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, args, given: seen.update(given))
     run(Path("train.py"), memory_cap=text)
     assert seen == {"memory_cap": cap}
 

@@ -1,12 +1,12 @@
-"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a loop of one's own, `Ddp.wrap` by hand.
+"""The entry points: `fit` in one call, `Ddp.builder` in steps, `Ddp.setup` for a user's own loop, `Ddp.wrap` by hand.
 
-With one usable device everything is plain training behind the same handle, so a script written today runs
-unchanged when a second device is named, or when `uneven run` or torchrun starts it several times.
+Invariant: the same script runs on one device (plain training in this process), on several named devices, and under
+`uneven run` or torchrun, without a change.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,22 +14,23 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
-from uneven.comm.group import Group, SoloGroup
-from uneven.config import EvalStep, Evaluation, RunConfig, Settings, Task, TrainStep, resolve
+from uneven.api.settings import Settings
+from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.context import collect, process_context
+from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.preflight import prepare
-from uneven.launch.run import Run, keep, keep_interrupted, launch
-from uneven.policy.axis import Axis
+from uneven.launch.run import save_interrupted, save_results
+from uneven.launch.training import collect
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
 def fit(
@@ -76,7 +77,7 @@ class Ddp:
         make_model: Callable[[], nn.Module],
         make_optimizer: Callable[[Any], Optimizer],
         train_step: TrainStep,
-    ) -> "Builder":
+    ) -> Builder:
         """Factories first, then one method per setting, then `.run()`."""
         return Builder(make_model, make_optimizer, train_step)
 
@@ -93,21 +94,24 @@ class Ddp:
 
         On several devices the script is started by `uneven run` or torchrun; the group forms here.
         """
-        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(cast("dict[str, Any]", settings)))
+        config = resolve(cast("dict[str, Any]", settings), command_line_settings())
+        return _start_loop(model, make_optimizer, dataset, scheduler, config)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
-        """The manual tier: sums over the ranks that `uneven run` or torchrun started, and nothing else."""
+        """For a loop that calls its own optimizer: the model, with the collectives over all ranks beside it.
+
+        The ranks are those that `uneven run` or torchrun started; see uneven/api/manual.py.
+        """
         context = process_context()
-        if context is None:
-            return Wrapped(model, SoloGroup(), lambda: None)
-        return Wrapped(model, context.join(model), context.leave)
+        rank_info = context.make_rank_info()
+        context.join(model, rank_info)
+        return Wrapped(model, rank_info, context.end_run)
 
     @staticmethod
     def rank() -> int:
-        """This process's number among the ranks somebody started; 0 in a process by itself."""
-        context = process_context()
-        return 0 if context is None else context.rank
+        """This process's rank; 0 in a process alone."""
+        return process_context().rank
 
 
 def _start_loop(
@@ -123,7 +127,7 @@ def _start_loop(
     task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
-    if context is None and config.devices == "auto":
+    if context.is_alone and config.devices == "auto":
         first, *unused = usable_devices()
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
@@ -131,166 +135,27 @@ def _start_loop(
     check_loop(config, len(devices))
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
-    if context is None and needs_ranks(devices):
+    if context.is_alone and needs_ranks(devices):
         raise InputError(
             f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    rank = 0 if context is None else context.rank
     stop = threading.Event()
-    axis = Axis(len(dataset), config.slot_size(len(devices)), config.epochs)
 
-    def keep_state(group: Group, result: RankResult, was_interrupted: bool) -> TrainedState:
-        state = keep(collect(group, result, axis), config, reporter, rank == 0)
-        if was_interrupted and rank == 0:
-            keep_interrupted(state, reporter)
+    def make_worker(task: Task) -> Worker:
+        context.begin_run(stop)
+        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
+
+    def save(worker: Worker, was_interrupted: bool) -> TrainedState:
+        is_lead = worker.rank_info.rank == 0
+        state = save_results(collect(worker.group, worker.result(), worker.axis), config, reporter, is_lead)
+        if was_interrupted and is_lead:
+            save_interrupted(state, reporter)
         return state
 
-    def leave() -> None:
+    def end_run() -> None:
         reporter.close()
-        if context is not None:
-            context.attend(None)
-            context.leave()
+        context.end_run()
 
-    join = (lambda _: SoloGroup()) if context is None else context.joiner(config, devices, len(dataset))
-    rank_info = RankInfo(rank, devices)
-    loop = Loop(model, make_optimizer, dataset, scheduler, config, rank_info, join, stop, reporter, keep_state, leave)
-    if context is not None:
-        context.attend(loop.worker, stop)
-    return loop
-
-
-class Builder:
-    """Collects settings; nothing is checked and nothing starts before `run()`."""
-
-    def __init__(self, make_model: Any, make_optimizer: Any, train_step: TrainStep) -> None:
-        self._factories = (make_model, make_optimizer, train_step)
-        self._dataset: Any = None
-        self._make_scheduler: Callable[..., Any] | None = None
-        self._evaluation: Evaluation | None = None
-        self._settings: Settings = {}
-        self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
-
-    def dataset(self, dataset: Any) -> "Self":
-        self._dataset = dataset
-        return self
-
-    def scheduler(self, make_scheduler: Callable[..., Any]) -> "Self":
-        """make_scheduler(optimizer) or make_scheduler(optimizer, total_steps) -> a torch scheduler."""
-        self._make_scheduler = make_scheduler
-        return self
-
-    def evaluate(
-        self, test_set: Any, eval_step: EvalStep, every: str | int = "epoch", batch_size: int | None = None
-    ) -> "Self":
-        """Evaluate every epoch or every N epochs, and always after the last; outside the training clock."""
-        epochs = 1 if every == "epoch" else every
-        if not isinstance(epochs, int) or epochs < 1:
-            raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
-        self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
-        return self
-
-    def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
-        """callback(entry) after every epoch, with its loss, speed and metrics; what it raises ends the run."""
-        self._on_epoch.append(callback)
-        return self
-
-    def settings(self, **settings: "Unpack[Settings]") -> "Self":
-        """Several settings at once, under the names of `fit`."""
-        self._settings.update(settings)
-        return self
-
-    def batch_size(self, batch_size: int) -> "Self":
-        return self.settings(batch_size=batch_size)
-
-    def epochs(self, epochs: int) -> "Self":
-        return self.settings(epochs=epochs)
-
-    num_epochs = epochs
-
-    def policy(self, policy: str) -> "Self":
-        return self.settings(policy=policy)
-
-    def backend(self, backend: str) -> "Self":
-        return self.settings(backend=backend)
-
-    def devices(self, devices: str) -> "Self":
-        return self.settings(devices=devices)
-
-    def seed(self, seed: int) -> "Self":
-        return self.settings(seed=seed)
-
-    def accumulate(self, batches: int) -> "Self":
-        return self.settings(accumulate=batches)
-
-    def global_batch_size(self, samples: int | None) -> "Self":
-        return self.settings(global_batch_size=samples)
-
-    def shares(self, shares: Sequence[float] | None) -> "Self":
-        return self.settings(shares=shares)
-
-    def memory_cap(self, samples: int | Sequence[int] | None) -> "Self":
-        """How many samples a device may hold at once: one number for all, or one per device."""
-        return self.settings(memory_cap=samples)
-
-    def sync_batchnorm(self, is_on: bool = True) -> "Self":
-        return self.settings(sync_batchnorm=is_on)
-
-    def max_grad_norm(self, norm: float | None) -> "Self":
-        return self.settings(max_grad_norm=norm)
-
-    def lr_scale(self, scale: float | str | None) -> "Self":
-        """A number, or "linear", "sqrt" or "auto" of the effective number of devices."""
-        return self.settings(lr_scale=scale)
-
-    def anchor(self, batches: int | None) -> "Self":
-        """Local policies: batches of the slowest device between two averages, to begin with."""
-        return self.settings(anchor=batches)
-
-    def max_anchor(self, batches: int | None) -> "Self":
-        return self.settings(max_anchor=batches)
-
-    def overhead_target(self, share: float | None) -> "Self":
-        return self.settings(overhead_target=share)
-
-    def divergence_threshold(self, relative: float | None) -> "Self":
-        return self.settings(divergence_threshold=relative)
-
-    def max_staleness(self, batches: int | None) -> "Self":
-        return self.settings(max_staleness=batches)
-
-    def optimizer_state(self, rule: str | None) -> "Self":
-        """Local policies: "keep" each device's own, or "average" it with the params."""
-        return self.settings(optimizer_state=rule)
-
-    def verify(self, is_on: bool = True) -> "Self":
-        """Local policies: checksums along every average."""
-        return self.settings(verify=is_on)
-
-    def precision(self, precision: str) -> "Self":
-        return self.settings(precision=precision)
-
-    def compile(self, compile: str) -> "Self":
-        return self.settings(compile=compile)
-
-    def num_workers(self, num_workers: int) -> "Self":
-        return self.settings(num_workers=num_workers)
-
-    def checkpoint_every(self, epochs: int | None) -> "Self":
-        return self.settings(checkpoint_every=epochs)
-
-    def out(self, folder: str | Path | None) -> "Self":
-        return self.settings(out=folder)
-
-    def replay(self, folder: str | Path | None) -> "Self":
-        """Repeat the run that left its log in this folder, with the very shares it had."""
-        return self.settings(replay=folder)
-
-    def progress(self, style: str) -> "Self":
-        return self.settings(progress=style)
-
-    def run(self) -> Run:
-        """Check everything and start; returns at once. `.join()` on the result gives the trained state."""
-        task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
-        return launch(task, resolve(cast("dict[str, Any]", self._settings)), on_epoch=self._on_epoch)
+    return Loop(model, make_optimizer, dataset, scheduler, make_worker, save, end_run)

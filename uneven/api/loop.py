@@ -9,8 +9,7 @@ sum, and all of them raise; nobody waits for a rank that will not come.
 """
 
 import atexit
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
@@ -18,19 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
 from uneven.config import REPLICATED, RunConfig, Task
-from uneven.data.feed import Feed, Inputs, Micros
+from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
 from uneven.policy.axis import Part
-from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState
-from uneven.train.rank_info import RankInfo, RankResult, Report
-from uneven.train.status import BROKE_OFF, FINISHED
-from uneven.train.worker import Worker
+from uneven.train.status import RankStatus
+from uneven.train.worker import UNMEASURED, Worker
 
-Keep = Callable[[Group, RankResult, bool], TrainedState]  # (group, result, was the run interrupted)
+Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
 class Loop:
@@ -46,37 +42,29 @@ class Loop:
         make_optimizer: Callable[[Any], Optimizer],
         dataset: Any,
         make_scheduler: Callable[..., Any] | None,
-        config: RunConfig,
-        rank_info: RankInfo,
-        join: Callable[[nn.Module], Group],
-        stop: threading.Event,
-        report: Report,
-        keep: Keep,
-        leave: Callable[[], None],
+        make_worker: Callable[[Task], Worker],
+        save: Save,
+        end_run: Callable[[], None],
     ) -> None:
-        """`keep` makes the state of the finished run, with the group still open; `leave` closes the group."""
-        check_loop(config, rank_info.world_size)
-        task = Task(lambda: model, make_optimizer, self._hand_over, dataset, make_scheduler)
-        self.worker = worker = Worker(task, config, rank_info, join, stop, report)
-        self._keep, self._close_group = keep, leave
+        """`save` collects and saves the finished run, with the group still open; `end_run` closes the group."""
+        task = Task(lambda: model, make_optimizer, self._take_loss, dataset, make_scheduler)
+        self._save, self._end_run = save, end_run
+        self.worker = worker = make_worker(task)
         self._loss: Any = None
         self._due: tuple[Part, Micros] | None = None  # the batch that waits for its step
         self._began_ns = 0
         self._is_iterating = False
         self._broken: str | None = None
         self._state: TrainedState | None = None
-        worker.engine.feed = _Opened(worker.engine.feed)
-        worker.engine.is_rehearsed = False  # the first step compiles and allocates
-        worker.engine.takes_whole_parts = True
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
-            if config.compile == "default":
+            if worker.config.compile == "default":
                 worker.engine.model.compile()
-            self._synchronizer = worker.meet(Cost(0.0, 1.0))
+            self._synchronizer = worker.initialize(UNMEASURED)
         except BaseException:
             self._open.close()
-            leave()
+            end_run()
             raise
         worker.report.started(worker.axis, worker.engine.feed.place)
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
@@ -132,7 +120,7 @@ class Loop:
         self._loss = loss
         worker = self.worker
         if self.world_size == 1:  # among others, the clock of the step starts at the last collective
-            worker.engine.slow_down(self._began_ns)
+            worker.engine.simulate_slowdown(self._began_ns)
         self._train(part, micros)
 
     def finish(self) -> TrainedState:
@@ -144,9 +132,10 @@ class Loop:
         if self._is_iterating:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
         if self._synchronizer.epoch < worker.config.epochs and self.world_size > 1:
-            on = [rank for rank, word in enumerate(self._synchronizer.say(FINISHED)) if word != FINISHED]
-            if on:
-                self._end_badly(f"rank {self.rank} called ddp.finish() while rank {on[0]} trains on")
+            statuses = self._synchronizer.exchange_status(RankStatus.FINISHED)
+            training = [rank for rank, status in enumerate(statuses) if status != RankStatus.FINISHED]
+            if training:
+                self._end_badly(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
         return self._complete(was_interrupted=False)
 
     def __enter__(self) -> "Loop":
@@ -178,7 +167,7 @@ class Loop:
         except GeneratorExit:
             # Nothing can be raised out of a break: the next use of this loop does, and on the others their step.
             if self._synchronizer.epoch <= epoch:
-                self._break_off(f"rank {self.rank} broke off epoch {epoch} at slot {worker.engine.trained}")
+                self._break_off(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}")
             return
         finally:
             self._is_iterating = False
@@ -196,7 +185,7 @@ class Loop:
     def _waits(self) -> bool:
         return self._due is not None
 
-    def _hand_over(self, model: nn.Module, batch: Any) -> Any:
+    def _take_loss(self, model: nn.Module, batch: Any) -> Any:
         """The worker's train step: forward has already been done, by the user."""
         del model, batch
         loss, self._loss = self._loss, None
@@ -209,7 +198,7 @@ class Loop:
         self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
         if self.world_size > 1:
             with suppress(RuntimeError):  # the others may be gone already
-                self._synchronizer.say(BROKE_OFF)
+                self._synchronizer.exchange_status(RankStatus.LEFT_EPOCH)
         self._leave()
 
     def _fail(self, message: str) -> NoReturn:
@@ -232,7 +221,7 @@ class Loop:
         worker = self.worker
         self._synchronizer.finalize()
         self._open.close()
-        self._state = self._keep(worker.group, worker.result(), was_interrupted)
+        self._state = self._save(worker, was_interrupted)
         self._leave()
         return self._state
 
@@ -243,26 +232,7 @@ class Loop:
             self._broken = "this loop was left before it finished"
         self._open.close()
         self._synchronizer.close()
-        self._close_group()
-
-
-class _Opened:
-    """A feed whose inputs are batches already: the user needs them before the step does."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.place = feed.place
-        self.lookahead = feed.lookahead
-
-    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        for part, micros in self._feed.stream(parts):
-            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
-
-    def open(self, inputs: Inputs) -> Batch:
-        return inputs
-
-    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        return self._feed.in_order(first, stop)
+        self._end_run()
 
 
 def check_loop(config: RunConfig, size: int) -> None:

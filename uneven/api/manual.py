@@ -1,41 +1,57 @@
-"""The manual tier: the user's own optimizer, data and loop, with the sums over ranks at hand.
+"""`Ddp.wrap`: the user's own optimizer, data and loop, with the collectives over all ranks at hand.
 
-All ranks must make the same calls in the same order. In a process by itself every call does nothing, so the same
-script trains on one device.
+All ranks must make the same calls in the same order. In a process alone every call does nothing, so the same script
+trains on one device. Invariant: no rank steps by gradients that only it has computed. Where `all_reduce_gradients` or
+`weighted_all_reduce_gradients` was forgotten, `ReduceCheck` raises instead of training separate replicas.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.group import Group
 from uneven.errors import InputError
+from uneven.train.rank_info import RankInfo
 
 
 class Wrapped:
-    """Made by `Ddp.wrap`: the model, this rank's number, and what ranks do together. `close()` frees the group."""
+    """Made by `Ddp.wrap`: the model, this process's rank, and what ranks do together. `close()` closes the group."""
 
-    def __init__(self, model: nn.Module, group: Group, leave: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, rank_info: RankInfo, end_run: Callable[[], None]) -> None:
+        """`rank_info` has joined its group, which `end_run` closes."""
         self.model = model
-        self.rank, self.world_size = group.rank, group.world_size
-        self._group = group
-        self._leave = leave
+        self._rank_info = rank_info
+        self._end_run = end_run
         self._buffers = BufferAverage(model)
-        self._weight = 0.0  # since the buffers last met
+        self._weight = 0.0  # samples counted since the buffers were last averaged
         self._has_counted = False
+        self._check = None if rank_info.world_size == 1 else ReduceCheck(model)
+
+    @property
+    def rank(self) -> int:
+        return self._rank_info.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._rank_info.world_size
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
 
     def sync_params(self) -> None:
-        """Rank 0's params and buffers become everyone's."""
+        """Broadcast rank 0's params and buffers to every rank."""
         if self.world_size == 1:
             return
-        broadcast_params(self._group, (*self.model.parameters(), *self.model.buffers()))
+        broadcast_params(self._rank_info.group, (*self.model.parameters(), *self.model.buffers()))
         self._buffers = BufferAverage(self.model)
 
     def all_reduce_gradients(self) -> None:
@@ -45,63 +61,199 @@ class Wrapped:
     def weighted_all_reduce_gradients(self, count: float | Tensor) -> None:
         """Gradients become those of the mean over all ranks' samples, exactly.
 
-        `count` is the number of samples (or tokens) this rank's loss was the mean of. 0 is legal: its gradients, if it
-        has any, do not count.
+        `count` is the number of samples (or tokens) this rank's loss was the mean of. With 0 this rank's gradients, if
+        it has any, do not count.
         """
         weight = float(count)
         if not 0.0 <= weight < float("inf"):
             raise InputError(f"count={count!r} must be a number of samples of at least 0")
         self._average(weight)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate over several backward passes; as in DDP the last one comes after this block.
+
+        with wrapped.no_sync():
+            loss_of(first_half).backward()
+        loss_of(second_half).backward()
+        wrapped.all_reduce_gradients()
+        """
+        if self._check is None:
+            yield
+            return
+        with self._check.suspended():
+            yield
+
     def sync_buffers(self) -> None:
-        """Float buffers are averaged by the samples counted since the last time, integer ones take the maximum."""
+        """Average float buffers by the samples counted since the last call; integer ones take the maximum."""
         # Calls are the same on all ranks, so all of them know whether anything was counted.
         weight = self._weight if self._has_counted else 1.0
         self._weight, self._has_counted = 0.0, False
-        self._buffers.run(self._group, weight)
+        self._buffers.run(self._rank_info.group, weight)
 
     def close(self) -> None:
-        """No more calls: the next run of this process may form its group."""
-        self._leave()
+        """Remove all hooks and close the group: the next run of this process may form its own."""
+        if self._check is not None:
+            self._check.close()
+        self._end_run()
 
     def _average(self, weight: float) -> None:
         self._weight += weight
         self._has_counted = True
-        if self.world_size == 1:
+        if self._check is None:
             return
+        group = self._rank_info.group
         params = [param for param in self.model.parameters() if param.requires_grad]
         # A mean over no samples is NaN, and 0 times NaN too: without weight there is nothing to send.
         is_used = [weight > 0 and param.grad is not None for param in params]
         head = torch.tensor([weight, *(float(used) for used in is_used)], dtype=torch.float64)
-        total, *flags = self._group.all_reduce(head).wait().tolist()
+        total, *flags = group.all_reduce(head).wait().tolist()
         flats = self._flatten(params, is_used, weight / (total or 1.0))
-        works = [self._group.all_reduce(flat) for flat, _ in flats]
-        for work, (flat, members) in zip(works, flats, strict=True):
+        works = [group.all_reduce(flat) for flat, _ in flats]
+        for work, (flat, flat_params) in zip(works, flats, strict=True):
             work.wait()
-            for param, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            for param, part in zip(flat_params, flat.split([p.numel() for p in flat_params]), strict=True):
                 param.grad = part.view(param.shape).clone()
         for param, flag in zip(params, flags, strict=True):
             if flag == 0.0:
-                param.grad = None  # used by nobody: weight decay must not touch it
+                param.grad = None  # used by no rank: weight decay must not touch it
+        self._check.reduced()
 
     @torch.no_grad()
     def _flatten(
         self, params: list[nn.Parameter], is_used: list[bool], scale: float
     ) -> list[tuple[Tensor, list[nn.Parameter]]]:
-        """One flat buffer per type and device, in the same order on every rank."""
+        """One flat buffer per dtype and device, in the same order on every rank."""
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         used = dict(zip(params, is_used, strict=True))
         for param in params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
         return [
             (
-                torch.cat([_own(p).flatten() * scale if used[p] else p.new_zeros(p.numel()) for p in members]),
-                members,
+                torch.cat([_gradient(p).flatten() * scale if used[p] else p.new_zeros(p.numel()) for p in same_kind]),
+                same_kind,
             )
-            for members in kinds.values()
+            for same_kind in kinds.values()
         ]
 
 
-def _own(param: nn.Parameter) -> Tensor:
-    assert param.grad is not None, "asked only of params with a gradient"
+class ReduceCheck:
+    """Raises where a gradient that was not reduced is applied by an optimizer, or accumulated onto.
+
+    Life cycle: hooks are registered when it is made and removed by `close()`, or with the object itself: they hold it
+    weakly. A gradient set to None by `zero_grad` was thrown away and is forgotten.
+
+    [Note: two checks] The step is the certain sign: separate replicas begin there. The second backward also finds
+    loops that update params without a torch optimizer. A reentrant checkpoint makes one backward accumulate into a
+    param several times, so passes are counted where autograd ends one, not by accumulations.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._unreduced: dict[int, int] = {}  # id of a param -> the backward pass that last accumulated into it
+        self._in_no_sync: set[int] = set()  # those of them whose gradient may be accumulated onto
+        self._passes = 0  # backward passes that have ended
+        self._is_end_awaited = False
+        self._is_suspended = False
+        this = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [register_optimizer_step_pre_hook(_step_hook(this))]
+        for param in model.parameters():
+            if param.requires_grad:
+                self._handles.append(param.register_hook(_before_accumulation(this, weakref.ref(param))))
+                self._handles.append(param.register_post_accumulate_grad_hook(_after_accumulation(this)))
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, nothing raises, and what is accumulated may be accumulated onto."""
+        before, self._is_suspended = self._is_suspended, True
+        try:
+            yield
+        finally:
+            self._is_suspended = before
+
+    def reduced(self) -> None:
+        """Every rank holds the same gradients."""
+        self._unreduced.clear()
+        self._in_no_sync.clear()
+        self._is_end_awaited = False  # a backward that raised never came to its end
+
+    def close(self) -> None:
+        self.reduced()
+        _remove(self._handles)
+
+    def before_accumulation(self, param: Tensor) -> None:
+        last = self._unreduced.get(id(param), self._passes)
+        if param.grad is None or last == self._passes or id(param) in self._in_no_sync or self._is_suspended:
+            return
+        raise InputError(_forgotten("a second backward() accumulates onto gradients that only this rank has"))
+
+    def after_accumulation(self, param: Tensor) -> None:
+        self._unreduced[id(param)] = self._passes
+        if self._is_suspended:
+            self._in_no_sync.add(id(param))
+        else:
+            self._in_no_sync.discard(id(param))
+        if not self._is_end_awaited:
+            self._is_end_awaited = True
+            Variable._execution_engine.queue_callback(self._end_pass)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if not self._unreduced or self._is_suspended:
+            return
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        if any(id(param) in self._unreduced and param.grad is not None for param in params):
+            raise InputError(_forgotten("optimizer.step() would apply gradients that only this rank has"))
+
+    def _end_pass(self) -> None:
+        self._is_end_awaited = False
+        # Inside a node: it was the backward of a reentrant checkpoint, and the pass that contains it goes on.
+        if torch._C._current_autograd_node() is None:
+            self._passes += 1
+
+
+def _step_hook(this: "weakref.ref[ReduceCheck]") -> Callable[[Optimizer, Any, Any], None]:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        check = this()
+        if check is not None:
+            check.before_step(optimizer)
+
+    return hook
+
+
+def _before_accumulation(this: "weakref.ref[ReduceCheck]", of: "weakref.ref[nn.Parameter]") -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        del gradient
+        check, param = this(), of()
+        if check is not None and param is not None:
+            check.before_accumulation(param)
+
+    return hook
+
+
+def _after_accumulation(this: "weakref.ref[ReduceCheck]") -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        check = this()
+        if check is not None:
+            check.after_accumulation(param)
+
+    return hook
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _forgotten(what: str) -> str:
+    return (
+        f"{what}, and the ranks would train different models: after backward() call all_reduce_gradients() or "
+        "weighted_all_reduce_gradients(count) on what Ddp.wrap gave, on every rank; to accumulate over several "
+        "batches, run all backward passes but the last inside its no_sync()"
+    )
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None, "called only for params with a gradient"
     return param.grad

@@ -1,16 +1,20 @@
-"""The demo: one small model in every mode on devices that do not match, and what the runs say when put side by side.
+"""The demo: one small model in every mode on devices that do not match, and what the runs show side by side.
 
-Which modes there are, the rows of the table and the sentence are arithmetic on the runs' summaries. Only
-`train_modes` trains. Invariant: a figure that was not measured, or does not follow from what was, is None.
+Called by cli/demo.py. Which modes there are, the rows of the table and the sentence are arithmetic on the runs'
+summaries; only `train_modes` trains. Invariants: a figure that was not measured, or does not follow from what was, is
+None; no sentence is derived from a disturbed run ([Note: disturbed figures] in undisturbed.py); the demo keeps to its
+budget by measuring less.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.modes import PAIR, TOGETHER, resolve_mode
-from uneven.errors import InputError, RankError
+from uneven.bench.single.modes import PAIR, TOGETHER, resolve_mode
+from uneven.bench.undisturbed import is_disturbed, mark
+from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware import yardstick
 from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import parse_devices
@@ -22,9 +26,12 @@ OURS = tuple(name for name in TOGETHER if name.startswith("cpu-"))  # every mach
 EQUAL_BATCHES = (REFERENCE, "cpu-sync")
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
 FAR_OFF = 1.25  # times the simulated gap: more than sleeping is inexact
+BUDGET_S = 240.0
+MODE_SHARE = 0.5  # of the time left, that one mode may take: a mode in trouble must not take it all
 NEXT = "run 'uneven demo --help'"
 
-Summary = Mapping[str, Any]  # of one run, as bench/single.py writes it
+Summary = Mapping[str, Any]  # of one run, as single/run.py writes it
+Train = Callable[["DemoOrder", str, float], Summary]  # order, mode, time limit in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,12 @@ class DemoOrder:
     seed: int = 0
     out: Path = Path("runs") / "demo"
     progress: str = "auto"
+    budget_s: float = BUDGET_S
+    repeats: bool = True  # a disturbed mode, where the budget allows it
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeRow:
     """One mode in the table. `efficiency` is an estimate: its speeds come from runs one after the other."""
 
     mode: str
@@ -51,55 +60,84 @@ class Row:
     speedup: float | None  # over the fast device alone
     efficiency: float | None  # of the sum of what the devices do alone
     shares: tuple[float, ...]  # of the samples, by device
+    is_disturbed: bool = False
+    interference: dict[str, Any] | None = None
 
 
 @dataclass
 class Results:
-    """What is finished so far. Whatever ends the demo early, this stays."""
+    """What is finished so far. Whatever ends the demo early, this remains."""
 
     devices: tuple[str, ...]
     modes: tuple[str, ...]
     summaries: dict[str, Summary] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)  # mode -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # mode -> why the budget did not allow it
 
     @property
     def alone(self) -> tuple[float, ...] | None:
         """Every device's own samples/s; None unless all were run, since any of them may be the fastest."""
         found = [self.summaries.get(f"solo-{place}") for place in range(len(self.devices))]
-        speeds = tuple(one["samples_per_s"] for one in found if one is not None)
+        speeds = tuple(summary["samples_per_s"] for summary in found if summary is not None)
         return speeds if len(speeds) == len(self.devices) else None
 
     @property
-    def rows(self) -> list[Row]:
+    def disturbed(self) -> list[str]:
+        """Modes whose figures are marked."""
+        return [mode for mode, summary in self.summaries.items() if is_disturbed(summary)]
+
+    @property
+    def undisturbed_alone(self) -> tuple[float, ...] | None:
+        """As `alone`, for what is derived from it; None where the run of a device alone was disturbed."""
+        return None if any(mode.startswith("solo-") for mode in self.disturbed) else self.alone
+
+    @property
+    def rows(self) -> list[ModeRow]:
         alone = self.alone
         return [_row(summary, len(self.devices), alone) for summary in self.summaries.values()]
 
     @property
     def sentence(self) -> str | None:
-        """What it all comes to; needs every device alone and one of our policies."""
-        speeds = {mode: self.summaries[mode]["samples_per_s"] for mode in OURS if mode in self.summaries}
-        if self.alone is None or not speeds:
+        """The conclusion; needs every device alone and one of our policies, all of them undisturbed."""
+        alone = self.undisturbed_alone
+        clean = {mode: run["samples_per_s"] for mode, run in self.summaries.items() if not is_disturbed(run)}
+        speeds = {mode: clean[mode] for mode in OURS if mode in clean}
+        if alone is None or not speeds:
             return None
         best = max(speeds, key=lambda mode: speeds[mode])
-        fast, everything = max(self.alone), sum(self.alone)
-        words = (
+        fast, everything = max(alone), sum(alone)
+        text = (
             f"Together ({best}) {speeds[best] / fast:.2f}x your fast device, "
             f"~{100 * speeds[best] / everything:.0f} % of what you own; "
-            f"ordinary DDP could reach at most {yardstick.ddp_over_fast(self.alone):.2f}x"
+            f"ordinary DDP could reach at most {yardstick.ddp_over_fast(alone):.2f}x"
         )
-        if REFERENCE in self.summaries:
-            words += f" (here it did {self.summaries[REFERENCE]['samples_per_s'] / fast:.2f}x)"
-        return words + "."
+        if REFERENCE in clean:
+            text += f" (here it did {clean[REFERENCE] / fast:.2f}x)"
+        return text + "."
+
+    @property
+    def caution(self) -> str | None:
+        """Which figures allow no conclusion, where there are such."""
+        if not self.disturbed:
+            return None
+        reasons = {mode: self.summaries[mode].get("interference", {}) for mode in self.disturbed}
+        stolen = max((found.get("stolen_share") or 0.0 for found in reasons.values()), default=0.0)
+        foreign = max((found.get("foreign_share") or 0.0 for found in reasons.values()), default=0.0)
+        return (
+            f"Disturbed: {', '.join(self.disturbed)} (up to {stolen:.0%} of the CPU time stolen, {foreign:.0%} of the "
+            "cores used by other programs); nothing is concluded from these. Run it again on an idle machine."
+        )
 
     @property
     def doubt(self) -> str | None:
-        """Said where the figures contradict themselves: a demo on a busy machine shows the other programs."""
-        if self.alone is None:
+        """Where undisturbed figures contradict each other all the same: not all interference can be seen."""
+        alone = self.undisturbed_alone
+        if alone is None:
             return None
-        best = {row.mode: row.efficiency or 0.0 for row in self.rows}
+        best = {row.mode: row.efficiency or 0.0 for row in self.rows if not row.is_disturbed}
         most, equal = max(best.values()), max(best.get(mode, 0.0) for mode in EQUAL_BATCHES)
-        bound = yardstick.ddp_bound(self.alone)
-        found, meant = yardstick.gap(self.alone), yardstick.gap([one.speed for one in parse_devices(self.devices)])
+        bound = yardstick.ddp_bound(alone)
+        found, meant = yardstick.gap(alone), yardstick.gap([device.speed for device in parse_devices(self.devices)])
         if most > IMPOSSIBLE:
             what = f"~{100 * most:.0f} % of what you own cannot be"
         elif equal > IMPOSSIBLE * bound:
@@ -116,10 +154,12 @@ class Results:
             "data": DATA,
             "devices": list(self.devices),
             "modes": [asdict(row) for row in self.rows],
-            "measured": _measured(self.alone),
+            "measured": _measured(self.undisturbed_alone),
             "sentence": self.sentence,
             "doubt": self.doubt,
+            "disturbed": self.disturbed,
             "failures": self.failures,
+            "skipped": self.skipped,
             "missing": [mode for mode in self.modes if mode not in self.summaries],
         }
 
@@ -146,40 +186,68 @@ def notes(order: DemoOrder) -> list[str]:
     """What should be known before the figures are."""
     devices = parse_devices(order.devices)
     plan = assign_cores(devices, available_cores())
-    said = [f"{plan.note}; the figures below mean little"] if plan.note else []
+    lines = [f"{plan.note}; the figures below mean little"] if plan.note else []
     if any(device.speed < 1 for device in devices):
-        said.append("a device with @ is simulated: it sleeps after each step, so its speed is not exact")
-    return said
+        lines.append("a device with @ is simulated: it sleeps after each step, so its speed is not exact")
+    return lines
 
 
 def threads(order: DemoOrder) -> int:
-    """Of each device alone, as in `tell_threads`."""
+    """Of each device alone, as in `limit_threads`."""
     plan = assign_cores(parse_devices(order.devices), available_cores())
     return min(plan.threads) if plan.pinned else 0
 
 
 def train_modes(
-    order: DemoOrder, results: Results, tell: Callable[[str], None], train: Callable[..., Summary] | None = None
+    order: DemoOrder,
+    results: Results,
+    tell: Callable[[str], None],
+    train: Train | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Every mode in turn, into `results`. A mode whose ranks fail is noted and passed over; anything else ends it."""
+    """Every mode in turn, into `results`, within the budget.
+
+    A mode whose ranks fail is noted and passed over, as is one that the time left does not allow; any other error ends
+    the demo.
+    """
     train = train or _train
+    end_s, shortest_s = clock() + order.budget_s, 0.0
     for number, mode in enumerate(results.modes, 1):
-        place = f"{number}/{len(results.modes)} {mode}"
+        place, modes_left = f"{number}/{len(results.modes)} {mode}", len(results.modes) - number
+        began_s = clock()
+        left_s = end_s - began_s
+        # Twice the shortest mode so far is no sign of trouble.
+        limit_s = max(MODE_SHARE * left_s, min(left_s, 2 * shortest_s)) if modes_left else left_s
+        if left_s < shortest_s or left_s <= 0:
+            results.skipped[mode] = f"the {order.budget_s:.0f} s of the demo are nearly spent"
+            tell(f"{place} skipped: {results.skipped[mode]}")
+            continue
         try:
-            summary = results.summaries[mode] = train(order, mode)
+            summary = results.summaries[mode] = train(order, mode, limit_s)
+            took_s = clock() - began_s
+            if order.repeats and is_disturbed(summary) and end_s - clock() >= (modes_left + 1) * took_s:
+                tell(f"{place} was disturbed by other programs: measured again")
+                summary = results.summaries[mode] = train(order, mode, limit_s)
+        except StoppedError:
+            if mode not in results.summaries:
+                results.skipped[mode] = f"not finished after {limit_s:.0f} s, its part of the demo's time"
+                tell(f"{place} given up: {results.skipped[mode]}")
+                continue
         except RankError as error:
             results.failures[mode] = str(error)
             tell(f"{place} failed: {str(error).splitlines()[0]}")
             continue
-        tell(f"{place}: {100 * summary['quality'][METRIC]:.2f} % right, {summary['train_seconds']:.1f} s of training")
+        shortest_s = min(shortest_s or took_s, took_s)
+        accuracy, seconds = 100 * summary["quality"][METRIC], summary["train_seconds"]
+        tell(f"{place}: {accuracy:.2f} % right, {mark(f'{seconds:.1f} s', is_disturbed(summary))} of training")
 
 
 def folder_of(order: DemoOrder, mode: str) -> Path:
     return order.out / MODEL / mode / f"seed-{order.seed}"
 
 
-def _train(order: DemoOrder, mode: str) -> Summary:
-    from uneven.bench.single import Order, run_single
+def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
+    from uneven.bench.single.run import Order, run_single
     from uneven.results.progress import bars_only
 
     # Seven resolved configurations and twenty epochs in words would bury the table.
@@ -196,6 +264,7 @@ def _train(order: DemoOrder, mode: str) -> Summary:
                 eval_every=order.epochs,
                 out=order.out,
                 progress=order.progress,
+                time_limit_s=time_limit_s,
             )
         )
 
@@ -212,12 +281,12 @@ def _chosen(asked: Sequence[str] | None, num_devices: int, devices: str) -> tupl
     return tuple(dict.fromkeys(asked))
 
 
-def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> Row:
+def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> ModeRow:
     mode, speed = summary["mode"], summary["samples_per_s"]
     shares = tuple(summary["sample_shares"])
     if mode.startswith("solo-"):
         shares = tuple(float(mode == f"solo-{place}") for place in range(num_devices))
-    return Row(
+    return ModeRow(
         mode,
         summary["quality"][METRIC],
         summary["train_seconds"],
@@ -225,6 +294,8 @@ def _row(summary: Summary, num_devices: int, alone: Sequence[float] | None) -> R
         speed / max(alone) if alone else None,
         speed / sum(alone) if alone else None,
         shares,
+        is_disturbed(summary),
+        summary.get("interference"),
     )
 
 

@@ -1,19 +1,22 @@
 """`uneven bench policies train.py`: the user's own script under each policy, side by side, and which one to take.
 
 Every policy trains in a fresh process by `uneven run`, from the same seed. Efficiency needs no solo runs here: it is
-the samples/s of all devices together over the sum of what each of them does while it computes.
+the samples/s of all devices together over the sum of what each of them does while it computes. Only undisturbed runs
+are recommended, see [Note: disturbed figures] in undisturbed.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.process import flags, run_uneven
-from uneven.bench.runs import read_json
+from uneven.bench.single.folders import read_json
+from uneven.bench.single.process import flags, run_uneven
+from uneven.bench.undisturbed import measure_undisturbed
 from uneven.config import POLICIES
 from uneven.errors import InputError
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # of the lowest loss: as good, as far as one run can say
@@ -41,11 +44,13 @@ class PolicyRow:
     samples_per_s: float
     efficiency: float | None
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, where the script has one
+    is_disturbed: bool = False
+    interference: dict[str, Any] | None = None
 
 
 @dataclass
 class Trial:
-    """What came out, so far."""
+    """The runs that are finished so far."""
 
     rows: list[PolicyRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # policy -> why
@@ -65,7 +70,7 @@ class Trial:
 
 
 def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]) -> None:
-    """Fill the trial, policy by policy; what is finished stays if somebody interrupts it."""
+    """Fill the trial, policy by policy; after an interrupt it holds what is finished."""
     for policy in order.policies:
         if policy not in ALL:
             raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
@@ -74,18 +79,19 @@ def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]
     for policy in order.policies:
         tell(policy)
         out = order.out / policy
-        ended = run_uneven(_words(order, policy, out))
+        ended, interference = measure_undisturbed(partial(run_uneven, _arguments(order, policy, out)))
         if ended.code:
-            trial.failed[policy] = ended.last_words
+            trial.failed[policy] = ended.message
             continue
         row = read_row(policy, out)
         if isinstance(row, str):
             trial.failed[policy] = row
         else:
-            trial.rows.append(row)
+            marks = {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
+            trial.rows.append(replace(row, **marks))
 
 
-def _words(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
+def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
     settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
     own = ["--", *order.args] if order.args else []
     return ["run", str(order.script), *flags({**settings, "progress": "off"}), *own]
@@ -123,8 +129,8 @@ def busy_efficiency(timeline: Timeline, counts: Sequence[int]) -> float | None:
 
 
 def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
-    """The fastest of those whose loss is near the lowest, and why; needs two to compare."""
-    if len(rows) < 2:
+    """The fastest of those whose loss is near the lowest, and why; needs two rows, and none of them disturbed."""
+    if len(rows) < 2 or any(row.is_disturbed for row in rows):
         return None
     lowest = min(rows, key=lambda row: row.loss)
     good = [row for row in rows if row.loss <= lowest.loss + NEAR * abs(lowest.loss)]
@@ -137,4 +143,4 @@ def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
     faster = [row.policy for row in rows if row.samples_per_s > best.samples_per_s]
     other = f"; {' and '.join(faster)} would be faster, at a higher loss" if faster else ""
     speed = "nothing is slower" if best is slowest else speed
-    return best.policy, f"{speed}, {loss}{other}. One seed says nothing of chance: repeat it with --seed 1"
+    return best.policy, f"{speed}, {loss}{other}. One seed does not show chance: repeat it with --seed 1"

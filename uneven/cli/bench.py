@@ -17,7 +17,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
     Example: uneven bench list
     """
     from uneven.bench import models
-    from uneven.bench.modes import NAMES
+    from uneven.bench.single.modes import NAMES
 
     recipes = [models.get(name) for name in models.NAMES]
     if as_json:
@@ -82,11 +82,14 @@ def run(
     lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto; default: the policy's.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Evaluate every N epochs; default: 1.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
+    repeat: Annotated[
+        bool, typer.Option("--repeat/--no-repeat", help="Make a disturbed run of up to a minute again, once.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
 ) -> None:
     """Train one model in one mode and write its folder.
 
-    Examples:
+    Exit codes: 0 done, 1 a rank failed, 2 bad input, 3 this machine cannot, 130 stopped and saved. Examples:
 
       uneven bench run --model lenet --data mnist-mini
 
@@ -96,15 +99,34 @@ def run(
 
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
-    given = {name: value for name, value in locals().items() if name != "as_json"}
-    from uneven.bench.modes import resolve_mode, tell_threads
+    from uneven.bench.single.modes import limit_threads, resolve_mode
     from uneven.cli.run import number_or_word
 
-    tell_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
-    from uneven.bench.single import Order, run_single
+    limit_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
+    from uneven.bench.single.run import Order, run_single
+    from uneven.bench.undisturbed import REPEAT_LIMIT_S
 
-    given["lr_scale"] = None if lr_scale is None else number_or_word(lr_scale)
-    summary = run_single(Order(**given, progress="off" if as_json else "auto"))
+    order = Order(
+        model=model,
+        mode=mode,
+        devices=devices,
+        data=data,
+        variant=variant,
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        epochs=epochs,
+        samples=samples,
+        eval_samples=eval_samples,
+        seed=seed,
+        precision=precision,
+        compile=compile,
+        lr_scale=None if lr_scale is None else number_or_word(lr_scale),
+        eval_every=eval_every,
+        out=out,
+        progress="off" if as_json else "auto",
+        repeat_limit_s=REPEAT_LIMIT_S if repeat else 0.0,
+    )
+    summary = run_single(order)
     if as_json:
         json.dump(summary, sys.stdout, indent=1)
         print()
@@ -141,8 +163,8 @@ def efficiency(
 
       uneven bench efficiency --model resnet-20 --policy async --devices cuda:0%60,cuda:0%24 --compile graph
     """
-    from uneven.bench.efficiency import EfficiencyOrder, measure_efficiency, sentences
-    from uneven.bench.pairs_bar import PairsBar
+    from uneven.bench.efficiency.measure import EfficiencyOrder, measure_efficiency, sentences
+    from uneven.bench.efficiency.progress import PairsBar
 
     order = EfficiencyOrder(
         model=model,
@@ -172,9 +194,14 @@ def efficiency(
 
 
 def result_line(summary: dict[str, Any]) -> str:
+    """The outcome of one run; a second line where its time is disturbed."""
+    from uneven.bench.undisturbed import FOOTNOTE, is_disturbed, mark
+
     value = summary["quality"][summary["metric"]]
     published = f" (published {summary['published']:g})" if summary["published"] else ""
-    return (
+    seconds = mark(f"{summary['train_seconds']:.1f} s", is_disturbed(summary))
+    line = (
         f"{summary['model']} {summary['mode']} on {', '.join(summary['devices'])}, {summary['data']}: "
-        f"{summary['metric']} {value:.4f}{published} in {summary['train_seconds']:.1f} s"
+        f"{summary['metric']} {value:.4f}{published} in {seconds}"
     )
+    return f"{line}\n{FOOTNOTE}" if is_disturbed(summary) else line

@@ -26,6 +26,10 @@ def demo(
         int | None, typer.Option(min=1, help="Train on the first N digits only.", show_default="all")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and order.")] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Budget: modes that the time left does not allow are skipped.")
+    ] = 4.0,
+    repeat: Annotated[bool, typer.Option("--repeat/--no-repeat", help="Measure a disturbed mode again.")] = True,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into lenet/MODE/seed-S below it.")] = Path("runs")
     / "demo",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; no progress.")] = False,
@@ -33,14 +37,15 @@ def demo(
     """Train LeNet on 10,000 real digits on a fast and a slow device: each alone, by PyTorch's DDP, by uneven.
 
     The devices are simulated on this machine's cores, the digits are in the package; about three minutes on two cores.
-    Ctrl-C shows what is finished by then. Examples:
+    A mode that other programs disturbed is measured again where the budget allows it, else marked. Ctrl-C shows what is
+    finished by then. Exit codes: 0 done, 1 a mode failed, 2 bad input, 3 this machine cannot, 130 stopped. Examples:
 
       uneven demo
 
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
     from uneven.bench.demo import DemoOrder, check, threads, train_modes
-    from uneven.bench.modes import tell_threads
+    from uneven.bench.single.modes import limit_threads
 
     order = DemoOrder(
         devices=devices,
@@ -50,14 +55,16 @@ def demo(
         seed=seed,
         out=out,
         progress="off" if as_json else "auto",
+        budget_s=60 * minutes,
+        repeats=repeat,
     )
     results = check(order)
-    tell_threads(threads(order))  # before torch is loaded
+    limit_threads(threads(order))  # before torch is loaded
     if not as_json:
         _announce(order, results)
     end: BaseException | None = None
     try:
-        train_modes(order, results, (lambda _: None) if as_json else _tell)
+        train_modes(order, results, (lambda _: None) if as_json else _print_progress)
     except (KeyboardInterrupt, InputError, MachineError) as error:
         if not results.summaries and not isinstance(error, KeyboardInterrupt):
             raise
@@ -81,8 +88,8 @@ def _announce(order: "DemoOrder", results: "Results") -> None:
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _tell(line: str) -> None:
-    """On a terminal the bars have said it."""
+def _print_progress(line: str) -> None:
+    """Where there is no terminal; there the bars show it."""
     if not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 
@@ -101,14 +108,18 @@ def _print(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     if results.summaries:
         console.print(_table(results))
-        console.print("\n".join(_words(order, results)))
+        console.print("\n".join(_explanations(order, results)))
+    for mode, reason in results.skipped.items():
+        console.print(f"not measured: {mode} ({reason})")
     if is_interrupted:
-        console.print(_what_is_left(order, results))
+        console.print(_describe_unfinished(order, results))
 
 
 def _table(results: "Results") -> "Table":
     from rich import box
     from rich.table import Table
+
+    from uneven.bench.undisturbed import mark
 
     rows, is_compared = results.rows, results.alone is not None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -117,23 +128,28 @@ def _table(results: "Results") -> "Table":
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column(f"share {' : '.join(results.devices)}", justify="right")
     for row in rows:
-        cells = [row.mode, f"{100 * row.accuracy:.2f} %", f"{row.seconds:.1f} s"]
+        cells = [row.mode, f"{100 * row.accuracy:.2f} %", mark(f"{row.seconds:.1f} s", row.is_disturbed)]
         if row.speedup is not None and row.efficiency is not None:
-            cells += [f"{row.speedup:.2f}x", f"~{100 * row.efficiency:.0f} %"]
+            is_marked = row.is_disturbed or results.undisturbed_alone is None
+            cells += [mark(f"{row.speedup:.2f}x", is_marked), mark(f"~{100 * row.efficiency:.0f} %", is_marked)]
         shares = " : ".join(f"{100 * share:.0f}" for share in row.shares)
         table.add_row(*cells, f"{shares} %")
     return table
 
 
-def _words(order: "DemoOrder", results: "Results") -> list[str]:
+def _explanations(order: "DemoOrder", results: "Results") -> list[str]:
+    from uneven.bench.undisturbed import FOOTNOTE
     from uneven.hardware.yardstick import gap
 
-    lines = [line for line in (results.sentence, results.doubt) if line is not None]
+    lines = [line for line in (results.sentence, results.caution, results.doubt) if line is not None]
     lines += [""] if lines else []
+    lines += [FOOTNOTE] if results.disturbed else []
     lines.append("time: training alone, without start-up and evaluation")
     if results.alone is not None:
+        clean = results.undisturbed_alone
+        measured_gap = "" if clean is None else f"; measured gap between the devices: {gap(clean):.2f}"
         lines += [
-            f"speed-up: over the fast device alone; measured gap between the devices: {gap(results.alone):.2f}",
+            f"speed-up: over the fast device alone{measured_gap}",
             "efficiency: of the devices' solo speeds, added up; ~ because the runs came one after the other and "
             "whatever else the machine did counts too ('uneven bench efficiency' measures it)",
         ]
@@ -144,16 +160,17 @@ def _words(order: "DemoOrder", results: "Results") -> list[str]:
     ]
 
 
-def _what_is_left(order: "DemoOrder", results: "Results") -> str:
+def _describe_unfinished(order: "DemoOrder", results: "Results") -> str:
     from uneven.bench.demo import folder_of
 
-    missing = [mode for mode in results.modes if mode not in results.summaries and mode not in results.failures]
+    known = {**results.summaries, **results.failures, **results.skipped}
+    missing = [mode for mode in results.modes if mode not in known]
     if not missing:
         return "interrupted after the last mode"
-    words = f"interrupted; not finished: {', '.join(missing)}"
+    line = f"interrupted; not finished: {', '.join(missing)}"
     folder = folder_of(order, missing[0])
     is_kept = (folder / "state.json").exists() and not (folder / "summary.json").exists()
-    return f"{words} (what {missing[0]} had learned is in {folder})" if is_kept else words
+    return f"{line} (what {missing[0]} had learned is in {folder})" if is_kept else line
 
 
 def _count(number: int, noun: str) -> str:

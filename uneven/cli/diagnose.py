@@ -1,12 +1,14 @@
 """`uneven diagnose`: the hardware report, with every problem and the command that fixes it.
 
-Exit code 0 when all is fine, 1 when there is a problem. No GPU is not a problem.
+Exit code 0 when all is fine, 3 when there is a problem. No GPU is not a problem.
 """
 
 import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from uneven.errors import MachineError
 
 if TYPE_CHECKING:
     from uneven.hardware.diagnosis import Diagnosis
@@ -19,7 +21,7 @@ def diagnose(
 ) -> None:
     """Report the system, GPUs, torch, what fits together, and for each problem the command that fixes it.
 
-    Exit code 0 when all is fine, 1 when there is a problem. Examples:
+    Exit code 0 when all is fine, 3 when this machine has a problem that stops or breaks training. Examples:
 
     uneven diagnose           the report
 
@@ -32,7 +34,7 @@ def diagnose(
         print(json.dumps(found.to_json(), indent=2))
     else:
         _print(found)
-    raise typer.Exit(0 if found.is_fine else 1)
+    raise typer.Exit(0 if found.is_fine else MachineError.exit_code)
 
 
 def sections(found: "Diagnosis") -> dict[str, list[tuple[str, str]]]:

@@ -1,6 +1,7 @@
-"""The command `uneven`: one module per verb; each parses, calls and prints.
+"""The command `uneven`: one module per verb, which parses its options, calls the library and prints the result.
 
-Nothing here imports torch: verbs that need it import it inside, so that `uneven --help` stays instant.
+Nothing here imports torch: verbs that need it import it inside, so that `uneven --help` stays instant. `main` is the
+one place where an error becomes an exit code; tests/cli/test_exit_codes.py holds it for every verb.
 """
 
 import sys
@@ -9,7 +10,6 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.bench.process import end_with_parent
 from uneven.cli import bench, data
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
@@ -18,13 +18,20 @@ from uneven.cli.run import run
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, policies, report, sweep
-from uneven.errors import InputError, MachineError, RankError
+from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.launch.lifeline import end_with_parent
+
+EXIT_CODES = (
+    "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, 130 stopped and saved. "
+    "Messages go to stderr; with --json stdout holds one JSON document, or nothing where there is no result."
+)
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train one PyTorch model on hardware that does not match: samples by speed, bytes by memory, nobody waits.",
+    epilog=EXIT_CODES,
 )
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
@@ -54,15 +61,12 @@ app.command("diagnose")(diagnose)
 
 
 def main() -> None:
-    """Run the command line; a known failure is one line on stderr, exit code 2 (input) or 1 (machine)."""
+    """Run the command line; a failure the user can do something about is a message on stderr and its exit code."""
     end_with_parent()
     try:
         app()
-    except InputError as error:
+    except (InputError, MachineError, RankError) as error:
         print(f"uneven: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (MachineError, RankError) as error:
-        print(f"uneven: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(STOPPED)

@@ -1,10 +1,10 @@
-"""Numbers as they are typed: one, or several with commas between them."""
+"""Options that hold one or several numbers, with commas between them."""
 
 from uneven.errors import InputError
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """InputError where one of them is none."""
+    """ "5,2" -> (5.0, 2.0); InputError with the option's name where an entry is no number."""
     try:
         return tuple(float(word) for word in text.split(","))
     except ValueError:

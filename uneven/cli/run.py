@@ -1,51 +1,22 @@
-"""`uneven run`: a script of the user's on every device named."""
+"""`uneven run`: the user's script on every device named. Its options are the fields of RunConfig, every one of them.
 
+The settings given here travel to the ranks as data and take precedence over those in the script.
+"""
+
+import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from uneven.cli.numbers import numbers
+from uneven.config import RunConfig, Setting, settings_of
 
 
-def run(
-    script: Annotated[Path, typer.Argument(help="The Python script to run, once per device.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
-    devices: Annotated[str | None, typer.Option(help="As in cpu,cpu@0.4 or auto, the default.")] = None,
-    policy: Annotated[str | None, typer.Option(help="sync, balanced, cadence or async.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, cpu or nccl.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per device and step.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Samples per step of all devices.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
-    shares: Annotated[str | None, typer.Option(help="Fixed shares, one per device, as in 5,2.")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="Who holds what: ddp-bucketed, zero1, zero2, fsdp, tensor, ...")
-    ] = None,
-    memory_shares: Annotated[str | None, typer.Option(help="How a strategy cuts its bytes, as in 15,6.")] = None,
-    memory_cap: Annotated[
-        str | None, typer.Option(help="Samples a device may hold at once; one for all, or 64,16.")
-    ] = None,
-    sync_batchnorm: Annotated[bool | None, typer.Option(help="BatchNorm over all devices.")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Clip the global gradient norm.")] = None,
-    lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto.")] = None,
-    anchor: Annotated[int | None, typer.Option(help="Local policies: the slowest device's batches a window.")] = None,
-    max_anchor: Annotated[int | None, typer.Option(help="Local policies: how far the anchor may grow.")] = None,
-    overhead_target: Annotated[float | None, typer.Option(help="Local policies: what rounds may cost.")] = None,
-    divergence_threshold: Annotated[float | None, typer.Option(help="Local policies: where the guard looks.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(help="async: batches ahead of an average on its way.")] = None,
-    optimizer_state: Annotated[str | None, typer.Option(help="Local policies: keep or average.")] = None,
-    verify: Annotated[bool | None, typer.Option(help="Local policies: checksums along every average.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or auto.")] = None,
-    compile: Annotated[str | None, typer.Option(help="off, default or graph.")] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Loader processes per device.")] = None,
-    replay: Annotated[str | None, typer.Option(help="Folder of a finished run: repeat it by its log.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="In epochs; needs --out.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder for state and timeline.")] = None,
-    progress: Annotated[str | None, typer.Option(help="auto, bar, lines or off.")] = None,
-) -> None:
-    """Run a script that uses uneven, on one process per device. Options given here stand above those in the script.
+def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
+    """Run a script that uses uneven, in one process per device. Options given here take precedence over the script's.
+
+    Exit code 0: done. 1: the script or a rank failed. 2: bad input. 3: this machine cannot. 130: stopped and saved.
 
     Examples:
 
@@ -53,21 +24,24 @@ def run(
 
       uneven run train.py --epochs 3 -- --option-of-the-script 5
     """
-    given: dict[str, Any] = {
-        name: value for name, value in locals().items() if name not in ("script", "args") and value is not None
-    }
-    if shares is not None:
-        given["shares"] = numbers("--shares", shares)
-    if memory_shares is not None:
-        given["memory_shares"] = numbers("--memory-shares", memory_shares)
-    if memory_cap is not None:
-        caps = tuple(int(cap) if cap.is_integer() else cap for cap in numbers("--memory-cap", memory_cap))
-        given["memory_cap"] = caps if len(caps) > 1 else caps[0]
-    if lr_scale is not None:
-        given["lr_scale"] = number_or_word(lr_scale)
-    from uneven.launch.start import run_script
+    from uneven.launch.script import run_script
 
+    known = settings_of(RunConfig)
+    given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
     run_script(script, args or [], given)
+
+
+def parse_option(setting: Setting, value: Any) -> Any:
+    """An option as typer read it -> the setting's value; what is wrong with it is found by the setting's own check."""
+    if not isinstance(value, str):
+        return value
+    if setting.is_list:
+        entries = numbers(setting.flag, value)
+        if int not in setting.members:
+            return entries
+        whole = tuple(int(entry) if entry.is_integer() else entry for entry in entries)
+        return whole if len(whole) > 1 else whole[0]
+    return number_or_word(value) if float in setting.members else value
 
 
 def number_or_word(text: str) -> float | str:
@@ -75,3 +49,52 @@ def number_or_word(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def _option(setting: Setting) -> inspect.Parameter:
+    """The option of a setting, as typer wants it: a parameter with an annotation. None: it was not given."""
+    (first, *others) = setting.members
+    is_text = bool(others) or first not in (int, float, bool)
+    names = [setting.flag] if setting.alias is None else [setting.flag, f"--{setting.alias.replace('_', '-')}"]
+    if first is bool:
+        names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
+    panel = "Options" if setting.policies is None else f"Options of policy {' and '.join(setting.policies)} alone"
+    about = typer.Option(*names, help=setting.help, metavar=_metavar(setting), rich_help_panel=panel)
+    kind = (str if is_text else first) | None
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, about]
+    )
+
+
+def _metavar(setting: Setting) -> str | None:
+    words = [*(["NUMBER"] if float in setting.members else []), *setting.choices]
+    if Path in setting.members:
+        words = ["FOLDER"]
+    elif setting.is_list or int in setting.members:
+        words = [*(["N"] if int in setting.members else []), *(["N,N,..."] if setting.is_list else [])]
+    return "|".join(words) or None
+
+
+def _give_options() -> None:
+    """Put the settings into the signature of `run`, from which typer makes the command line."""
+    own = [
+        inspect.Parameter(
+            "script",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=Annotated[Path, typer.Argument(help="The Python script to run, once per device.")],
+        ),
+        inspect.Parameter(
+            "args",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None,
+            annotation=Annotated[
+                list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")
+            ],
+        ),
+    ]
+    parameters = [*own, *(_option(setting) for setting in settings_of(RunConfig).values())]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+_give_options()

@@ -10,7 +10,7 @@ import typer
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.bench.scaling import Scaling
+    from uneven.bench.scaling.measure import Scaling
 
 
 def scaling(
@@ -36,7 +36,7 @@ def scaling(
 
       uneven bench scaling --model gpt-nano --samples 512 --compiles off,default --out scaling.html
     """
-    from uneven.bench.scaling import ScalingOrder, measure_scaling
+    from uneven.bench.scaling.measure import ScalingOrder, measure_scaling
 
     try:
         numbers = tuple(sorted({int(word) for word in ranks.split(",")}))
@@ -53,13 +53,13 @@ def scaling(
         repeats=repeats,
         compiles=tuple(compiles.split(",")) if compiles else (),
     )
-    found = measure_scaling(order, lambda what: None if as_json else print(what, file=sys.stderr))
+    found = measure_scaling(order, lambda line: None if as_json else print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:
         _print(found)
     if out is not None:
-        from uneven.bench.scaling_page import write_scaling_page
+        from uneven.bench.scaling.page import write_scaling_page
 
         write_scaling_page(found, f"{model}, {policy}", out)
 
@@ -68,15 +68,21 @@ def _print(found: "Scaling") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from uneven.bench.undisturbed import FOOTNOTE, mark
+
     console = Console(highlight=False)
     table = Table(box=None, header_style="bold")
     for heading in ("ranks", f"{found.unit}/s", "speed-up", "predicted", "off by"):
         table.add_column(heading, justify="right")
-    for one in found.points:
-        half = "" if one.half_width == float("inf") else f" +- {one.half_width:,.0f}"
-        predicted, off = ("-", "-") if one.predicted is None else _against(one.speedup, one.predicted)
-        table.add_row(f"{one.ranks}", f"{one.per_s:,.0f}{half}", f"{one.speedup:.2f}", predicted, off)
+    for point in found.points:
+        half = "" if point.half_width == float("inf") else f" +- {point.half_width:,.0f}"
+        is_derived = point.predicted is not None and not point.is_disturbed
+        predicted, off = _against(point.speedup, point.predicted or 1.0) if is_derived else ("-", "-")
+        figures = (f"{point.per_s:,.0f}{half}", f"{point.speedup:.2f}")
+        table.add_row(f"{point.ranks}", *(mark(figure, point.is_disturbed) for figure in figures), predicted, off)
     console.print(table)
+    if any(row.is_disturbed for row in (*found.points, *found.cold_starts)):
+        console.print(f"\n{FOOTNOTE}", markup=False)
     if found.alpha is not None:
         console.print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
     if found.cold_starts:
@@ -85,7 +91,8 @@ def _print(found: "Scaling") -> None:
             starts.add_column(heading, justify="left" if heading == "compile" else "right")
         for row in found.cold_starts:
             even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
-            starts.add_row(row.compile, f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}", even)
+            figures = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")
+            starts.add_row(row.compile, *(mark(figure, row.is_disturbed) for figure in figures), even)
         console.print()
         console.print(starts)
 

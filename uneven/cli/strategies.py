@@ -11,7 +11,7 @@ from uneven.cli.numbers import numbers
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.bench.strategies import Paired, Row
+    from uneven.bench.strategies.measure import Paired, Row
 
 
 def strategies(
@@ -48,7 +48,7 @@ def strategies(
 
       uneven bench strategies --paired --pairs 60
     """
-    from uneven.bench import strategies as bench
+    from uneven.bench.strategies import measure as bench
 
     memory = None if shares is None else numbers("--shares", shares)
     if memory is not None and nproc not in (None, len(memory)):

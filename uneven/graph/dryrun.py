@@ -8,13 +8,13 @@ from torch.nn.parameter import is_lazy
 
 from uneven.errors import InputError
 from uneven.graph.describe import short
-from uneven.graph.graph import Graph
 from uneven.graph.memory import Memory
 from uneven.graph.observe import Compute, observed
 from uneven.graph.plan import ENTRY, Node
+from uneven.graph.plan_module import PlanModule
 
 
-def dry_run(graph: Graph, example: tuple[Any, ...]) -> None:
+def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
     """InputError where a node cannot take what it gets; otherwise notes the shapes of all values.
 
     Params, buffers, memories, modes and random states are as before, and so is the example. Hooks are called, and of a
@@ -43,13 +43,13 @@ def dry_run(graph: Graph, example: tuple[Any, ...]) -> None:
                 buffer.copy_(saved)
 
 
-def _cuda_devices(graph: Graph, example: tuple[Any, ...]) -> list[int]:
+def _cuda_devices(graph: PlanModule, example: tuple[Any, ...]) -> list[int]:
     """Those whose random state the run can touch; asking for all would open every GPU of the machine."""
     held = [*graph.parameters(), *graph.buffers(), *(one for one in example if isinstance(one, Tensor))]
     return sorted({one.device.index or 0 for one in held if one.device.type == "cuda"})
 
 
-def _watch(path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
+def _watch(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
     before = [one._version for one in inputs if isinstance(one, Tensor)]
     try:
         if node.kind in ("add", "mean"):
@@ -69,7 +69,7 @@ def _watch(path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute
     return value
 
 
-def _refuse_in_place(graph: Graph, node: Node) -> None:
+def _refuse_in_place(graph: PlanModule, node: Node) -> None:
     """A part that writes into what it was given spoils it for others who read it."""
     plan = graph.plan
     for source in node.sources:
@@ -86,7 +86,7 @@ def _refuse_broadcast(inputs: tuple[Any, ...]) -> None:
         raise InputError("their shapes differ")
 
 
-def _told(path: str, graph: Graph, node: Node, error: Exception) -> InputError:
+def _told(path: str, graph: PlanModule, node: Node, error: Exception) -> InputError:
     what = node.kind if not node.target else short(graph.get_submodule(node.target))
     given = ", ".join(
         f"{'the input' if source == ENTRY else repr(source)} {graph.shapes.get(source, '')}".rstrip()
@@ -96,7 +96,7 @@ def _told(path: str, graph: Graph, node: Node, error: Exception) -> InputError:
     return InputError(f"node {path!r} ({what}) cannot take {given}: {reason}. {_fix(node, graph)}")
 
 
-def _fix(node: Node, graph: Graph) -> str:
+def _fix(node: Node, graph: PlanModule) -> str:
     if node.verb == "also":
         return (
             "Give the skip a part of its own, so that both have one shape: .also_with(skip, part); a sum that is meant "

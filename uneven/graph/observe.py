@@ -7,19 +7,19 @@ from typing import Any
 from torch import fx
 
 from uneven.errors import InputError
-from uneven.graph.graph import Graph
 from uneven.graph.plan import Node
+from uneven.graph.plan_module import PlanModule
 
 Compute = Callable[[], Any]
 Observer = Callable[
-    [str, Graph, Node, tuple[Any, ...], Compute], Any
+    [str, PlanModule, Node, tuple[Any, ...], Compute], Any
 ]  # path of the node, ..., its inputs, how to run it
 
 
 class _Observed(fx.Interpreter):
     """fx's own interpreter, with every node handed to the observer."""
 
-    def __init__(self, graph: Graph, path: str, observer: Observer) -> None:
+    def __init__(self, graph: PlanModule, path: str, observer: Observer) -> None:
         super().__init__(graph, graph=graph.fx)
         self.extra_traceback = False  # it would write its own story into the message of an error
         self._graph, self._path, self._observer = graph, path, observer
@@ -36,9 +36,9 @@ class _Observed(fx.Interpreter):
 
 
 @contextmanager
-def observed(graph: Graph, observer: Observer) -> Iterator[None]:
+def observed(graph: PlanModule, observer: Observer) -> Iterator[None]:
     """Inside, calls of the graph and of the graphs in it go through the observer, innermost nodes included."""
-    graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, Graph)]
+    graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, PlanModule)]
     saved = [one.__dict__["forward"] for _, one in graphs]
     for path, one in graphs:
         one.__dict__["forward"] = _walk(one, f"{path}." if path else "", observer)
@@ -49,7 +49,7 @@ def observed(graph: Graph, observer: Observer) -> Iterator[None]:
             one.__dict__["forward"] = forward
 
 
-def _walk(graph: Graph, path: str, observer: Observer) -> Callable[..., Any]:
+def _walk(graph: PlanModule, path: str, observer: Observer) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
         missing = [name for name in graph.plan.inputs[len(inputs) :] if name not in named]
         if missing:

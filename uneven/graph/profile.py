@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from uneven.errors import InputError
 from uneven.graph.describe import in_bytes, is_inner, short, table
-from uneven.graph.graph import Graph
 from uneven.graph.observe import Compute, observed
 from uneven.graph.plan import Node
+from uneven.graph.plan_module import PlanModule
 
 WARM_UP = 2  # runs that are not counted
 
@@ -60,7 +60,7 @@ class Profile:
         return table(head, lines) + f"\nforward {self.forward_ms:.3f} ms; node by node {self.node_ms:.3f} ms"
 
 
-def profile(graph: Graph, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
+def profile(graph: PlanModule, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
     """Run a copy of the graph on a batch, in the mode it is in; the graph itself is left as it was."""
     subject = copy.deepcopy(graph)
     watch = _Watch()
@@ -106,7 +106,7 @@ class _Watch:
         self.is_inner: dict[str, bool] = {}
         self.has_own_work: dict[str, bool] = {}
 
-    def __call__(self, path: str, graph: Graph, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
+    def __call__(self, path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
         if node.kind == "input":
             return compute()
         before = self._run.setdefault(path, 0.0)  # here already, so that a graph stands before its nodes
@@ -120,7 +120,7 @@ class _Watch:
             param.numel() * param.element_size() for param in module.parameters() if not is_lazy(param)
         )
         self.is_inner[path] = is_inner(module)
-        self.has_own_work[path] = is_inner(module) and not isinstance(module, Graph)
+        self.has_own_work[path] = is_inner(module) and not isinstance(module, PlanModule)
         return value
 
     def end_run(self, is_counted: bool) -> None:

@@ -1,7 +1,8 @@
 """What makes a graph the same graph: its nodes, modules and sources, without the values of params."""
 
+import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -9,39 +10,40 @@ from torch.nn.parameter import is_lazy
 
 from uneven.graph.function import Function, identity
 from uneven.graph.memory import Memory
-from uneven.graph.plan import Plan
-
-if TYPE_CHECKING:
-    from uneven.graph.graph import Graph
+from uneven.graph.plan_module import PlanModule
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def structure_of(graph: "Graph") -> Iterator[str]:
-    """Lines that are the same for two graphs only if they compute the same function of the same params.
+def structure_of(graph: PlanModule) -> str:
+    """Lines that are equal for two graphs only if they compute the same function of the same params.
 
     A module counts by its type, the plain values and functions it holds, and the shapes of its params and buffers; what
-    it hides elsewhere (in objects of its own, in closures) is not seen. Params that are one and the same are told.
+    it keeps elsewhere (in objects of its own, in closures) is not seen. Params that are shared are marked.
     """
-    yield from _lines(graph, "", {})
+    return "\n".join(_lines(graph, "", {}))
 
 
-def _lines(graph: "Graph", indent: str, known: dict[int, str], path: str = "") -> Iterator[str]:
+def structural_hash(graph: PlanModule) -> str:
+    return hashlib.sha256(structure_of(graph).encode()).hexdigest()[:16]
+
+
+def _lines(graph: PlanModule, indent: str, known: dict[int, str], path: str = "") -> Iterator[str]:
     for node in graph.plan.nodes:
         along = f" along {node.dim}" if node.kind == "cat" else ""
         if node.kind == "call":
             module = graph.get_submodule(node.target)
             yield f"{indent}{node.name} = {node.target}: {_kind(module)}({', '.join(node.sources)})"
-            yield from _inside(module, indent + "  ", known, f"{path}{node.target}.")
+            yield from _lines_of_module(module, indent + "  ", known, f"{path}{node.target}.")
         else:
             memory = f" {_kind(graph.get_submodule(node.target))}" if node.kind == "recall" else ""
             yield f"{indent}{node.name} = {node.kind}{memory}({', '.join(node.sources)}){along}"
     yield f"{indent}-> {', '.join(graph.plan.outputs)}"
 
 
-def _inside(module: nn.Module, indent: str, known: dict[int, str], path: str) -> Iterator[str]:
-    if isinstance(getattr(module, "plan", None), Plan):
-        yield from _lines(cast("Graph", module), indent, known, path)
+def _lines_of_module(module: nn.Module, indent: str, known: dict[int, str], path: str) -> Iterator[str]:
+    if isinstance(module, PlanModule):
+        yield from _lines(module, indent, known, path)
         return
     for name, param in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         shape = "not known yet" if is_lazy(param) else str(tuple(param.shape))
@@ -49,7 +51,7 @@ def _inside(module: nn.Module, indent: str, known: dict[int, str], path: str) ->
         yield f"{indent}{name} {shape}" + ("" if first == f"{path}{name}" else f", the same as {first}")
     for name, child in module.named_children():
         yield f"{indent}{name}: {_kind(child)}"
-        yield from _inside(child, indent + "  ", known, f"{path}{name}.")
+        yield from _lines_of_module(child, indent + "  ", known, f"{path}{name}.")
 
 
 def _kind(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from uneven.config import Backend
 from uneven.errors import InputError
 from uneven.hardware.device import Device
 
@@ -13,8 +14,8 @@ def is_crowded(devices: Sequence[Device]) -> bool:
 
 
 def choose_backend(
-    asked: str, devices: Sequence[Device], has_nccl: bool, crowded: bool | None = None
-) -> tuple[str, str]:
+    asked: Backend, devices: Sequence[Device], has_nccl: bool, crowded: bool | None = None
+) -> tuple[Backend, str]:
     """'nccl' or 'cpu', and why; InputError where NCCL is asked for and cannot be.
 
     `devices` are those of all ranks; where they are on several machines, `crowded` says whether any of them is.

@@ -4,6 +4,7 @@ Reads v1 and v2, from the process's own group up to the root, and takes the tigh
 A file that is missing or odd is no limit. The root path is a parameter so that tests feed fake trees.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,30 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
         if quota_us is not None and period_us is not None and quota_us > 0 and period_us > 0:
             limits.append(quota_us / period_us)
     return min((limit for limit in limits if limit > 0), default=None)
+
+
+def cpu_pressure_s(root: Path = Path("/")) -> float | None:
+    """Seconds since boot in which at least one task was runnable but had no core; None where the kernel has no PSI.
+
+    The process's own group where it keeps its own file (tasks of other containers are then not counted),
+    otherwise the whole machine.
+    """
+    own_groups = (folder / "cpu.pressure" for folder in _folders(root, "cpu"))
+    for path in (*own_groups, root / "proc/pressure/cpu"):
+        match = re.search(r"^some .*\btotal=(\d+)", read_text(path) or "", re.MULTILINE)
+        if match:
+            return int(match[1]) / 1e6
+    return None
+
+
+def num_throttled(root: Path = Path("/")) -> int:
+    """How many quota periods ended early so far because a group of this process had used up its CPU quota."""
+    counts = [
+        int(count)
+        for folder in _folders(root, "cpu")
+        for count in re.findall(r"^nr_throttled (\d+)$", read_text(folder / "cpu.stat") or "", re.MULTILINE)
+    ]
+    return sum(counts)
 
 
 def _reclaimable(folder: Path) -> int:

@@ -1,17 +1,18 @@
-"""Which number format a rank trains in by default.
+"""The number format that precision='auto' means on a device. Called by launch/preflight.py and `uneven diagnose`.
 
-Decided from the device the rank was given, never from "CUDA is present": a CPU rank beside a GPU is still
-a CPU rank. Every answer comes with its reason, which is printed.
+Decided from the device itself, never from "CUDA is present": a CPU rank beside a GPU is still a CPU rank. The reason
+is returned with the choice, and both are printed.
 """
 
+from uneven.config import Precision
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu
 from uneven.hardware.system import System
 from uneven.hardware.torchbuild import parse_sm
 
 
-def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[str, str]:
-    """('bf16' | 'fp16' | 'fp32', why) for one device; `gpu` is the one a CUDA device names."""
+def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[Precision, str]:
+    """The format a device computes natively, and the reason; `gpu` is the GPU that a CUDA device names."""
     if device.kind == "cpu":
         if system.cpu.flags:
             return "bf16", f"the cpu has native bf16 ({', '.join(system.cpu.flags)})"

@@ -1,189 +1,250 @@
-"""This process as one rank among others that `uneven run` or torchrun started. At most one member per process.
+"""The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
-Training inside it needs no further processes: `joiner` forms a group through the starter's store, anew for every run
-of the script. The starter's stop request reaches the run that is on, or interrupts the script where none is.
+There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
+run`, or torchrun. Every entry point of api/ and every rank process gets its Worker and its group here. A script may
+train several times: each run forms a group of its own, under keys of its own in the launcher's store.
 """
 
-import json
 import signal
 import threading
-import zlib
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from uneven.comm.fingerprint import agree, describe_tensors
-from uneven.comm.gather import gather_bytes
-from uneven.comm.group import Group, form_group
+from uneven.comm.group import Group, SoloGroup, form_group
 from uneven.comm.store import get_text
-from uneven.config import RunConfig
+from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.backend import is_crowded
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
-from uneven.launch.environment import Started, read_torchrun
-from uneven.launch.heartbeat import Heartbeat
-from uneven.policy.axis import Axis
-from uneven.results.state import TrainedState, proved
-from uneven.timeline.export import Timeline
-from uneven.train.rank_info import RankResult
+from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
+from uneven.launch.heartbeat import STOP_KEY, Heartbeat
+from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []
 
+# Settings that may differ between ranks: only the first rank writes and prints.
+PER_RANK_SETTINGS = ("out", "progress")
 
-def process_context() -> "ProcessContext | None":
-    """Who this process is among the ranks somebody started; None in a process started plainly."""
+
+def process_context() -> "ProcessContext":
+    """The context of this process, made on the first call."""
     if not _contexts:
-        started = read_torchrun()
-        if started is None:
-            return None
-        _contexts.append(ProcessContext(started))
-        _contexts[0].listen_to_signals()
+        environment = read_torchrun()
+        context = ProcessContext(environment or LaunchEnvironment(ALONE))
+        if environment is not None:
+            context.handle_signals()
+        _contexts.append(context)
     return _contexts[0]
 
 
 def set_process_context(context: "ProcessContext") -> None:
-    """From now on this process is that member: called once, before the user's script runs."""
-    assert not _contexts, "a process is one rank"
-    _contexts.append(context)
+    """Called once by `uneven run`, before the user's script runs in this process."""
+    assert all(known.is_alone for known in _contexts), "a process is one rank"
+    _contexts[:] = [context]
+
+
+def command_line_settings() -> Mapping[str, Any]:
+    """The settings `uneven run` was given, which take precedence over the script's; empty in any other process."""
+    return process_context().settings
 
 
 class ProcessContext:
-    """Life cycle: one per process, to its end. One run at a time: `attend`, train, `attend(None)`."""
+    """Life cycle: one per process, to its end. A run is `begin_run`, `make_worker`, training, `end_run`.
 
-    def __init__(self, started: Started, devices: tuple[Device, ...] | None = None) -> None:
-        self.rank, self.world_size, self.by = started.rank, started.world_size, started.by
-        self.asked = threading.Event()  # the starter wants us to stop
-        self.note: str | None = None
-        self._started = started
+    One run at a time, except in a process alone, where runs share nothing.
+    """
+
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        devices: tuple[Device, ...] | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`devices` are given where the launcher has placed the ranks already; `settings` by `uneven run`."""
+        self.environment = environment
+        self.settings = settings
+        self.stop_requested = threading.Event()
+        self.note: str | None = None  # about the cores this rank was given
         self._devices = devices
-        self._is_placed = devices is not None  # by the launcher
-        self._stop: threading.Event | None = None
+        self._is_placed = devices is not None
+        self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
+        self._stop: threading.Event | None = None
         self._runs = 0
-        self._group: Group | None = None
-        self._poster: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody started this process as a rank: it may start ranks itself."""
+        return self.environment.launcher == ALONE
+
+    @property
+    def member(self) -> str:
+        return self.environment.member
+
+    @property
+    def rank(self) -> int:
+        """In the run that is on; before the first one as the launcher numbered the processes."""
+        return self.environment.rank if self._rank_info is None else self._rank_info.rank
 
     def devices(self, setting: str) -> tuple[Device, ...]:
         """One device per rank, in rank order. Under torchrun 'auto' is a CUDA device each, where there are enough."""
         if self._devices is not None:
             return self._devices
+        if self.is_alone:
+            return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
+        launcher, world_size = self.environment.launcher, self.environment.world_size
         if setting == "auto":
             found = [device for device in usable_devices() if device.kind == "cuda"]
-            local = self._started.local_size
+            local = self.environment.local_world_size
             has_enough = len(found) >= local
-            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(self.world_size))
+            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(world_size))
         else:
             devices = parse_devices(setting)
         if any(device.percent is not None for device in devices):
             names = ",".join(device.torch_name for device in devices)
             raise InputError(
-                f"devices={setting!r}: {self.by} has started this process already, which is too late for a slice; set "
+                f"devices={setting!r}: {launcher} has started this process already, which is too late for a slice; set "
                 "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
                 f"{names!r}, or start the script by: uneven run --devices {setting}"
             )
-        if len(devices) != self.world_size:
+        if len(devices) != world_size:
             raise InputError(
-                f"devices={setting!r} names {len(devices)} for the {self.world_size} processes that {self.by} started; "
-                f"name {self.world_size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
+                f"devices={setting!r} names {len(devices)} for the {world_size} processes that {launcher} started; "
+                f"name {world_size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
             )
         self._place(devices)
         return devices
 
-    def joiner(self, config: RunConfig, devices: tuple[Device, ...], samples: int) -> Callable[[nn.Module], Group]:
-        """What forms this run's group, once all ranks are found to train the same model by the same settings."""
-        settings = {name: value for name, value in config.to_json().items() if name not in ("out", "progress")}
-        lines = [f"samples = {samples}", *(f"{name} = {value}" for name, value in settings.items())]
-        local = self.of_this_machine(devices)
-        device = torch.device(devices[self.rank].torch_name)
-        return lambda model: self._join(model, lines, device, config.backend, is_crowded(local))
+    def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        """Those of `devices` that belong to ranks of this machine."""
+        if self.is_alone:
+            return devices
+        first = self.environment.rank - self.environment.local_rank
+        return devices[first : first + self.environment.local_world_size]
 
-    def join(self, model: nn.Module) -> Group:
-        """A group for a model trained by hand."""
-        return self._join(model, [])
+    def begin_run(self, stop: threading.Event) -> None:
+        """From now on a stop request sets `stop`; without a run it interrupts the script."""
+        self._refuse_second_group()
+        self._stop = stop
+        if self.stop_requested.is_set():
+            stop.set()
 
-    def _join(
+    def make_worker(
         self,
-        model: nn.Module,
-        settings: list[str],
-        device: torch.device = torch.device("cpu"),  # noqa: B008, it is a constant
-        backend: str = "cpu",
-        is_crowded: bool = False,
-    ) -> Group:
-        if self._group is not None:
+        task: Task,
+        config: RunConfig,
+        devices: tuple[Device, ...],
+        stop: threading.Event,
+        report: Report,
+        *,
+        is_own_loop: bool = False,
+    ) -> Worker:
+        """The Worker of this rank: the only place where one is made. Its group forms when the worker joins."""
+        rank_info = self.make_rank_info(devices)
+
+        def join(model: nn.Module) -> Group:
+            return self.join(model, rank_info, config, len(task.dataset))
+
+        self._worker = Worker(task, config, rank_info, join, stop, report, is_own_loop=is_own_loop)
+        return self._worker
+
+    def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
+        """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
+        if devices is None:
+            devices = self._devices or (Device("cpu"),) * self.environment.world_size
+        return RankInfo(self.environment.rank, devices, member=self.member)
+
+    def join(self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, samples: int = 0) -> Group:
+        """Compare settings and model with the other ranks, then form the group, which `rank_info` holds from then on.
+
+        InputError on every rank where they differ. Without `config` the model is trained by hand, over Gloo.
+        """
+        self._refuse_second_group()
+        is_single = rank_info.world_size == 1
+        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, samples))
+        self._rank_info = rank_info
+        return rank_info.group
+
+    def _form_group(self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None, samples: int) -> Group:
+        self._runs += 1
+        store = self.environment.connect(f"run/{self._runs}")
+        rank, world_size = rank_info.rank, rank_info.world_size
+        lines = [] if config is None else [f"samples = {samples}"]
+        given = {} if config is None else config.to_json()
+        lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
+        agree(store, rank, world_size, lines, what="was given other settings", where="settings")
+        agree(store, rank, world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
+        if config is None:
+            return form_group(store, rank, world_size, torch.device("cpu"), "cpu", is_crowded=False)
+        device = torch.device(rank_info.device.torch_name)
+        crowded = is_crowded(self.of_this_machine(rank_info.devices))
+        return form_group(store, rank, world_size, device, config.backend, crowded)
+
+    def _refuse_second_group(self) -> None:
+        if self._rank_info is not None and not self.is_alone:
             raise InputError(
                 "another group of this process is still open: call finish() on the loop, or close() on what Ddp.wrap "
                 "gave, before the next one starts"
             )
-        self._runs += 1
-        store = self._started.reach(f"run/{self._runs}")
-        agree(store, self.rank, self.world_size, settings, what="was given other settings", where="settings")
-        agree(store, self.rank, self.world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
-        self._group = form_group(store, self.rank, self.world_size, device, backend, is_crowded)
-        return self._group
 
-    def leave(self) -> None:
-        """Close the open group, if there is one."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def end_run(self) -> None:
+        """The run is over or has failed: close its group, if it has one."""
+        rank_info, self._rank_info = self._rank_info, None
+        self._worker = self._stop = None
+        if rank_info is not None:
+            rank_info.group.close()
 
-    def attend(self, worker: Worker | None, stop: threading.Event | None = None) -> None:
-        """This worker trains now; a stop request sets `stop`. None: the script is by itself again."""
-        self._worker, self._stop = worker, stop
-        if stop is not None and self.asked.is_set():
-            stop.set()
+    def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
+        """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
 
-    def post(self, deserted: Callable[[], None]) -> None:
-        """Tell the launcher a few times a second that this rank is alive, and hear from it."""
-        self._poster = Heartbeat(self._started.port, self.rank, self._show, _Request(self), deserted)
+        def read() -> dict[str, Any]:
+            # Without a worker it is the user's own code that runs, or our setup: both may take their time.
+            where = {"slot": 0, "phase": "setup"} if self._worker is None else self._worker.show()
+            return {"member": self.member, "rank": self.rank, **read_status(), **where}
 
-    def stop_posting(self) -> None:
-        if self._poster is not None:
-            self._poster.close()
+        store = self.environment.connect("")
+        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned)
 
-    def was_asked(self) -> bool:
-        """Has the launcher asked to stop, even if the request has not arrived here yet?"""
-        return self.asked.is_set() or get_text(self._started.reach(""), "stop") is not None
+    def close_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def is_stop_requested(self) -> bool:
+        """Asks the store too: the launcher's request may not have reached this rank's heartbeat yet."""
+        return self.stop_requested.is_set() or get_text(self.environment.connect(""), STOP_KEY) is not None
 
     def request_stop(self) -> None:
-        """Once: the run that is on ends after its step; without one the script is interrupted."""
-        self.asked.set()
+        """The run that is on ends after its step; without one the script is interrupted."""
+        self.stop_requested.set()
         if self._stop is not None:
             self._stop.set()
         else:
             # A signal, not a flag: it also ends a sleep or a read.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def listen_to_signals(self) -> None:
+    def handle_signals(self) -> None:
         """Under torchrun Ctrl-C and SIGTERM are the stop request; a second Ctrl-C interrupts at once."""
         if threading.current_thread() is not threading.main_thread():
             return
 
-        def asked(number: int, frame: FrameType | None) -> None:
-            is_second = self.asked.is_set()
-            self.asked.set()
+        def handle(number: int, frame: FrameType | None) -> None:
+            is_second = self.stop_requested.is_set()
+            self.stop_requested.set()
             if self._stop is None or (is_second and number == signal.SIGINT):
                 signal.default_int_handler(number, frame)
             self._stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, asked)
-
-    def _show(self) -> dict[str, Any]:
-        worker = self._worker
-        if worker is None:  # the user's own code: it may take its time
-            return {"slot": 0, "phase": "setup", "total": 0}
-        return {**worker.show(), "total": worker.axis.samples}
-
-    def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        first = self.rank - self._started.local_rank
-        return devices[first : first + self._started.local_size]
+            signal.signal(number, handle)
 
     def _place(self, devices: tuple[Device, ...]) -> None:
         """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""
@@ -192,33 +253,5 @@ class ProcessContext:
         self._is_placed = True
         plan = assign_cores(self.of_this_machine(devices), available_cores())
         self.note = plan.note
-        pin(plan.cores[self._started.local_rank])
-        torch.set_num_threads(plan.threads[self._started.local_rank])
-
-
-class _Request(threading.Event):
-    """What the poster sets, over and over, while the launcher asks to stop."""
-
-    def __init__(self, context: ProcessContext) -> None:
-        super().__init__()
-        self._context = context
-
-    def set(self) -> None:
-        is_first = not self.is_set()
-        super().set()
-        if is_first:
-            self._context.request_stop()
-
-
-def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
-    """The run's state with everybody's timeline and log, the same on every rank, and proved exactly once."""
-    if group.world_size == 1:
-        return proved(result.state, axis, [result.log], [result.rounds], [result.timeline])
-    own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
-    everyone = [
-        json.loads(zlib.decompress(data))
-        for data in gather_bytes(group, zlib.compress(json.dumps(own).encode(), level=1))
-    ]
-    logs = [[(slot, first, samples) for slot, first, samples in one["log"]] for one in everyone]
-    rounds = [[(due, entered, merged, scale) for due, entered, merged, scale in one["rounds"]] for one in everyone]
-    return proved(result.state, axis, logs, rounds, [Timeline.from_json(one["timeline"]) for one in everyone])
+        pin(plan.cores[self.environment.local_rank])
+        torch.set_num_threads(plan.threads[self.environment.local_rank])

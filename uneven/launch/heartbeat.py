@@ -1,66 +1,98 @@
-"""Posts: each rank tells the launcher a few times a second where it is, and hears of a stop request.
+"""Heartbeats: each rank writes its status to the launcher's store a few times a second, and reads the stop request.
 
-A thread of the rank with a store client of its own posts, so that a rank deep in a long step still posts and one that
-is stopped or dead does not. A rank whose store is gone, and with it the launcher, is told: `deserted` ends it.
+A thread with a store client of its own does both, so that a rank inside a long step still sends heartbeats, and one
+that is stopped or dead does not. launch/watch.py is the reader. Without a store there is no launcher any more: the
+rank is an orphan, and `on_orphaned` ends it.
 """
 
 import json
-import os
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from uneven.comm.store import get_text, reach_store
+from uneven.comm.store import Store, get_text
 
-EVERY_S = 0.2
+INTERVAL_S = 0.2
+STOP_KEY = "stop"
+
+
+def heartbeat_key(member: str) -> str:
+    """Where a member's heartbeats are: its identity, since its rank may change."""
+    return f"heartbeat/{member}"
 
 
 class Heartbeat:
-    """Posts `read()` under the rank's key until `close()`; sets `stop` when the launcher asks for it."""
+    """Writes `read_status()` under the member's key until `close()`; calls `on_stop` once when asked to stop."""
 
     def __init__(
         self,
-        port: int,
-        rank: int,
-        read: Callable[[], dict[str, Any]],
-        stop: threading.Event,
-        deserted: Callable[[], None] | None = None,
+        store: Store,
+        member: str,
+        read_status: Callable[[], dict[str, Any]],
+        on_stop: Callable[[], None],
+        on_orphaned: Callable[[], None],
     ) -> None:
-        self._store = reach_store("127.0.0.1", port)
-        self._key = f"post/{rank}"
-        self._read = read
-        self._stop = stop
-        self._done = threading.Event()
-        self._deserted = deserted or _end_soon
+        self._store = store
+        self._key = heartbeat_key(member)
+        self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
+        self._was_stop_read = False
+        self._closed = threading.Event()
         self._count = 0
-        self._thread = threading.Thread(target=self._work, name="uneven-posts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="uneven-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._done.set()
+        """Ends the thread and sends the last status."""
+        self._closed.set()
         self._thread.join()
-        self._post()
+        self._send()
 
-    def _work(self) -> None:
-        self._exchange()  # at once: a rank that was heard of can be missed
-        while not self._done.wait(EVERY_S):
+    def _run(self) -> None:
+        self._exchange()  # at once: only a rank that was seen can be missed
+        while not self._closed.wait(INTERVAL_S):
             self._exchange()
 
     def _exchange(self) -> None:
         try:
-            self._post()
-            if get_text(self._store, "stop") is not None:
-                self._stop.set()
+            self._send()
+            is_stop_requested = not self._was_stop_read and get_text(self._store, STOP_KEY) is not None
         except RuntimeError:
-            self._deserted()
+            self._on_orphaned()
+            return
+        if is_stop_requested:
+            self._was_stop_read = True
+            self._on_stop()
 
-    def _post(self) -> None:
+    def _send(self) -> None:
         self._count += 1
-        self._store.set(self._key, json.dumps({"count": self._count, **self._read()}))
+        self._store.set(self._key, json.dumps({"count": self._count, **self._read_status()}))
 
 
-def _end_soon() -> None:
-    # Where a guard watches the launcher too, it has the first word: it also removes the run's folder.
-    time.sleep(1.0)
-    os._exit(1)
+class HeartbeatReport:
+    """A Report (train/rank_info.py) whose contents travel in the heartbeats: the launcher shows the progress.
+
+    Written by the thread that trains, read by the heartbeat's: every call replaces `status` as a whole.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.status: dict[str, Any] = {"device": device}
+
+    def loaded(self) -> None:
+        """The payload is read, and its tensors are mapped."""
+        self._add(is_loaded=True)
+
+    def started(self, axis: Any, place: str) -> None:
+        del place
+        self._add(total=axis.samples * axis.epochs, epochs=axis.epochs, handles_stop=True)
+
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+        self._add(samples=samples, own=own_samples, seconds=training_s, loss=loss)
+
+    def epoch_done(self, entry: dict[str, Any]) -> None:
+        self._add(history=[*self.status.get("history", []), entry])
+
+    def say(self, lines: Sequence[str]) -> None:
+        self._add(notes=[*self.status.get("notes", []), *lines])
+
+    def _add(self, **changes: Any) -> None:
+        self.status = {**self.status, **changes}

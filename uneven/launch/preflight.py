@@ -1,6 +1,8 @@
-"""Before anything starts: resolve the devices, refuse what cannot work, print the configuration once.
+"""The checks before a run starts: resolve devices and 'auto' settings, refuse what cannot work, print the result once.
 
-The same for every entry point. Among ranks that somebody else started, the first one alone prints and writes.
+Called by every entry point (launch/run.py, api/fit.py, the benchmarks). Invariant: what fails here fails before a
+process is started; the folder `out` is made last. Among ranks that `uneven run` or torchrun started, rank 0 alone
+prints and writes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from uneven.version import __version__
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be trained where, checked; `reporter` is silent on all ranks but the first."""
+    """The checked settings and devices of a run; `reporter` prints nothing on other ranks than rank 0."""
 
     config: RunConfig
     devices: tuple[Device, ...]
@@ -37,7 +39,7 @@ class Prepared:
 
 
 def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title: str = "train") -> Prepared:
-    """InputError or MachineError where this cannot be trained; else the configuration is printed."""
+    """Check a task, print its configuration; InputError or MachineError where it cannot be trained here."""
     refuse_unsupported()
     check_task(task)
     if context is not None:
@@ -46,7 +48,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title
         devices = tuple(usable_devices())
     else:
         devices = parse_devices(config.devices)
-    config, road = settle(config, devices, context)
+    config, notes = settle(config, devices, context)
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
     is_lead = context is None or context.rank == 0
@@ -56,7 +58,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title
     if is_lead:
         local = devices if context is None else context.of_this_machine(devices)
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
-        reporter.say([*describe(task, config, devices, found), *road])
+        reporter.say([*describe(task, config, devices, found), *notes])
     if context is not None and context.note:
         reporter.say([f"  {context.note}"])
     return Prepared(config, devices, reporter)
@@ -65,19 +67,23 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title
 def settle(
     config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """The settings with what 'auto' means on these devices, and what is to be said of it; raises where it cannot be."""
+    """The settings with 'auto' resolved for these devices, and lines that explain the choices.
+
+    InputError or MachineError where settings and devices do not fit together.
+    """
     for device in devices:
         check_device(device)
-    config = _resolve_precision(config, devices)
+    config, precision_notes = _resolve_precision(config, devices)
     _check_together(config, devices)
-    return _resolve_backend(config, devices, context)
+    config, backend_notes = _resolve_backend(config, devices, context)
+    return config, [*precision_notes, *backend_notes]
 
 
 def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
     """The resolved configuration as it is printed at the start; `found` is the sentence about the devices."""
     steps = -(-len(task.dataset) // config.slot_size(len(devices)))
     batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
-    precision = config.precision
+    precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
     lines = [
@@ -96,7 +102,7 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
 
 
 def _advice(config: RunConfig) -> str:
-    """What becomes of devices that do not match."""
+    """How the run treats devices of different speed, in one phrase."""
     if config.is_model_parallel:
         return "all of them train the same samples, each its part of every layer"
     if config.has_fixed_shares:
@@ -112,8 +118,8 @@ def _advice(config: RunConfig) -> str:
 
 
 def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
-    """Refuse a log that does not fit before anything starts; the ranks read it once more by themselves."""
-    assert config.replay is not None, "asked only for a replay"
+    """InputError where the log does not fit this run; the ranks read it again by themselves."""
+    assert config.replay is not None, "called for a replay only"
     if config.out is not None and config.out.resolve() == config.replay.resolve():
         raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
     axis = Axis(len(task.dataset), config.slot_size(ranks), config.epochs)
@@ -121,18 +127,32 @@ def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
     return replace(config, replay=config.replay.resolve())
 
 
-def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> RunConfig:
+def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[RunConfig, list[str]]:
+    """The number format all devices train in, and a line with the reason where there was a choice or a drawback."""
+    has_cpu = any(device.kind == "cpu" for device in devices)
+    if config.precision == "bf16" and has_cpu and not read_system().cpu.flags:
+        return config, [
+            "  precision bf16: this CPU has no bf16 instructions, so bf16 is emulated there: slower than fp32"
+        ]
     if config.precision != "auto":
-        return config
+        return config, []
     gpus = {gpu.index: gpu for gpu in _visible_gpus(devices)}
     system = read_system()
-    found = {choose_precision(device, system, gpus.get(device.index or 0))[0] for device in devices}
-    # One model has one format on all devices; where they would choose differently, the one that all have.
-    return replace(config, precision=found.pop() if len(found) == 1 else "fp32")
+    choices = {str(device): choose_precision(device, system, gpus.get(device.index or 0)) for device in devices}
+    formats = {precision for precision, _ in choices.values()}
+    if len(formats) == 1:
+        (chosen,) = formats
+        reason = "; ".join(dict.fromkeys(why for _, why in choices.values()))
+    else:
+        # One model has one format on all devices; where they would choose differently, the one that all have.
+        chosen = "fp32"
+        each = (f"{name} would take {precision} ({why})" for name, (precision, why) in choices.items())
+        reason = f"the devices differ: {', '.join(each)}"
+    return replace(config, precision=chosen), [f"  precision auto -> {chosen}: {reason}"]
 
 
 def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
-    """The GPUs of this machine, by CUDA's numbers; none where no device is one."""
+    """The GPUs of this machine in CUDA's order; none where no device is a GPU."""
     has_cuda = any(device.kind == "cuda" for device in devices)
     return read_visible(read_torch(), read_gpus()).gpus if has_cuda else ()
 
@@ -140,7 +160,7 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 def _resolve_backend(
     config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None
 ) -> tuple[RunConfig, list[str]]:
-    """The backend that is meant, and a line that says why where there was a choice."""
+    """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
     crowded = is_crowded(devices if context is None else context.of_this_machine(devices))
@@ -150,14 +170,14 @@ def _resolve_backend(
 
 
 def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
-    """Refuse settings that are right by themselves but not with each other or these devices."""
+    """InputError for settings that are right by themselves but not on these devices."""
     names = ",".join(str(device) for device in devices)
     check_slices(devices)
-    config.caps(len(devices))  # raises where there are not as many
+    config.caps(len(devices))  # raises where memory_cap has another number of entries
     others = ",".join(str(device) for device in devices if device.kind != "cuda")
     if config.compile == "graph" and others:
         raise InputError(
-            f"compile='graph' captures a CUDA graph, which {others} has not; use compile='off' or 'default'"
+            f"compile='graph' captures a CUDA graph, which {others} cannot run; use compile='off' or 'default'"
         )
     if len(devices) == 1:
         return
@@ -166,11 +186,16 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         if given is not None and len(given) != len(devices):
             raise InputError(f"{name}={given!r} has {len(given)} entries for {len(devices)} devices: {names}")
     if config.shares is not None and config.policy == "sync":
-        raise InputError("shares=... with policy='sync' contradict each other: sync shares equally; use 'balanced'")
+        raise InputError(
+            f"shares={config.shares!r} with policy='sync': sync shares equally; leave it out, or use policy='balanced'"
+        )
     if config.shares is not None and config.policy == "async":
-        raise InputError("shares=... with policy='async': there devices claim batches as they come; use 'cadence'")
+        raise InputError(
+            f"shares={config.shares!r} with policy='async': devices claim batches as they come; use policy='cadence'"
+        )
     if config.sync_batchnorm and config.is_local:
         raise InputError(
-            f"sync_batchnorm=True with policy={config.policy!r}: devices step at their own times and cannot meet in "
-            "every layer; their statistics are averaged in each round. Leave it out, or use policy='balanced'"
+            f"sync_batchnorm=True with policy={config.policy!r}: devices step at different times and cannot "
+            "exchange statistics in every layer; buffers are averaged in each round. Leave it out, "
+            "or use policy='balanced'"
         )

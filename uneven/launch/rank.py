@@ -1,8 +1,9 @@
-"""A rank as a process of its own: `python -m uneven.launch.rank FOLDER RANK`. Payload in, files out.
+"""A rank process: `python -m uneven.launch.rank FOLDER NUMBER`, started by launch/processes.py.
 
-The launcher has written FOLDER (private, on this machine): plan.json, the payload and its tensors. The rank leaves
-result-R/ there, or error-R.json with its own traceback. It ends with os._exit: torch's Gloo threads sometimes abort
-a clean interpreter shutdown.
+The launcher has written FOLDER (private, on this machine): plan.json and, for `fit`, the payload and its tensors. The
+process runs one of two programs, the task of the payload or a user's script, in the same process context. It leaves
+result-N/ or error-N.json with its own traceback. It ends with os._exit: torch's Gloo threads sometimes abort a clean
+interpreter shutdown. Torch is imported only once this process runs on its own cores.
 """
 
 import json
@@ -12,118 +13,105 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError
-from uneven.launch.cleanup import end_orphaned_run, guard, record_pid
+from uneven.launch.cleanup import end_orphaned_run, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
 
-
-class _Board:
-    """What the rank shows of itself: written by its main thread, read by the poster's."""
-
-    def __init__(self, device: str) -> None:
-        self.shown: dict[str, Any] = {"phase": "setup", "slot": 0, "device": device}
-
-    def started(self, axis: Any, place: str) -> None:
-        del place
-        self.shown = {**self.shown, "total": axis.samples * axis.epochs, "epochs": axis.epochs}
-
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
-        self.shown = {**self.shown, "samples": samples, "own": own_samples, "seconds": training_s, "loss": loss}
-
-    def epoch_done(self, entry: dict[str, Any]) -> None:
-        self.shown = {**self.shown, "history": [*self.shown.get("history", []), entry]}
-
-    def say(self, lines: Sequence[str]) -> None:
-        self.shown = {**self.shown, "notes": [*self.shown.get("notes", []), *lines]}
+if TYPE_CHECKING:
+    from uneven.launch.context import ProcessContext
 
 
-def main(folder: Path, rank: int) -> None:
-    # Ctrl-C reaches the whole terminal's group; the launcher alone decides what it means.
+def main(folder: Path, number: int) -> None:
+    # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan = json.loads((folder / "plan.json").read_text())
-    record_pid(folder, rank)
-    guard(folder, plan["launcher"])
-    from uneven.hardware.cores import pin
-
-    pin(plan["cores"][rank])
-    import torch
-
-    torch.set_num_threads(plan["threads"][rank])
+    record_pid(folder, number)
+    watch_launcher(folder, plan["launcher_pid"])
     code = 0
     try:
+        context = _make_context(plan, number)
         if plan["script"] is None:
-            _train(folder, rank, plan)
+            _train(context, folder, number)
         else:
             from uneven.launch.script import execute_as_rank
 
-            execute_as_rank(folder, rank, plan)
+            execute_as_rank(context, folder, plan["script"])
+        context.close_heartbeat()
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BaseException as error:
         code = 1
-        report = {
-            "time": time.time(),
-            "rank": rank,
-            "kind": "input" if isinstance(error, InputError) else "other",
-            "message": str(error),
-            "what": f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
-        temporary = folder / f".error-{rank}"
-        temporary.write_text(json.dumps(report))
-        temporary.rename(folder / f"error-{rank}.json")
+        _report_error(error, folder, number, plan["members"][number])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _train(folder: Path, rank: int, plan: dict[str, Any]) -> None:
-    import torch
-    from torch import nn
+def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
+    """Place the process on its cores, then load torch and say who it is."""
+    from uneven.hardware.cores import pin
 
-    from uneven.comm.fingerprint import agree, describe_tensors
-    from uneven.comm.group import Group, form_group
-    from uneven.comm.store import reach_store
-    from uneven.hardware.backend import is_crowded
+    pin(plan["cores"][number])
+    import torch
+
     from uneven.hardware.device import parse_devices
-    from uneven.launch.heartbeat import Heartbeat
+    from uneven.launch.context import ProcessContext
+    from uneven.launch.environment import LaunchEnvironment
+
+    torch.set_num_threads(plan["threads"][number])
+    script, world_size = plan["script"], len(plan["devices"])
+    environment = LaunchEnvironment(
+        "fit" if script is None else "uneven run",
+        rank=number,
+        world_size=world_size,
+        local_rank=number,
+        local_world_size=world_size,
+        host="127.0.0.1",
+        port=plan["port"],
+        member=plan["members"][number],
+    )
+    settings = {} if script is None else script["settings"]
+    return ProcessContext(environment, parse_devices(plan["devices"]), settings)
+
+
+def _train(context: "ProcessContext", folder: Path, number: int) -> None:
+    """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state."""
+    from uneven.launch.heartbeat import HeartbeatReport
     from uneven.launch.payload import read_payload
-    from uneven.train.rank_info import RankInfo
+    from uneven.launch.training import train_as_rank, write_state
     from uneven.train.worker import Worker
 
-    board, stop = _Board(plan["devices"][rank]), threading.Event()
-    worker: Worker | None = None
-
-    def show() -> dict[str, Any]:
-        if worker is None:
-            return {**board.shown, "phase": "setup"}
-        return {**board.shown, **worker.show()}
-
-    store = reach_store("127.0.0.1", plan["port"])
-    poster = Heartbeat(plan["port"], rank, show, stop, lambda: end_orphaned_run(folder))
-    devices = parse_devices(plan["devices"])
-
-    def join(model: nn.Module) -> Group:
-        lines = describe_tensors([*model.named_parameters(), *model.named_buffers()])
-        agree(store, rank, len(devices), lines)
-        device = torch.device(devices[rank].torch_name)
-        return form_group(store, rank, len(devices), device, config.backend, is_crowded(devices))
-
+    stop, devices = threading.Event(), context.devices("auto")
+    report = HeartbeatReport(str(devices[number]))
+    context.begin_run(stop)
+    context.start_heartbeat(lambda: report.status, lambda: end_orphaned_run(folder))
     task, config, program = read_payload(folder)
-    store.set(f"loaded/{rank}", "1")
-    worker = Worker(task, config, RankInfo(rank, devices), join, stop, board)
-    home = folder / f"result-{rank}"
-    home.mkdir()
-    if program is None:
-        worker.train().save(home, is_lead=rank == 0)
-    else:
-        program(worker, home)
-    poster.close()
-    worker.group.close()
+    report.loaded()
+    own_folder = folder / f"result-{number}"
+    own_folder.mkdir()
+    run = Worker.train if program is None else lambda worker: program(worker, own_folder)
+    state = train_as_rank(context, task, config, devices, stop, report, run)
+    if state is not None and context.rank == 0:
+        write_state(state, own_folder)
+    context.end_run()
+
+
+def _report_error(error: BaseException, folder: Path, number: int, member: str) -> None:
+    """Leave error-N.json for the launcher, complete from the first moment that it can be seen."""
+    report = {
+        "time": time.time(),
+        "member": member,
+        "kind": "input" if isinstance(error, InputError) else "other",
+        "message": str(error),
+        "what": f"{type(error).__name__}: {error}",
+        "traceback": traceback.format_exc(),
+    }
+    temporary = folder / f".error-{number}"
+    temporary.write_text(json.dumps(report))
+    temporary.rename(folder / f"error-{number}.json")
 
 
 if __name__ == "__main__":

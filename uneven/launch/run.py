@@ -1,7 +1,7 @@
-"""THE STORY: check -> resolve the devices -> launch -> wait -> result.
+"""One run of `fit` or the builder: check -> resolve the devices -> launch -> wait -> result.
 
-`launch` checks everything that can fail before the first step, prints the resolved configuration once and
-returns a Run at once; the training goes on beside the caller. `Run.join` waits for it.
+`launch` checks everything that can fail before the first step, prints the resolved configuration once and returns a
+Run at once; training goes on in a thread or in rank processes. `Run.join` waits for its end.
 """
 
 import atexit
@@ -15,20 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.group import SoloGroup
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.launch.cleanup import end_all_runs
-from uneven.launch.context import ProcessContext, collect, process_context
-from uneven.launch.launcher import Program, train_on_ranks
+from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
+from uneven.launch.training import Program, train_as_rank
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.timeline.export import Timeline
+from uneven.timeline.export import save_timeline
 from uneven.timeline.record import TRAINING
-from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
+from uneven.timeline.timeline import Timeline
 
 Body = Callable[[threading.Event, Reporter], TrainedState]
 
@@ -42,11 +41,10 @@ class Run:
         config: RunConfig,
         devices: tuple[Device, ...],
         reporter: Reporter,
-        context: ProcessContext | None = None,
+        context: ProcessContext,
     ) -> None:
         self._body = body
         self._context = context
-        self._is_lead = context is None or context.rank == 0
         self._config = config
         self._devices = devices
         self._reporter = reporter
@@ -58,8 +56,8 @@ class Run:
         self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         reporter.listeners.append(self._epochs.put)
         # A daemon: a caller that ends without joining must not leave the process training for nobody.
-        self._thread = threading.Thread(target=self._work, name="uneven-run", daemon=True)
-        atexit.register(self._end_with_the_process)
+        self._thread = threading.Thread(target=self._run_body, name="uneven-run", daemon=True)
+        atexit.register(self._stop_at_exit)
         self._thread.start()
 
     @property
@@ -83,7 +81,7 @@ class Run:
             while (entry := self._epochs.get()) is not None:
                 yield entry
         except KeyboardInterrupt:
-            self._interrupted()
+            self._finish_interrupted()
             raise
 
     def join(self) -> TrainedState:
@@ -91,19 +89,19 @@ class Run:
         try:
             self._done.wait()
         except KeyboardInterrupt:
-            self._interrupted()
+            self._finish_interrupted()
             raise
-        if self._context is not None and self._context.asked.is_set():
-            # The Ctrl-C was the starter's; it came as a request, and the run has obeyed it.
-            self._interrupted()
+        if self._context.stop_requested.is_set():
+            # The Ctrl-C was the launcher's: it came as a stop request, and the run has obeyed it.
+            self._finish_interrupted()
             raise KeyboardInterrupt
-        self._ended()
+        self._join_thread()
         if self._error is not None:
             raise self._error
         assert self._state is not None, "a rank that neither failed nor returned a state"
         return self._state
 
-    def _interrupted(self) -> None:
+    def _finish_interrupted(self) -> None:
         """First Ctrl-C: stop after this step and save. A second one ends the process at once."""
         self.stop()
         try:
@@ -111,28 +109,30 @@ class Run:
         except KeyboardInterrupt:
             end_all_runs()
             os._exit(130)
-        self._ended()
+        self._join_thread()
         if isinstance(self._error, StoppedError):
             self._reporter.say([str(self._error)])
         elif self._error is not None:
             raise self._error
-        if self._state is not None and self._is_lead:
-            keep_interrupted(self._state, self._reporter)
+        if self._state is not None and self._context.rank == 0:
+            save_interrupted(self._state, self._reporter)
 
-    def _ended(self) -> None:
+    def _join_thread(self) -> None:
         # The interpreter must not shut down under a thread that is still freeing tensors: torch's destructors
         # would then be unwound in the middle, which aborts the process ("terminate called ...").
         self._thread.join()
-        atexit.unregister(self._end_with_the_process)
+        atexit.unregister(self._stop_at_exit)
 
-    def _end_with_the_process(self) -> None:
+    def _stop_at_exit(self) -> None:
         """The caller leaves without joining: end after the current step, for the same reason."""
         self.stop()
         self._thread.join()
 
-    def _work(self) -> None:
+    def _run_body(self) -> None:
         try:
-            self._state = keep(self._body(self._stop, self._reporter), self._config, self._reporter, self._is_lead)
+            self._state = save_results(
+                self._body(self._stop, self._reporter), self._config, self._reporter, self._context.rank == 0
+            )
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
         finally:
@@ -154,20 +154,12 @@ def launch(
     prepared = prepare(task, config, context, title)
     prepared.reporter.listeners += on_epoch
     devices = prepared.devices
-    alone = partial(train_on_ranks, program=program) if needs_ranks(devices) else _solo
-    train = alone if context is None else partial(_as_rank, context)
+    starts_ranks = context.is_alone and needs_ranks(devices)
+    train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
     return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, context)
 
 
-def _solo(
-    task: Task, config: RunConfig, devices: tuple[Device, ...], stop: threading.Event, reporter: Reporter
-) -> TrainedState:
-    """One device needs no process of its own: it trains on the run's thread, in the caller's process."""
-    worker = Worker(task, config, RankInfo(0, devices), lambda _: SoloGroup(), stop, reporter)
-    return collect(SoloGroup(), worker.train(), worker.axis)
-
-
-def _as_rank(
+def _train_in_process(
     context: ProcessContext,
     task: Task,
     config: RunConfig,
@@ -175,38 +167,36 @@ def _as_rank(
     stop: threading.Event,
     reporter: Reporter,
 ) -> TrainedState:
-    """This process is one of several ranks already: it trains its part, on the run's thread."""
-    join = context.joiner(config, devices, len(task.dataset))
-    worker = Worker(task, config, RankInfo(context.rank, devices), join, stop, reporter)
-    context.attend(worker, stop)
+    """On the run's thread, in the caller's process: one device alone, or one of several ranks already started."""
+    context.begin_run(stop)
     try:
-        result = worker.train()
-        return collect(worker.group, result, worker.axis)
+        state = train_as_rank(context, task, config, devices, stop, reporter)
+        assert state is not None, "Worker.train has a result"
+        return state
     finally:
-        context.attend(None)
-        context.leave()
+        context.end_run()
 
 
-def keep(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
+def save_results(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
     """Say how it went and write `out`; the first rank does it for all."""
     assert state.timeline is not None, "a finished rank has a timeline"
     reporter.close()
-    reporter.say(last_lines(state, state.timeline))
+    reporter.say(summary_lines(state, state.timeline))
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
-    state.timeline.save(config.out)
+    save_timeline(state.timeline, config.out)
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 
 
-def keep_interrupted(state: TrainedState, reporter: Reporter) -> None:
+def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
     """A stopped run is worth its state: where no folder was named, in one of its own."""
     folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
     reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
 
 
-def last_lines(state: TrainedState, timeline: Timeline) -> list[str]:
+def summary_lines(state: TrainedState, timeline: Timeline) -> list[str]:
     """How the run went: totals, and where each rank's time was spent."""
     longest = max(account.training_s for account in timeline.accounts)
     done = "trained" if state.finished else "stopped: trained"

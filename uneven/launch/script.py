@@ -1,7 +1,8 @@
-"""The user's script inside this process, as `python script.py args` would run it.
+"""`uneven run script.py`: the user's script on one process per device, as `python script.py args` would run it.
 
-`execute` is all there is to it on one device. A rank that `uneven run` started is seated first, so that `fit`,
-`Ddp.builder`, `Ddp.setup` and `Ddp.wrap` in the script find themselves among the others.
+`run_script` is the command. With one device there is nothing to start: the script runs in this process (unless the
+device is a slice of a GPU). Otherwise the launcher starts rank processes, and each of them calls `execute_as_rank`.
+Either way `fit`, `Ddp.builder`, `Ddp.setup` and `Ddp.wrap` in the script find the process context that is set here.
 """
 
 import atexit
@@ -9,51 +10,111 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from uneven.config import override
+from uneven.config import check_settings
+from uneven.errors import InputError, StoppedError
+from uneven.hardware.device import Device, needs_ranks, parse_devices
+from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.results.progress import Reporter
+
+if TYPE_CHECKING:
+    from uneven.launch.context import ProcessContext
 
 
-def execute(script: Path, args: list[str]) -> None:
-    """`__name__` is "__main__", sys.argv and sys.path are the script's own."""
-    sys.argv = [str(script), *args]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C."""
+    refuse_unsupported()
+    if not script.is_file():
+        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
+    check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
+    names = settings.get("devices", "auto")
+    devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
+    for device in devices:
+        check_device(device)
+    if not needs_ranks(devices):
+        _execute_alone(script, args, settings)
+        return
+    run_on_ranks(script, args, devices, Reporter("lines"), settings)
 
 
-def execute_as_rank(folder: Path, rank: int, plan: dict[str, Any]) -> None:
-    """Raises what the script raises; KeyboardInterrupt when the launcher asked to stop, whatever came of it."""
-    from uneven.hardware.device import parse_devices
-    from uneven.launch.cleanup import end_orphaned_run
-    from uneven.launch.context import ProcessContext, set_process_context
-    from uneven.launch.environment import Started
+def run_on_ranks(
+    script: Path,
+    args: Sequence[str],
+    devices: tuple[Device, ...],
+    reporter: Reporter,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """The script on one process per device, a single one included; `reporter` prints the launcher's own lines.
 
-    size = len(plan["devices"])
-    started = Started("uneven run", rank, size, rank, size, "127.0.0.1", plan["port"], "")
-    context = ProcessContext(started, parse_devices(plan["devices"]))
-    # The launcher passes Ctrl-C on as a request; where no run is there to obey it, it interrupts the script.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    context.post(lambda: end_orphaned_run(folder))
-    set_process_context(context)
-    override(plan["script"]["settings"])
+    Ctrl-C asks the ranks to stop, a second one ends them; KeyboardInterrupt either way.
+    """
+    from uneven.launch.launcher import run_ranks  # imports torch
+
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            signal.default_int_handler(number, frame)
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
+    order = {"path": str(script.resolve()), "args": list(args), "settings": as_json}
     try:
-        execute(Path(plan["script"]["path"]), plan["script"]["args"])
+        run_ranks(None, devices, stop, reporter, lambda _: None, script=order)
+    except StoppedError as error:
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if stop.is_set():
+        raise KeyboardInterrupt
+
+
+def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str, Any]) -> None:
+    """In a rank process. Raises what the script raises; KeyboardInterrupt whenever a stop was requested."""
+    from uneven.launch.cleanup import end_orphaned_run
+    from uneven.launch.context import set_process_context
+
+    # The launcher passes Ctrl-C on as a stop request; while no run is on, it interrupts the script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    context.start_heartbeat(lambda: {"handles_stop": True}, lambda: end_orphaned_run(folder))
+    set_process_context(context)
+    try:
+        _execute(Path(order["path"]), order["args"])
         _end_as_python_does()
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
         _end_as_python_does()
     except Exception as error:
-        # A rank whose peer obeyed a moment earlier fails in the middle of a sum: that is no failure.
-        if context.was_asked():
+        # A rank whose peer stopped a moment earlier fails in the middle of a collective: that is no failure.
+        if context.is_stop_requested():
             raise KeyboardInterrupt from error
         raise
-    context.stop_posting()
+
+
+def _execute_alone(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """In this process. The settings hold to its end: a thread of the script may still train after its last line."""
+    from uneven.launch.context import ProcessContext, set_process_context  # imports torch
+    from uneven.launch.environment import ALONE, LaunchEnvironment
+
+    set_process_context(ProcessContext(LaunchEnvironment(ALONE), settings=settings))
+    _execute(script, args)
+
+
+def _execute(script: Path, args: Sequence[str]) -> None:
+    """As `python script.py args` would: `__name__` is "__main__", sys.argv and sys.path are the script's own."""
+    sys.argv = [str(script), *args]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _end_as_python_does() -> None:
-    """The process ends by os._exit, which asks nobody: wait for the script's threads, run its exit functions."""
+    """Join the script's threads and run its exit functions: os._exit, which ends the process, does neither."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

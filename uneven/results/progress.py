@@ -151,7 +151,7 @@ class Reporter:
                 colour=_COLOURS[place % len(_COLOURS)],
                 share=share,
                 speed=_speed(post["own"], post["seconds"]),
-                rest=describe_rounds(post.get("pace", {})),
+                rest=describe_rounds(post.get("rounds", {})),
             )
             begin = end
 
@@ -167,12 +167,12 @@ class Reporter:
         return f"loss {self._loss}"
 
 
-def describe_rounds(pace: Mapping[str, float]) -> str:
+def describe_rounds(rounds: Mapping[str, float]) -> str:
     """Where a rank is among the rounds of a local policy, in one glance; empty for the exact ones."""
-    if not pace:
+    if not rounds:
         return ""
-    place = f"round {pace['round']:.0f} anchor {pace['anchor']:.0f}"
-    return f"{place} staleness {pace['staleness']:.0f} delay {pace['delay']:.1f}"
+    place = f"round {rounds['round']:.0f} anchor {rounds['anchor']:.0f}"
+    return f"{place} staleness {rounds['staleness']:.0f} delay {rounds['delay']:.1f}"
 
 
 class _Words(ProgressColumn):

@@ -22,7 +22,7 @@ from uneven.data.replay import log_record
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.policy.axis import Axis
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 VERSION = 1
 
@@ -124,7 +124,7 @@ def proved(
     was_claimed = any(rounds) and not state.finished
     slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
     samples = sum(samples for log in logs for _, _, samples in log)
-    return replace(state, slot=slots, samples=samples, timeline=Timeline.together(timelines), log=logs, rounds=rounds)
+    return replace(state, slot=slots, samples=samples, timeline=Timeline.merge(timelines), log=logs, rounds=rounds)
 
 
 def read_structure(model: nn.Module) -> str | None:

@@ -24,11 +24,11 @@ from uneven.timeline.charts import (
     source,
     time_figure,
 )
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.idle import mean_sampled
 from uneven.timeline.record import Event
 from uneven.timeline.sample import Sample
 from uneven.timeline.thin import busy_shares, some_of, thin_samples
+from uneven.timeline.timeline import Lane, Timeline
 
 POINTS = 1_000  # of a curve: about one for each pixel of a wide screen
 BIN_NS = 100_000_000  # as often as the machine is sampled

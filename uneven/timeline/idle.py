@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from uneven.timeline.device import Span, account_of
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.record import APART, STATES
+from uneven.timeline.timeline import Lane, Timeline
 
 START_UP, EPOCH_END, TRANSFER, UNEXPLAINED = "start-up", "epoch end", "transfer", "unexplained"
 OFF_THE_CLOCK = (START_UP, *APART[1:])  # causes that are no loss of training time

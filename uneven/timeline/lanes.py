@@ -21,10 +21,10 @@ from uneven.timeline.charts import (
     source,
     time_figure,
 )
-from uneven.timeline.export import Lane, Timeline
 from uneven.timeline.idle import Gap
 from uneven.timeline.record import APART, STATES, TRAINING, Event
 from uneven.timeline.thin import Piece, bin_spans, some_of, thin_spans
+from uneven.timeline.timeline import Lane, Timeline
 from uneven.timeline.trips import Trip
 
 PIECES = 16_000  # of all lanes together: what a browser draws without effort, and a page can carry

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, write_atomically
-from uneven.timeline.export import Timeline
 from uneven.timeline.idle import LEAST_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
+from uneven.timeline.timeline import Timeline
 from uneven.timeline.trips import trips_of
 
 if TYPE_CHECKING:

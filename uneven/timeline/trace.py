@@ -7,7 +7,7 @@ machine are counters of a process of its own. Times are in microseconds.
 import math
 from typing import Any
 
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 from uneven.timeline.trips import Trip, trips_of
 
 MOST_SPANS = 200_000

@@ -41,7 +41,7 @@ def apply_strategy(engine: Engine, group: Group, columns: int) -> list[str]:
             _refuse_dropout(name, engine.model)
         strategy = make_strategy(name, engine.model, engine.task.make_optimizer, group, shares)
         step = StrategyStep(engine.eager, strategy, group, is_model_parallel=engine.config.is_model_parallel)
-        engine.adopt(strategy.optimizer, strategy.full_state, step)
+        engine.use_strategy(strategy.optimizer, strategy.full_state, step)
     if shares is None:
         return []
     return [f"  {name}: bytes {'by memory' if engine.config.memory_shares is None else 'as given'}, {_percent(shares)}"]
@@ -50,7 +50,7 @@ def apply_strategy(engine: Engine, group: Group, columns: int) -> list[str]:
 def _shard_optimizer(engine: Engine, group: Group, shares: Sequence[float] | None) -> None:
     model = engine.model
     optimizer = ShardedOptimizer(engine.task.make_optimizer(model.parameters()), group, shares=shares)
-    engine.adopt(optimizer, lambda: FullState(on_host(dict(model.state_dict())), optimizer.state_dict()))
+    engine.use_strategy(optimizer, lambda: FullState(on_host(dict(model.state_dict())), optimizer.state_dict()))
 
 
 def _shares(engine: Engine, group: Group) -> Sequence[float]:

@@ -1,19 +1,21 @@
-"""One rank by itself: its model, optimizer, data, step and clock. It knows the other ranks only by their number.
+"""One rank's model, optimizer, data feed, training step and clock; it runs no collective.
 
-A worker makes one rig. Whatever is measured or compiled before the group forms happens here and leaves no trace.
+The worker makes one engine, the synchronizer drives it. Only the engine's own methods change its state. Whatever is
+compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
-from uneven.data.feed import Feed, Micros, make_feed
+from uneven.data.feed import Feed, Inputs, Micros, make_feed
+from uneven.data.tensors import Batch
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
@@ -40,185 +42,205 @@ from uneven.train.rank_info import RankInfo
 
 
 class Engine:
-    """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, if at all."""
+    """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, where possible.
 
-    def __init__(self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder) -> None:
+    `is_own_loop`: the user's loop calls forward, so there is no step to run beforehand, batches are needed before the
+    step, and a rank's part of a slot is always one batch.
+    """
+
+    def __init__(
+        self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
+    ) -> None:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
         self.axis = Axis(len(task.dataset), config.slot_size(rank_info.world_size), config.epochs)
-        self.on = torch.device(rank_info.device.torch_name)
+        self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
-        # Made on the CPU and then moved, so that a seed gives the same model on every device.
-        self.model = task.make_model().to(self.on)
+        # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
+        self.model = task.make_model().to(self.device)
         self.model.train()
-        self.structure = read_structure(self.model)  # as it was made: synchronised layers have other names
-        # Alone, BatchNorm sees all samples anyway.
+        self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
+        # On one device BatchNorm sees all samples of the batch anyway.
         self.batchnorm_sync = (
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
         self.optimizer = task.make_optimizer(self.model.parameters())
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
-        self.meter = LossMeter(self.on)
+        self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
             self.optimizer,
             task.train_step,
-            Precision(config.precision, self.on),
+            Precision(config.precision, self.device),
             self.meter,
             config.max_grad_norm,
             self.batchnorm_sync,
         )
-        # With compile="graph" the one or the other: the whole step, or what comes before the sum over ranks.
+        # With compile="graph" one of the two: the whole step, or forward and backward up to the gradient sum.
         self.graph: GraphStep | None = None
         self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
             task.dataset,
-            self.on,
+            self.device,
             config.seed,
             config.batch_size,
             config.num_workers,
             is_rank=needs_ranks(rank_info.devices),
         )
-        self.run_ahead = RunAhead(self.on)
+        self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
-        # Whether steps can be run beforehand: not in a loop of the user's own, nor where no device holds a whole model.
-        self.is_rehearsed = rank_info.world_size == 1 or config.is_replicated
-        self.takes_whole_parts = False  # as one batch: a loop of the user's own
-        self.full_state: Callable[[], FullState] | None = None  # where the state is in pieces
+        self.is_own_loop = is_own_loop
+        if is_own_loop:
+            self.feed = _LoadedFeed(self.feed)
+        # Steps can run beforehand only if the step is ours to call and one device holds the whole model.
+        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated)
+        self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
         self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
-        self.rounds: list[Round] = []  # of a local policy, the first is round 0
+        self.rounds: list[Round] = []  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
-        self._sizes: set[tuple[int, ...]] = set()  # of micro-batches, seen in steps of several ranks
-        self.has_cuda = False  # some rank of the group, this one or another
+        self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
 
-    def batch(self, samples: int, rank: int | None = None) -> int:
-        """The micro-batches' size when a rank, this one unless named, trains so many samples in one step."""
+    def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
+        """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
         wanted = max(self.config.batch_size, -(-samples // self.config.accumulate))
         cap = self.caps[self.rank_info.rank if rank is None else rank]
-        if min(wanted, samples) <= cap or self.takes_whole_parts:
+        if min(wanted, samples) <= cap or self.is_own_loop:
             return wanted
-        return -(-samples // -(-samples // int(cap)))  # as few as possible, and as equal
+        return -(-samples // -(-samples // int(cap)))  # as few micro-batches as possible, equally large
 
-    def adopt(self, optimizer: Optimizer, full_state: Callable[[], FullState], step: EagerStep | None = None) -> None:
-        """From now on this optimizer trains the model, a strategy's, which is made when the group forms."""
+    def use_strategy(
+        self, optimizer: Optimizer, full_state: Callable[[], FullState], step: EagerStep | None = None
+    ) -> None:
+        """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer
         self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
         self.full_state = full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
 
+    def use_step(self, step: EagerStep) -> None:
+        """Train with this step in place of our own."""
+        self.eager = step
+
+    def connect_batchnorm(self, group: Group) -> None:
+        """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
+        self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter
+
     def open(self, micros: Micros) -> Micros:
-        """The micro-batches as batches; what is captured opens them by itself."""
+        """Inputs -> batches on the device. A captured step does this itself, inside the graph."""
         if self.graph is not None or self.captured is not None:
             return micros
         return [(self.feed.open(inputs), samples) for inputs, samples in micros]
 
     @property
     def memory_bytes(self) -> float:
-        """This rank's part of its device's memory; that of CPU ranks is the machine's."""
+        """This rank's part of its device's memory; CPU ranks share the machine's."""
         names = [device.torch_name for device in self.rank_info.devices]
         sharing = names.count(self.rank_info.device.torch_name)
-        if self.on.type == "cuda":
-            return torch.cuda.get_device_properties(self.on).total_memory / sharing
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory / sharing
         return (read_memory()[0] or 1.0) / sharing
 
-    def wanted_scale(self, default: float | str, speeds: Sequence[float]) -> float:
-        """What the learning rates should be multiplied by when ranks of these speeds train together."""
+    def lr_scale(self, default: float | str, speeds: Sequence[float]) -> float:
+        """The factor on the learning rate when ranks of these speeds train together."""
         given = self.config.lr_scale
         return lr_scale(default if given is None else given, speeds)
 
-    def move_rates(self, slot: int, scale: float) -> None:
-        """The learning rates of a slot: the schedule at its global samples, times the scale after its warm-up."""
+    def set_lr(self, slot: int, scale: float) -> None:
+        """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis = self.axis
         grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.samples * axis.epochs)
         self.schedule.move_to(axis.schedule_position(slot), grown)
 
-    def step_alone(self, part: Part, micros: Micros, began_ns: int) -> None:
-        """One optimizer step of this rank, whatever the others do."""
+    def local_step(self, part: Part, micros: Micros, began_ns: int) -> None:
+        """One optimizer step of this rank by itself, without any collective."""
         step = self.graph or (self.eager if self.captured is None else self.captured.rehearse)
         step(micros, part.samples)
-        self.slow_down(began_ns)
-
-    def sum_gradients(
-        self, micros: Micros, slot_samples: int, row: Callable[[], Sequence[float]]
-    ) -> tuple[list[list[float]], Tensor | None]:
-        """The first half of a step of all ranks, from micro-batches as `open` gives them; see EagerStep."""
-        if self.captured is None:
-            return self.eager.sum_gradients(micros, slot_samples, row)
-        return self.eager.sum_gradients(micros, slot_samples, row, self.captured)
+        self.simulate_slowdown(began_ns)
 
     def after_step(self, began_ns: int) -> None:
-        """Keep the host close to its device after a step enqueued since then; a step of all ranks does so itself."""
-        is_simulated = self.rank_info.device.speed < 1  # it sleeps: the host's word for its work is the true one
+        """Keep the host at most a few steps ahead of the device; GradientSync waits for the device in every step."""
+        is_simulated = self.rank_info.device.speed < 1  # a simulated device sleeps: only the host's clock sees that
         self.run_ahead.after_step(None if is_simulated else began_ns)
 
-    def is_odd(self, part: Part) -> bool:
-        """Whether the step just done says nothing about this rank's speed: asked once after each.
+    def was_first_of_its_size(self, part: Part) -> bool:
+        """Whether the step just done is no measure of this rank's speed; call once after each step.
 
-        A CUDA device chooses its kernels when a size is new, and captures take their time.
+        A CUDA device chooses kernels when a size is new, and capturing a graph takes much longer than replaying it.
         """
         if self.captured is not None:
             return not self.captured.is_replayed
         sizes = tuple(part.sizes)
-        is_new = self.on.type == "cuda" and sizes not in self._sizes
-        self._sizes.add(sizes)
+        is_new = self.device.type == "cuda" and sizes not in self._seen_sizes
+        self._seen_sizes.add(sizes)
         return is_new
 
-    def slow_down(self, began_ns: int) -> None:
-        """A simulated device takes longer for what began then."""
+    def simulate_slowdown(self, began_ns: int) -> None:
+        """On a simulated device (cpu@0.4) sleep in proportion to the work since `began_ns`."""
         if self.rank_info.device.speed < 1:
             self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
-    def note(self, part: Part) -> None:
-        """This part is trained."""
+    def record_part(self, part: Part) -> None:
+        """Add a trained part to the log that proves exactly-once."""
         self.log.append((part.slot.index, part.first, part.samples))
         self.trained = part.slot.index + 1
         self.samples += part.samples
 
+    def record_round(self, round_: Round) -> None:
+        """Add a merged round of a local policy to the log."""
+        self.rounds.append(round_)
+
+    def reach_slot(self, slot: int) -> None:
+        """All slots before this one are trained, by whichever rank."""
+        self.trained = slot
+
+    def limit_caps(self, caps: Sequence[float]) -> None:
+        """Lower each rank's cap to what that rank found it can hold."""
+        self.caps = tuple(min(pair) for pair in zip(self.caps, caps, strict=True))
+
     def warm_up(self) -> None:
         """Compile, capture and let CUDA choose its kernels before the training clock starts.
 
-        Both sizes of slot are run, the full one and an epoch's shorter last one. An eager CPU has nothing to
-        warm up.
+        Runs both sizes of slot, the full one and an epoch's shorter last one. An eager CPU needs none of this.
         """
-        if self.config.compile == "off" and self.on.type == "cpu":
+        if self.config.compile == "off" and self.device.type == "cpu":
             return
         self.recorder.enter("compile")
         self._find_cap()
         if self.config.compile == "default":
             self.model.compile()
         ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
-        parts = {slot.samples: self._rehearsal(slot.samples) for slot in ends}
-        with no_trace(self.eager, self.on):
+        parts = {slot.samples: self._warm_up_part(slot.samples) for slot in ends}
+        with no_trace(self.eager, self.device):
             for part, micros in self.feed.stream(parts.values()):
                 self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
-        if self.config.compile == "graph" and can_capture(self.on):
+        if self.config.compile == "graph" and can_capture(self.device):
             self._capture(parts[self.axis.slot(0).samples])
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
     def measure(self) -> Cost:
-        """This rank's own speed and what it can hold, before the group forms, so that round 0 can share out."""
+        """This rank's own speed and memory cap, before the group forms; round 0 sets the first shares from them."""
         self.recorder.enter("compile")
         slot = self.axis.slot(0)
 
         @lru_cache(maxsize=None if self.config.num_workers else 0)
         def read(samples: int) -> tuple[Part, Micros]:
-            # Loader processes read ahead; starting them anew for every step would be taken for the step's cost.
-            return next(self.feed.stream([Part(slot, 0, samples, self.batch(samples))]))
+            # Starting loader processes anew for every step would be counted as the step's cost.
+            return next(self.feed.stream([Part(slot, 0, samples, self.micro_batch_size(samples))]))
 
         def run_step(samples: int) -> None:
             began_ns = self.recorder.clock()
             part, micros = read(samples)
-            self.step_alone(part, self.open(micros), began_ns)
+            self.local_step(part, self.open(micros), began_ns)
             self.run_ahead.drain()
 
-        # Of captured steps the first of a size runs eagerly and the second is the capture.
+        # Of captured steps the first of a size runs eagerly and the second records the graph.
         untimed = 1 if self.captured is None else 2
         captures = nullcontext() if self.captured is None else self.captured.rehearsal()
-        with no_trace(self.eager, self.on), captures:
+        with no_trace(self.eager, self.device), captures:
             cost = measure_cost(run_step, self._expected(slot.samples), self._least, untimed=untimed)
         self.recorder.enter("setup")
         return replace(cost, cap=self.caps[self.rank_info.rank])
@@ -229,10 +251,10 @@ class Engine:
         return 2 if has_batchnorm(self.model) else 1
 
     def _find_cap(self) -> None:
-        """What this rank's memory holds at once, where shares move and nobody has said: before anything larger runs."""
+        """Probe how many samples fit at once, where shares may grow and no memory_cap was given."""
         config, slot = self.config, self.axis.slot(0)
         is_moving = config.policy == "balanced" and self.rank_info.world_size > 1 and not config.has_fixed_shares
-        if self.on.type != "cuda" or not is_moving or config.memory_cap is not None:
+        if self.device.type != "cuda" or not is_moving or config.memory_cap is not None:
             return
 
         def run_at_once(samples: int) -> None:
@@ -240,34 +262,55 @@ class Engine:
             self.eager([(self.feed.open(inputs), many) for inputs, many in micros], samples)
 
         names = [device.torch_name for device in self.rank_info.devices]
-        room = room_bytes(self.on, names.count(self.rank_info.device.torch_name))
+        room = room_bytes(self.device, names.count(self.rank_info.device.torch_name))
         if config.compile == "graph":
-            room /= 2  # graphs keep their memory while a size that is new runs eagerly beside them
-        with no_trace(self.eager, self.on):
-            cap = probe_cap(run_at_once, self.on, room, self._least, slot.samples)
-        rank = self.rank_info.rank
-        self.caps = (*self.caps[:rank], float(max(cap, self._least)), *self.caps[rank + 1 :])
+            room /= 2  # captured graphs keep their memory while a new size runs eagerly
+        with no_trace(self.eager, self.device):
+            cap = probe_cap(run_at_once, self.device, room, self._least, slot.samples)
+        found = [float("inf")] * self.rank_info.world_size
+        found[self.rank_info.rank] = float(max(cap, self._least))
+        self.limit_caps(found)
 
     def _capture(self, part: Part) -> None:
-        """The whole step as a graph; or, where gradients are summed over ranks, forward and backward.
+        """Capture the whole step; or, where gradients are summed over ranks, forward and backward.
 
-        Those graphs are for the road of the group, which is not there yet: here they only show that they can be made.
+        The latter is only a trial here: the graphs that train write into the reducer's buckets, which are allocated
+        when the group has formed.
         """
         if self.rank_info.world_size == 1 or self.config.is_local:
             ((part, micros),) = self.feed.stream([part])
-            self.graph = GraphStep(self.eager, self.feed.open, self.on)
+            self.graph = GraphStep(self.eager, self.feed.open, self.device)
             self.graph.capture(micros, part.samples)
             return
         self.captured = CapturedBackward(self.eager, self.feed.open)
-        with no_trace(self.eager, self.on), self.captured.rehearsal():
+        with no_trace(self.eager, self.device), self.captured.rehearsal():
             for _, micros in self.feed.stream([part, part]):  # the first runs eagerly
                 self.captured.rehearse(micros, part.samples)
 
     def _expected(self, slot_samples: int) -> int:
-        """What this rank may expect of a slot before anything is known."""
+        """The samples of a slot that this rank trains before any speed is known: an equal share."""
         return slot_samples if self.config.is_local else -(-slot_samples // self.rank_info.world_size)
 
-    def _rehearsal(self, samples: int) -> Part:
-        """A part of the first slot as large as one of such a slot would be, trained only to warm up."""
+    def _warm_up_part(self, samples: int) -> Part:
+        """A part of the first slot, as large as this rank's part of a slot of so many samples."""
         each = self._expected(samples)
-        return Part(self.axis.slot(0), 0, each, self.batch(each))
+        return Part(self.axis.slot(0), 0, each, self.micro_batch_size(each))
+
+
+class _LoadedFeed:
+    """A feed that yields batches in place of inputs: the user's own forward needs them before the step does."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.place = feed.place
+        self.lookahead = feed.lookahead
+
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        for part, micros in self._feed.stream(parts):
+            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
+
+    def open(self, inputs: Inputs) -> Batch:
+        return inputs
+
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        return self._feed.in_order(first, stop)

@@ -1,4 +1,4 @@
-"""What a local pace starts from: the events on the axis, the first window, and who takes which slot."""
+"""What LocalSGD starts from: the events on the axis, the window settings and the slot schedule."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,20 +13,20 @@ from uneven.train.engine import Engine
 
 
 def find_events(engine: Engine) -> Callable[[int], int]:
-    """The first slot after a given one at which all ranks meet: for an evaluation, a checkpoint or the end of the run.
+    """Returns next_event(slot): the first slot after it that needs all ranks at once.
 
-    In a loop of the user's own they meet after every epoch.
+    That is an evaluation, a checkpoint, the end of the run and, in the user's own loop, the end of every epoch.
     """
     axis, config, evaluation = engine.axis, engine.config, engine.task.evaluation
-    has_any = not engine.is_rehearsed or evaluation is not None or config.checkpoint_every is not None
+    has_any = engine.is_own_loop or evaluation is not None or config.checkpoint_every is not None
 
-    def meets_after(epoch: int) -> bool:
+    def is_event_after(epoch: int) -> bool:
         is_evaluated = evaluation is not None and config.evaluates(epoch, evaluation.every)
-        return not engine.is_rehearsed or is_evaluated or config.checkpoints(epoch)
+        return engine.is_own_loop or is_evaluated or config.checkpoints(epoch)
 
     def next_event(slot: int) -> int:
         epoch = slot // axis.slots_per_epoch if has_any else axis.epochs - 1
-        while epoch < axis.epochs - 1 and not meets_after(epoch):
+        while epoch < axis.epochs - 1 and not is_event_after(epoch):
             epoch += 1
         return min(axis.epoch_end(epoch), axis.total)
 
@@ -34,7 +34,7 @@ def find_events(engine: Engine) -> Callable[[int], int]:
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
-    """The settings of windows; of anchor and max_anchor the one that was given moves the other's default."""
+    """The window settings. Where only one of anchor and max_anchor is given, the other's default follows it."""
     default = LocalSGDConfig()
     anchor = config.anchor or min(default.anchor, config.max_anchor or default.anchor)
     return LocalSGDConfig(
@@ -50,17 +50,17 @@ def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
 def make_slot_schedule(
     engine: Engine, claim: Callable[[int], int], costs: Sequence[Cost]
 ) -> tuple[Windows, SlotSchedule] | tuple[RecordedWindows, RecordedSchedule]:
-    """This rank's course and its copy of the controller; from a log where an earlier run is repeated."""
+    """This rank's slot schedule and its copy of the window controller; a replay reads both from the log."""
     config, axis, rank = engine.config, engine.axis, engine.rank_info.rank
     next_event = find_events(engine)
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
         log = read_log(config.replay, axis, engine.rank_info.world_size, config.to_json(), is_local=True)
         recorded = RecordedWindows(
-            log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(one)) for one in log.parts]
+            log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(parts)) for parts in log.parts]
         )
         return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
-    is_measured = engine.is_rehearsed and config.shares is None
+    is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
     windows = Windows(local_sgd_config(config), engine.rank_info.world_size, axis.slot_size, next_event, slot_ms)
     is_async = config.policy == "async"

@@ -1,8 +1,9 @@
-"""The local pace: a rank steps by itself and averages its params with the others' in rounds along the axis.
+"""Local SGD: each rank steps by itself and its params are averaged in rounds along the axis (cadence and async).
 
-At every batch boundary it asks: has the average of the round in flight come back, and is the next round due? Cadence
-waits for the average; async goes on training and merges at the first boundary after it has arrived, losing nothing.
-Everything ranks do together lies on the axis and is passed in its order: nothing else is ever agreed upon.
+After every step a rank asks two questions: has the average of the round in flight arrived, and is the next round due?
+Cadence waits for the average. Async keeps training and merges after the first step at which the average is there
+([Note: merge without loss] in average/background.py). Rounds, evaluations and epoch ends lie at slots of the axis and
+all ranks pass them in that order, so nothing else has to be agreed upon.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,72 +26,79 @@ from uneven.policy.windows import Row, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
 from uneven.train.events import local_sgd_config, make_slot_schedule
-from uneven.train.status import STOP, check_agreement, check_status
+from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.synchronizer import EpochEnd
 
 
 class LocalSGD:
-    """Invariant: a rank has at most one round in flight, and merges round k before it enters round k + 1."""
+    """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        group: Group,
-        is_stopping: Callable[[], bool],
-        end_epoch: Callable[[int, float], None],
-    ) -> None:
-        self.engine, self.group = engine, group
+    def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
+        self.engine = engine
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
         self._is_stopped = False
-        self._hears_stop = False
+        self._others_stop = False  # another rank reported a stop request
         self._costs = Row()  # what this rank's last round cost
-        self._samples = 0  # trained since this rank last entered a round: its weight
+        self._samples = 0  # trained since this rank last entered a round: its weight in the next average
         self._busy_ms = 0.0
-        self._behind = 0  # steps that the device had still to do when the last round was entered
-        self._free_ns = 0  # since when the rank's time is its own work
+        self._enqueued = 0  # steps that the device had still to run when the last round was entered
+        self._free_ns = 0  # start of the rank's own work since its last collective
         self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
-        self._losses = [0.0, 0.0]  # sum and count of all ranks since the last epoch that ended
-        self._broken: list[int] = []  # ranks whose params were not finite in the last round
-        self._is_scaled = False
+        self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
+        self._not_finite: list[int] = []  # ranks whose params were not finite in the last round
+        self._has_lr_scale = False
         self._delay = 0.0  # of the last merge, in steps of the slowest rank
-        self._trip_ns = (0, 0, 0)  # when the last round left, met the others' and came back
-        self._wire_bytes = [0, 0]  # put on the wire for rounds: before the last one, and with it
+        self._trip_ns = (0, 0, 0)  # last round: snapshot taken, all ranks entered, average back
+        self._sent_bytes = [0, 0]  # sent for rounds: before the last one, and including it
 
-    def meet(self, costs: Sequence[Cost]) -> None:
-        """Round 0: everyone knows everyone's cost; the first window and the learning rate follow from them."""
+    @property
+    def group(self) -> Group:
+        return self.engine.rank_info.group
+
+    def initialize(self, costs: Sequence[Cost]) -> None:
+        """Set the first window and the learning-rate scale from every rank's measured cost."""
         engine, config = self.engine, self.engine.config
         with_state = config.optimizer_state == "average"
         replica = Replica(engine.model, engine.optimizer, with_state)
-        road = make_transport(replica, is_nccl=config.backend == "nccl")
-        self.average = BackgroundAverage(replica, road, self.buffers, self.group.new_group(), config.verify)
+        transport = make_transport(replica, is_nccl=config.backend == "nccl")
+        # A group of its own: an average on its way must not queue before the main thread's collectives.
+        self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
         self.windows, self.slot_schedule = make_slot_schedule(engine, self._claim, costs)
-        self.scale = 1.0
-        self._set_scale()
-        engine.rounds.append(Round(0, 0, 0, self.scale))
-        is_measured = engine.is_rehearsed and not config.has_fixed_shares
+        self.lr_scale = 1.0
+        self._set_lr_scale()
+        engine.record_round(Round(0, 0, 0, self.lr_scale))
+        is_measured = engine.can_warm_up and not config.has_fixed_shares
         slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
         alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms]
         counts = list(self.windows.counts)
         engine.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
         if is_measured:
-            round_ms, terms = measure_sum_ms(self.group, engine.model), local_sgd_config(config)
-            found = forecast_local(costs, engine.axis.slot_size, round_ms, terms.max_anchor, terms.overhead_target)
+            round_ms, limits = measure_sum_ms(self.group, engine.model), local_sgd_config(config)
+            found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
             self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
 
     def reset_timer(self) -> None:
-        """From now on the rank's time is its own work again: called after anything that is not a step."""
         self._free_ns = self.engine.recorder.enter("data")
+
+    def use_segments(self, segment_end: Callable[[int], int]) -> None:
+        """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
+
+        For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
+        """
+        self.end_epoch = lambda *_, **__: None
+        self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
         axis, batch = self.engine.axis, self.engine.config.batch_size
         last = 0
         while not self._is_ended:
             index = self.slot_schedule.hand()
-            if index is None:  # a round comes first: an empty part brings the rank to its boundary
+            if index is None:  # a round is due before the next slot: an empty part lets `train` run it
                 slot = axis.slot(last)
                 yield Part(slot, slot.first, 0, batch)
                 continue
@@ -99,7 +107,7 @@ class LocalSGD:
             yield Part(slot, slot.first, slot.samples, batch)
 
     def train(self, part: Part, micros: Micros) -> bool:
-        """One slot, if there is one, and the rounds due after it; returns whether the run is to stop."""
+        """Train the part, if it has samples, then enter and merge the rounds that are due."""
         if part.samples:
             self._step(part, micros)
             self.slot_schedule.trained()
@@ -109,7 +117,7 @@ class LocalSGD:
                     break
                 self._merge()
             elif self._stops or self.slot_schedule.is_due():
-                self._enter(STOP if self._stops else 0.0)
+                self._enter(RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING)
             else:
                 break
         self._free_ns = self.engine.recorder.enter("data")
@@ -117,21 +125,21 @@ class LocalSGD:
             self.engine.recorder.event("stop", slot=self.engine.trained)
         return self._is_stopped
 
-    def say(self, word: float) -> list[float]:
-        """A round at once, for the word that rides in it; returns everybody's."""
+    def exchange_status(self, status: RankStatus) -> list[RankStatus]:
+        """A round at once, only for the status that travels in it."""
         if self.slot_schedule.in_flight:
             self._receive()
-        self._enter(word)
-        return [row.word for row in self._receive()]
+        self._enter(status)
+        return [RankStatus(int(row.word)) for row in self._receive()]
 
     def average_buffers(self) -> None:
-        """Called where all ranks meet: float buffers were averaged in the round, the integer ones are now."""
+        """Float buffers were averaged in the round; integer ones take their maximum, by a collective of their own."""
         self.buffers.take_maximum(self.group)
 
     def ratio(self) -> tuple[int, ...]:
         return self.windows.counts
 
-    def show(self) -> dict[str, float]:
+    def progress(self) -> dict[str, float]:
         return {
             "round": self.windows.rounds,
             "staleness": self.slot_schedule.staleness if self.slot_schedule.in_flight else 0,
@@ -140,7 +148,6 @@ class LocalSGD:
         }
 
     def finalize(self) -> None:
-        """After the last round: all replicas are equal."""
         self.engine.recorder.enter("communication")
         self.engine.run_ahead.drain()
         self.average_buffers()
@@ -158,8 +165,8 @@ class LocalSGD:
 
     @property
     def _stops(self) -> bool:
-        """Asked to stop, or told by another rank: then rounds follow at once until all ranks say so."""
-        return self._hears_stop or self._is_stopping()
+        """This rank or another was asked to stop: rounds follow at once until every rank reports the request."""
+        return self._others_stop or self._is_stopping()
 
     def _may_merge(self) -> bool:
         return self._stops or self.windows.is_blocking or self.slot_schedule.may_merge(self.average.is_done())
@@ -168,28 +175,28 @@ class LocalSGD:
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
-        engine.move_rates(part.slot.index, self.scale)
-        engine.step_alone(part, micros, self._free_ns)
+        engine.set_lr(part.slot.index, self.lr_scale)
+        engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
-        engine.note(part)
+        engine.record_part(part)
         self._samples += part.samples
         self._busy_ms += (now_ns - self._free_ns) / 1e6
 
-    def _enter(self, word: float) -> None:
-        """Enter the next round: the snapshot leaves, with a row of what the others should know."""
+    def _enter(self, status: RankStatus) -> None:
+        """Enter the next round: take the snapshot and send it, with this rank's statistics."""
         engine, recorder = self.engine, self.engine.recorder
         asked_ns = recorder.enter("compute")
-        if word or self.windows.is_blocking:
-            engine.run_ahead.drain()  # what the device has still to do is the rank's own work
+        if status or self.windows.is_blocking:
+            engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
         losses = engine.meter.leave()
         known = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
-            busy_ms=self._busy_ms * self._ahead(),
-            word=word,
+            busy_ms=self._busy_ms * self._enqueued_over_done(),
+            word=float(status),
             fingerprint=float(self.windows.fingerprint()),
         )
         self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
@@ -198,34 +205,34 @@ class LocalSGD:
         self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
-    def _ahead(self) -> float:
-        """Steps enqueued over steps done since the last round: a device's time is known only for what it has done."""
-        before, self._behind = self._behind, self.engine.run_ahead.behind
+    def _enqueued_over_done(self) -> float:
+        """Steps enqueued over steps done since the last round: busy_ms covers only what the device has done."""
+        before, self._enqueued = self._enqueued, self.engine.run_ahead.behind
         enqueued = self._samples / self.engine.axis.slot_size
-        done = enqueued + before - self._behind
+        done = enqueued + before - self._enqueued
         return enqueued / done if done > 0 else 1.0
 
     def _receive(self) -> list[Row]:
-        """Wait for the average where it is not here yet, and merge it; everybody's rows."""
+        """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
         recorder = self.engine.recorder
         began_ns = recorder.enter("wait")
         self.average.wait()
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
-        # Up to the moment when all had come it was waiting; from then on it was the wire, then the merge.
+        # Until all ranks had entered the round this was waiting; then transfer, then the merge.
         recorder.enter("communication", min(here_ns, max(began_ns, arrived.met_ns)))
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
-        rows = [Row(*one) for one in arrived.rows]
-        self._note_broken(arrived.broken, rows)
+        rows = [Row(*row) for row in arrived.rows]
+        self._check_finite(arrived.broken, rows)
         return rows
 
     def _merge(self) -> None:
         due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
         rows = self._receive()
-        where = f"in the round at slot {due}"
-        check_status([row.word for row in rows], due)
-        check_agreement([int(row.fingerprint) for row in rows], where)
+        statuses = [RankStatus(int(row.word)) for row in rows]
+        check_status(statuses, due)
+        check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -246,57 +253,64 @@ class LocalSGD:
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
-                self._say_guard(decision.fields, anchor)
-        self._hears_stop = self._hears_stop or any(row.word == STOP for row in rows)
-        self._is_stopped = all(row.word == STOP for row in rows)
-        if not self._is_scaled:
-            self._set_scale()
+                self._note_guard(decision.fields, anchor)
+        self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
+        self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
+        if not self._has_lr_scale:
+            self._set_lr_scale()
         if self.windows.is_over or self.windows.event != event:
-            self.engine.trained = due
-        self._pass_epochs(rows)
-        self.engine.rounds.append(Round(due, self._entered, self.slot_schedule.parts, self.scale))
+            self.engine.reach_slot(due)
+        self._end_epochs(rows)
+        self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
 
-    def _pass_epochs(self, rows: Sequence[Row]) -> None:
-        """Tell of the epochs that every rank is past, with the losses that came in until now."""
+    def _end_epochs(self, rows: Sequence[Row]) -> None:
+        """End every epoch that all ranks have passed, with the losses that arrived until now.
+
+        A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
+        mean, and `first` and `last` say over which epochs it was taken.
+        """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, (loss_sum, count) = self.engine.axis, self._losses
-        while self.epoch < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(self.epoch):
-            # Where one window holds several epochs they share its losses.
-            self._losses = [0.0, 0.0]
-            self.end_epoch(self.epoch, loss_sum / count if count else float("nan"))
-            self.epoch += 1
-            self._set_scale()
+        axis, first, stop = self.engine.axis, self.epoch, self.epoch
+        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
+            stop += 1
+        if stop > first:
+            (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
+            for epoch in range(first, stop):
+                loss = loss_sum / count if count else float("nan")
+                self.end_epoch(epoch, loss, first=first, last=stop - 1)
+                self.epoch += 1
+                self._set_lr_scale()
         self.engine.recorder.enter("other")
 
-    def _set_scale(self) -> None:
-        """Follow the speeds with what the learning rates are multiplied by; a repeated run takes it from the log."""
+    def _set_lr_scale(self) -> None:
+        """Set the factor on the learning rates from the measured speeds; a replay takes it from the log."""
         if isinstance(self.windows, RecordedWindows):
-            self.scale = self.windows.scale
+            self.lr_scale = self.windows.scale
             return
         if not self.windows.is_measured:
             return
-        wanted = self.engine.wanted_scale("auto", self.windows.speeds)
-        if abs(wanted / self.scale - 1.0) <= CHANGE and self._is_scaled:
+        wanted = self.engine.lr_scale("auto", self.windows.speeds)
+        if abs(wanted / self.lr_scale - 1.0) <= CHANGE and self._has_lr_scale:
             return
-        self._is_scaled, self.scale = True, wanted
+        self._has_lr_scale, self.lr_scale = True, wanted
         self.engine.recorder.event("lr_scale", scale=wanted)
-        rate, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
+        lr, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
         if wanted != 1.0:
             self.notes.append(
-                f"  learning rate {rate:g} -> {wanted * rate:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
+                f"  learning rate {lr:g} -> {wanted * lr:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
                 "over devices damps each one's steps; lr_scale=1.0 turns this off"
             )
 
-    def _say_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
+    def _note_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
         verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
         self.notes.append(
-            f"  guard: replicas drift apart (relative divergence {fields['divergence']:.3g}): the window {verb} "
+            f"  guard: replicas diverge (relative divergence {fields['divergence']:.3g}): the window {verb} "
             f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
         )
 
     def _claim(self, many: int) -> int:
-        """The next slots from the count that all ranks share; the course learns what such a claim costs."""
+        """Claim the next slots from the counter in the store, and measure what a claim costs."""
         began_ns = self.engine.recorder.enter("communication")
         first = self.group.claim(many)
         ms = (self.engine.recorder.enter("other") - began_ns) / 1e6
@@ -315,19 +329,19 @@ class LocalSGD:
         )
         self._delay = (here_ns - arrived.left_ns) / 1e6 * min(self.windows.speeds)
         self._trip_ns = (arrived.left_ns, arrived.met_ns, arrived.back_ns)
-        self._wire_bytes = [self._wire_bytes[1], self.average.traffic.payload_bytes]
+        self._sent_bytes = [self._sent_bytes[1], self.average.traffic.payload_bytes]
 
     def _trip(self) -> dict[str, float]:
-        """The last round's way for the timeline, in ms before now: ranks' clocks are put together only later."""
+        """The last round's times for the timeline, in ms before now: ranks' clocks are aligned only afterwards."""
         now_ns = self.engine.recorder.clock()
         left, met, back = ((now_ns - ns) / 1e6 for ns in self._trip_ns)
-        before, after = self._wire_bytes
+        before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
-    def _note_broken(self, broken: list[int], rows: Sequence[Row]) -> None:
-        """Params that are not finite were left out of the average; once is said, twice running ends the run."""
-        for rank in broken:
-            if rank in self._broken:
+    def _check_finite(self, not_finite: list[int], rows: Sequence[Row]) -> None:
+        """Params that are not finite were left out of the average: note it once, end the run the second time."""
+        for rank in not_finite:
+            if rank in self._not_finite:
                 raise RankError(
                     f"rank {rank} has params that are not finite for the second time running: the learning rate may "
                     "be too high, or a batch holds numbers that are not finite"
@@ -338,7 +352,7 @@ class LocalSGD:
                 f"  rank {rank} had params that are not finite: it took the others' average, and what it had learned "
                 f"from {lost} samples is lost"
             )
-        self._broken = broken
+        self._not_finite = not_finite
 
 
 def _with_losses(row: Row, losses: tuple[float, float]) -> Row:

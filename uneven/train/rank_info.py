@@ -1,35 +1,42 @@
-"""A rank's place in a run: who it is, whom it tells, what it leaves."""
+"""A rank among the others: its identity and group, the interface it reports progress to, and its results."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from uneven.comm.group import Group
 from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
-from uneven.timeline.export import Timeline
+from uneven.timeline.timeline import Timeline
 
 
 class Report(Protocol):
-    """Who is told about the run's progress; called on the rank's own thread, so each call must be short."""
+    """Receives the run's progress. Called on the thread that trains, so each call must return quickly."""
 
     def started(self, axis: Axis, place: str) -> None: ...
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None: ...
     def epoch_done(self, entry: dict[str, Any]) -> None: ...
     def say(self, lines: Sequence[str]) -> None:
-        """What the user should know."""
+        """Lines for the user."""
         ...
 
 
-@dataclass(frozen=True)
 class RankInfo:
-    """This rank's place: its number, and the devices of all ranks in rank order."""
+    """Who this process is among the ranks of a run.
 
-    rank: int
-    devices: tuple[Device, ...]
+    The one object that holds rank, devices and group: readers ask it each time and keep no copy, because all three
+    change when machines join or leave. `member` is the identity that stays when the rank changes; `generation` counts
+    the groups that this member has trained in.
+    """
+
+    def __init__(self, rank: int, devices: Sequence[Device], *, member: str | None = None, generation: int = 0) -> None:
+        self.rank = rank
+        self.devices = tuple(devices)  # of all ranks, in rank order
+        self.member = f"{self.devices[rank]}#{rank}" if member is None else member
+        self.generation = generation
+        self._group: Group | None = None
 
     @property
     def device(self) -> Device:
@@ -39,10 +46,25 @@ class RankInfo:
     def world_size(self) -> int:
         return len(self.devices)
 
+    @property
+    def has_cuda(self) -> bool:
+        """Whether any rank of the group trains on a CUDA device."""
+        return any(device.kind == "cuda" for device in self.devices)
+
+    @property
+    def group(self) -> Group:
+        assert self._group is not None, "the group forms after the warm-up"
+        return self._group
+
+    def join(self, group: Group) -> None:
+        """From now on collectives go through this group."""
+        assert (group.rank, group.world_size) == (self.rank, self.world_size), "the group of these very ranks"
+        self._group = group
+
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank leaves: `log` holds (slot, first, samples) of every part it trained, in order.
+    """A finished rank's results: `log` holds (slot, first, samples) of every part it trained, in order.
 
     `rounds` holds (due, entered, merged, scale) of each round of a local policy, in parts trained by this rank.
     """
@@ -52,12 +74,3 @@ class RankResult:
     log: list[tuple[int, int, int]]
     rounds: list[tuple[int, int, int, float]]
     traffic: Traffic
-
-    def save(self, home: Path, is_lead: bool) -> None:
-        """The rank's folder for the launcher; all replicas are equal, so the lead's state stands for all."""
-        if is_lead:
-            self.state.save(home)
-        (home / "timeline.json").write_text(json.dumps(self.timeline.to_json()))
-        (home / "log.json").write_text(
-            json.dumps({"parts": self.log, "rounds": self.rounds, "traffic": asdict(self.traffic)})
-        )

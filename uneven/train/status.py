@@ -1,30 +1,38 @@
-"""The word each rank says with every gradient sum: going on, asked to stop, or leaving.
+"""What each rank reports about itself with every gradient sum or round, and the checks on what the others reported.
 
-A rank that leaves its own loop says so in a last sum that carries no gradients; whoever hears it raises, so nobody
-waits for a rank that will not come.
+A rank that leaves its own loop early reports so in one last collective that carries no gradients. Every rank that
+reads it raises, so no rank waits for one that will not come (tests/api/test_loop.py).
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 from uneven.errors import RankError
 
-GOING_ON, STOP, BROKE_OFF, FINISHED = 0.0, 1.0, 2.0, 3.0
+
+class RankStatus(IntEnum):
+    """A small number, because it travels in the same tensor as the other statistics."""
+
+    TRAINING = 0  # the rank goes on
+    STOP_REQUESTED = 1  # Ctrl-C or a stop request reached this rank; all ranks stop after the same slot
+    LEFT_EPOCH = 2  # the user's loop was left in the middle of an epoch
+    FINISHED = 3  # the user's loop called finish()
 
 
-def check_status(words: Sequence[float], slot: int) -> None:
-    """RankError when a rank has left before this slot, naming it."""
-    for rank, word in enumerate(words):
-        if word == BROKE_OFF:
+def check_status(statuses: Sequence[RankStatus], slot: int) -> None:
+    """RankError naming the first rank that left before this slot."""
+    for rank, status in enumerate(statuses):
+        if status == RankStatus.LEFT_EPOCH:
             raise RankError(
-                f"rank {rank} broke off its epoch at slot {slot}: every rank must train every batch that "
+                f"rank {rank} left its epoch at slot {slot}: every rank must train every batch that "
                 "ddp.batches(epoch) yields, by one ddp.step(loss) each"
             )
-        if word == FINISHED:
-            raise RankError(f"rank {rank} called ddp.finish() before slot {slot} while others train on")
+        if status == RankStatus.FINISHED:
+            raise RankError(f"rank {rank} called ddp.finish() before slot {slot} while other ranks still train")
 
 
-def check_agreement(prints: Sequence[int], when: str) -> None:
-    """What is replicated must be equal; RankError names a rank whose copy is not."""
-    for rank, one in enumerate(prints):
-        if one != prints[0]:
-            raise RankError(f"rank {rank} differs from rank 0 {when}: {list(prints)}")
+def check_agreement(fingerprints: Sequence[int], when: str) -> None:
+    """RankError naming a rank whose replicated state (policy, params) is not the same as rank 0's."""
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise RankError(f"rank {rank} differs from rank 0 {when}: {list(fingerprints)}")

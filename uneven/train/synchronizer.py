@@ -1,4 +1,4 @@
-"""The contract of a pace: how a rank keeps together with the others, from round 0 to the end of the run."""
+"""The contract between the worker's loop and how ranks stay in step: GradientSync (exact) or LocalSGD (rounds)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -6,48 +6,59 @@ from typing import Protocol
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
+from uneven.train.status import RankStatus
+
+
+class EpochEnd(Protocol):
+    """Called on every rank when all ranks have passed an epoch.
+
+    `first` and `last` name the epochs over which the loss is known: a window of a local policy may span several
+    epochs, and then only their common mean is known.
+    """
+
+    def __call__(self, epoch: int, loss: float, *, first: int, last: int) -> None: ...
 
 
 class Synchronizer(Protocol):
-    """How a rank keeps together with the others, from round 0 on."""
+    """Life cycle: `initialize` once, then `train` for every part that `parts` yields, then `finalize`."""
 
-    notes: list[str]  # what the user should know, printed once
+    notes: list[str]  # lines for the user, printed once
 
     @property
     def epoch(self) -> int:
-        """Epochs that all ranks have passed."""
+        """Number of epochs that all ranks have passed."""
         ...
 
-    def meet(self, costs: Sequence[Cost]) -> None:
-        """Round 0, after which every rank knows every rank's cost and holds rank 0's values."""
+    def initialize(self, costs: Sequence[Cost]) -> None:
+        """Round 0: called when all ranks hold rank 0's params and know every rank's measured cost."""
         ...
 
     def reset_timer(self) -> None:
-        """From now on the rank's time is its own work again: called after anything that is not a step."""
+        """Start timing this rank's own work anew; called after anything that is not a training step."""
         ...
 
     def parts(self) -> Iterator[Part]:
-        """What this rank trains, in order. An empty part only brings it to a boundary, where something is due."""
+        """What this rank trains, in order. An empty part has no samples: a collective is due instead."""
         ...
 
     def train(self, part: Part, micros: Micros) -> bool:
-        """One part and whatever is due after it; returns whether the run is to stop."""
+        """Train one part and run the collectives due after it; returns whether the run stops here."""
         ...
 
-    def say(self, word: float) -> list[float]:
-        """Meet the others at once for one word from each; see pace/company.py."""
+    def exchange_status(self, status: RankStatus) -> list[RankStatus]:
+        """One collective without training, only for the status; returns every rank's, in rank order."""
         ...
 
     def average_buffers(self) -> None:
-        """Where all ranks meet, before a state is looked at: afterwards buffers are equal too."""
+        """Make buffers equal on all ranks: before an evaluation, a checkpoint and the end."""
         ...
 
     def ratio(self) -> tuple[int, ...]:
-        """How much of a common work each rank should take, by speed."""
+        """How a common amount of work, such as a test set, is best split over the ranks."""
         ...
 
-    def show(self) -> dict[str, float]:
-        """A few numbers for whoever watches; asked from another thread."""
+    def progress(self) -> dict[str, float]:
+        """A few numbers for the progress display; read from the heartbeat's thread."""
         ...
 
     def finalize(self) -> None:
@@ -55,5 +66,5 @@ class Synchronizer(Protocol):
         ...
 
     def close(self) -> None:
-        """The model is the user's alone again."""
+        """Remove hooks and end threads, without any collective."""
         ...

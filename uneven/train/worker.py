@@ -1,8 +1,8 @@
-"""One rank: batch -> step -> tell the policy -> (with several ranks) sum or average over all.
+"""One rank's training loop: batch -> step -> policy -> gradient sum or average.
 
-The loop is the program: `Worker.train` reads from top to bottom. Everything the rank does is in exactly one state of
-its recorder, so where the time went is never a guess. The rig is the rank by itself; the pace is how it keeps
-together with the others: by a sum of gradients at every step (exact), or by an average of params now and then (local).
+`Worker.train` reads from top to bottom. The engine is the rank by itself, the synchronizer keeps it in step with the
+others: GradientSync by a sum of gradients in every step, LocalSGD by averages of params in rounds. At every moment
+the recorder is in exactly one state, so the timeline accounts for all of the rank's time.
 """
 
 import threading
@@ -22,22 +22,27 @@ from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
+from uneven.step.eager import EagerStep
 from uneven.step.evaluation import evaluate
 from uneven.step.precision import device_flags
-from uneven.timeline.export import Timeline
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
+from uneven.timeline.timeline import Timeline
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.synchronizer import Synchronizer
 
-__all__ = ["RankInfo", "RankResult", "Worker"]
+REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
+UNMEASURED = Cost(0.0, 1.0)
 
 
 class Worker:
-    """Life cycle: made on the thread that trains, `train()` once. `join(model)` forms the group."""
+    """Life cycle: made on the thread that trains, `train()` once. `join(model)` forms the group.
+
+    With `is_own_loop` the user's loop takes the place of `train`: it calls `initialize`, `train_part` and `result`.
+    """
 
     def __init__(
         self,
@@ -47,27 +52,37 @@ class Worker:
         join: Callable[[nn.Module], Group],
         stop: threading.Event,
         report: Report,
+        *,
+        is_own_loop: bool = False,
     ) -> None:
         self.task, self.config, self.rank_info = task, config, rank_info
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
-        self.engine = Engine(task, config, rank_info, self.recorder)
-        self.after_joining: Callable[[Worker], None] = lambda _: None
+        self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
         self.history: list[dict[str, Any]] = []
-        self._said = 0  # of the pace's notes
         self.synchronizer: Synchronizer | None = None
+        self._reported_notes = 0
+        self._reported_s = 0.0
         self._test_feed: Feed | None = None
-        self._told_s = 0.0
         self._sampler = Sampler()
 
     @property
     def axis(self) -> Axis:
         return self.engine.axis
 
-    def train(self) -> RankResult:
-        """Train every slot, or up to the stop request; the state returned is complete either way."""
+    @property
+    def group(self) -> Group:
+        return self.rank_info.group
+
+    def train(self, make_step: "Callable[[Worker], EagerStep] | None" = None) -> RankResult:
+        """Train every slot, or up to a stop request; the returned state is complete either way.
+
+        `make_step` is called once the group has formed; its step then trains the model in place of our own.
+        """
         with self.recording():
             synchronizer = self.prepare()
+            if make_step is not None:
+                self.engine.use_step(make_step(self))
             self.report.started(self.axis, self.engine.feed.place)
             synchronizer.reset_timer()
             for part, micros in self.engine.feed.stream(synchronizer.parts()):
@@ -79,86 +94,87 @@ class Worker:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """All of the rank's work lies inside; afterwards `result` may be asked."""
+        """All of the rank's work lies inside; `result` may be called afterwards."""
         self._sampler.start()
         try:
-            with device_flags(self.engine.on):
+            with device_flags(self.engine.device):
                 yield
         finally:
             self.recorder.close()
             self._sampler.stop()
 
     def prepare(self) -> Synchronizer:
-        """Everything before the first slot: compile and warm up alone, then form the group and meet in round 0."""
-        if self.engine.is_rehearsed:
-            self.engine.warm_up()
-        is_measured = self.engine.is_rehearsed and self.rank_info.world_size > 1 and not self.config.has_fixed_shares
-        return self.meet(self.engine.measure() if is_measured else Cost(0.0, 1.0))
+        """Everything before the first slot: compile, warm up and measure alone, then form the group."""
+        if not self.engine.can_warm_up:
+            return self.initialize(UNMEASURED)
+        self.engine.warm_up()
+        is_measured = self.rank_info.world_size > 1 and not self.config.has_fixed_shares
+        return self.initialize(self.engine.measure() if is_measured else UNMEASURED)
 
-    def meet(self, cost: Cost) -> Synchronizer:
-        """Form the group; in round 0 rank 0's values become everyone's, and every rank's cost is known to all."""
-        self.group = self.join(self.engine.model)
-        is_local = self.config.is_local and self.rank_info.world_size > 1
-        synchronizer: Synchronizer = (LocalSGD if is_local else GradientSync)(
-            self.engine, self.group, self.stop.is_set, self._end_epoch
-        )
+    def initialize(self, cost: Cost) -> Synchronizer:
+        """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
+        info, engine = self.rank_info, self.engine
+        info.join(self.join(engine.model))
+        is_local = self.config.is_local and info.world_size > 1
+        kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
+        synchronizer: Synchronizer = kind(engine, self.stop.is_set, self._end_epoch)
         self.recorder.enter("communication")
-        broadcast_params(self.group, (*self.engine.model.parameters(), *self.engine.model.buffers()))
-        is_cuda = float(self.engine.on.type == "cuda")
-        rows = gather_rows(self.group, (is_cuda, cost.fixed_ms, cost.sample_ms, cost.cap))
-        self.engine.has_cuda = any(row[0] for row in rows)
-        synchronizer.meet([Cost(*row[1:]) for row in rows])
-        if self.rank_info.rank > 0 and not self.config.is_model_parallel:
-            torch.manual_seed(self.config.seed + 7919 * self.rank_info.rank)  # other dropout than rank 0
+        broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
+        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap))
+        synchronizer.initialize([Cost(*row) for row in rows])
+        if info.rank > 0 and not self.config.is_model_parallel:
+            torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
         self.synchronizer = synchronizer
-        self._say_notes(synchronizer)
+        self._report_notes(synchronizer)
         self.recorder.enter("setup")
-        self.after_joining(self)
         return synchronizer
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
-        """The next part, and ten times a second a word about it; returns whether the run is to stop."""
+        """Train the next part and report progress now and then; returns whether the run stops here."""
         is_stopped = synchronizer.train(part, micros)
         now_s = self.recorder.clock() / 1e9
-        # Ten reports a second are as many as a person can read; each costs a few microseconds.
-        if now_s - self._told_s >= 0.1:
-            self._told_s = now_s
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now_s
             seconds = self.recorder.account().training_s
             samples = self.axis.samples_before(self.engine.trained)
             self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
-            self._say_notes(synchronizer)
+            self._report_notes(synchronizer)
         return is_stopped
 
     def result(self) -> RankResult:
-        if self.engine.on.type == "cuda":
-            self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(self.engine.on))
-        timeline = Timeline.of(
-            self.recorder, str(self.rank_info.device), self._sampler.samples, self.engine.run_ahead.busy
-        )
-        return RankResult(self._state(), timeline, self.engine.log, list(self.engine.rounds), self.group.traffic)
-
-    def _say_notes(self, synchronizer: Synchronizer) -> None:
-        if len(synchronizer.notes) > self._said:
-            self.report.say(synchronizer.notes[self._said :])
-            self._said = len(synchronizer.notes)
+        engine = self.engine
+        if engine.device.type == "cuda":
+            self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
+        device = str(self.rank_info.device)
+        timeline = Timeline.of(self.recorder, device, self._sampler.samples, engine.run_ahead.busy)
+        return RankResult(self._state(), timeline, engine.log, list(engine.rounds), self.group.traffic)
 
     def show(self) -> dict[str, Any]:
-        """Where the rank is; asked from another thread, at any moment."""
-        synchronizer = self.synchronizer.show() if self.synchronizer is not None else {}
-        return {"slot": self.engine.trained, "phase": self.recorder.state, "pace": synchronizer}
+        """Where the rank is; called from the heartbeat's thread at any moment."""
+        rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
+        return {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
 
-    def _end_epoch(self, epoch: int, loss: float) -> None:
-        """All ranks are past this epoch and, where it is evaluated or saved, hold the same params."""
+    def _report_notes(self, synchronizer: Synchronizer) -> None:
+        if len(synchronizer.notes) > self._reported_notes:
+            self.report.say(synchronizer.notes[self._reported_notes :])
+            self._reported_notes = len(synchronizer.notes)
+
+    def _end_epoch(self, epoch: int, loss: float, *, first: int, last: int) -> None:
+        """All ranks have passed this epoch and, where it is evaluated or saved, hold the same params.
+
+        Where loss and speed are known only over several epochs, `first` to `last`, the entry says so in "epochs".
+        """
         self.recorder.enter("other")
-        seconds = self.recorder.account().training_s
-        before = self.history[-1]["train_seconds"] if self.history else 0.0
+        seconds = self.history[first]["train_seconds"] if epoch > first else self.recorder.account().training_s
+        before = self.history[first - 1]["train_seconds"] if first else 0.0
         entry = {
             "epoch": epoch + 1,
+            **({"epochs": [first + 1, last + 1]} if last > first else {}),
             "samples": (epoch + 1) * self.axis.samples,
             "train_loss": loss,
             "lr": self.engine.schedule.rates[0],
             "train_seconds": seconds,
-            "samples_per_s": self.axis.samples / max(seconds - before, 1e-9),
+            "samples_per_s": (last - first + 1) * self.axis.samples / max(seconds - before, 1e-9),
         }
         assert self.synchronizer is not None, "an epoch ends after round 0"
         evaluation = self.task.evaluation
@@ -168,29 +184,34 @@ class Worker:
             entry |= self._evaluate(evaluation, self.synchronizer.ratio())
         self.history.append(entry)
         if self.config.checkpoints(epoch):
-            self.recorder.enter("checkpoint")
-            self.synchronizer.average_buffers()
-            if self.rank_info.rank == 0 or self.engine.full_state is not None:  # pieces come together from all ranks
-                state = self._state()
-                if self.rank_info.rank == 0:
-                    assert self.config.out is not None, "checkpoints need a folder"
-                    state.save(self.config.out / f"epoch-{epoch + 1}")
+            self._save_checkpoint(epoch)
         self.recorder.enter("other")
         self.recorder.event("epoch", **entry)
         self.report.epoch_done(entry)
 
+    def _save_checkpoint(self, epoch: int) -> None:
+        assert self.synchronizer is not None, "an epoch ends after round 0"
+        self.recorder.enter("checkpoint")
+        self.synchronizer.average_buffers()
+        is_rank_0 = self.rank_info.rank == 0
+        if is_rank_0 or self.engine.full_state is not None:  # gathering shards is a collective: all ranks take part
+            state = self._state()
+            if is_rank_0:
+                assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
+                state.save(self.config.out / f"epoch-{epoch + 1}")
+
     def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
         batch_size = evaluation.batch_size or self.config.batch_size
         if self._test_feed is None:
-            self._test_feed = make_feed(evaluation.dataset, self.engine.on, self.config.seed, batch_size)
+            self._test_feed = make_feed(evaluation.dataset, self.engine.device, self.config.seed, batch_size)
         model, precision = self.engine.model, self.engine.eager.precision
         if self.config.is_model_parallel:
             return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
-        # By speed, as in training; everyone at least one sample, so that all know which metrics there are.
+        # Split by speed, as in training; at least one sample for each rank, so that all know the metrics' names.
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
         first = sum(shares[: self.rank_info.rank])
         own = (first, first + shares[self.rank_info.rank])
-        # Where a forward needs all ranks, everyone runs as many.
+        # FSDP's forward is a collective: all ranks run equally many batches.
         batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
         return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)
 

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from uneven.bench.recipe import Recipe
+from uneven.bench.models.recipe import Recipe
 from uneven.errors import InputError
 
 _FILES = {

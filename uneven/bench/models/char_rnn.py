@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.bench.models import language
-from uneven.bench.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe
 
 VOCABULARY = 65  # tiny Shakespeare
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from uneven.bench.recipe import Recipe
+from uneven.bench.models.recipe import Recipe
 
 
 def make_model() -> nn.Module:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from uneven.bench.models import language
-from uneven.bench.recipe import Recipe
+from uneven.bench.models.recipe import Recipe
 
 VOCABULARY = 65  # tiny Shakespeare
 WIDTH = 128

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from uneven.bench.models import classify
-from uneven.bench.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe
 
 
 def make_model() -> nn.Module:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
 from uneven.bench.models import classify
-from uneven.bench.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe
 
 
 def conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench.report.compare import check, compare, write_baseline
+from uneven.errors import InputError
+
+
+def sweep(root: Path, shift: float, speed: float, model: str = "lenet") -> Path:
+    for seed, quality in enumerate((0.970, 0.972, 0.974)):
+        make_run(root, model, "cpu-async", seed, quality + shift, speed)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("shift", "speed", "verdict"),
+    [
+        (0.01, 1200.0, "quality better, speed better"),
+        (-0.01, 800.0, "quality worse, speed worse"),
+        (0.0, 1000.0, "quality: no difference shown, speed: no difference shown"),
+    ],
+)
+def test_sweeps_are_paired_by_seed(tmp_path: Path, shift: float, speed: float, verdict: str) -> None:
+    (found,) = compare(sweep(tmp_path / "a", 0.0, 1000.0), sweep(tmp_path / "b", shift, speed))
+    assert (found.model, found.mode, found.pairs) == ("lenet", "cpu-async", 3)
+    assert found.quality == pytest.approx(shift, abs=1e-12)
+    assert found.quality_half == pytest.approx(0.0, abs=1e-12), "the seeds differ, the pairs do not"
+    assert found.speed == pytest.approx(speed / 1000.0)
+    assert found.verdict == verdict
+
+
+def test_a_lower_loss_is_better(tmp_path: Path) -> None:
+    (found,) = compare(sweep(tmp_path / "a", 0.0, 1.0, "gpt-nano"), sweep(tmp_path / "b", -0.1, 1.0, "gpt-nano"))
+    assert found.quality == pytest.approx(0.1)
+
+
+def test_two_runs_of_one_model_in_different_modes(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path, "lenet", "solo-0", 0, 0.9), make_run(tmp_path, "lenet", "cpu-async", 1, 0.8)
+    (found,) = compare(first, second)
+    assert found.mode == "solo-0 -> cpu-async"
+    assert "one pair says nothing of chance" in found.verdict
+    assert json.loads(json.dumps(found.to_json()))["quality_half"] is None
+    with pytest.raises(InputError, match="compare runs of one model"):
+        compare(first, make_run(tmp_path, "mlp", "solo-0", 0, 0.9))
+    with pytest.raises(InputError, match="no model, mode and seed in common"):
+        compare(sweep(tmp_path / "a", 0.0, 1.0), sweep(tmp_path / "b", 0.0, 1.0, "mlp"))
+
+
+def efficiency(root: Path, value: float) -> None:
+    (root / "lenet" / "cpu-async" / "efficiency.json").write_text(
+        json.dumps({"efficiency": value, "half_width": 0.01, "pairs": 30})
+    )
+
+
+def test_the_gate_lets_better_pass_and_names_what_is_worse(tmp_path: Path) -> None:
+    base, file = sweep(tmp_path / "base", 0.0, 1000.0), tmp_path / "baseline.json"
+    efficiency(base, 0.95)
+    write_baseline(base, file)
+    assert check(base, file) == []
+    good = sweep(tmp_path / "good", 0.02, 500.0)
+    efficiency(good, 0.94)
+    assert check(good, file) == [], "better quality, and efficiency within its interval"
+    bad = sweep(tmp_path / "bad", -0.05, 1000.0)
+    efficiency(bad, 0.80)
+    faults = check(bad, file)
+    assert [fault.split(":")[0] for fault in faults] == ["lenet cpu-async"] * 2
+    assert "accuracy 0.9220, the baseline has 0.9720" in faults[0]
+    assert "efficiency 0.800" in faults[1]
+    (missing,) = check(sweep(tmp_path / "none", 0.0, 1.0), file)
+    assert "efficiency was not measured" in missing
+    assert check(sweep(tmp_path / "other", 0.0, 1.0, "mlp"), file) == ["lenet cpu-async: has no finished run"]
+
+
+def test_a_file_that_is_no_baseline_is_told(tmp_path: Path) -> None:
+    root = sweep(tmp_path / "runs", 0.0, 1.0)
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(InputError, match="is no baseline of version 1"):
+        check(root, tmp_path / "b.json")

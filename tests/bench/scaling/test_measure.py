@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench.scaling import measure as module
+from uneven.bench.scaling.measure import ScalingOrder, fit_alpha, measure_scaling, predict
+from uneven.bench.scaling.page import write_scaling_page
+from uneven.bench.single.process import Ended
+from uneven.errors import InputError, RankError
+
+
+def test_the_law_is_found_from_points_that_follow_it() -> None:
+    for alpha in (0.0, 0.07, 1.0):
+        assert fit_alpha([(n, predict(n, alpha)) for n in (1, 2, 4, 8)]) == pytest.approx(alpha, abs=1e-12)
+    assert predict(4, 1.0) == 1.0
+    assert fit_alpha([(1, 1.0)]) is None
+
+
+def order(**changes: Any) -> ScalingOrder:
+    return ScalingOrder(**{"model": "lenet", "ranks": (1, 2), "repeats": 2, **changes})
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Runs that train 1,000 samples/s on one rank and 1,600 on two; compiled in 3 s and twice as fast."""
+    asked: list[dict[str, str]] = []
+
+    def run(told: list[str], cores: list[int]) -> Ended:
+        words = told[2:-1]  # without "bench run" and "--json"
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        asked.append({**given, "cores": str(cores)})
+        if given["--compile"] == "graph":
+            return Ended(1, "", "uneven: needs a GPU")
+        ranks = len(given["--devices"].split(","))
+        speed = {1: 1000.0, 2: 1600.0, 4: 2000.0}[ranks] * (2 if given["--compile"] == "default" else 1)
+        folder = make_run(Path(given["--out"]), given["--model"], given["--mode"], 0, 0.9, speed)
+        if given["--compile"] == "default":
+            timeline = json.loads((folder / "timeline.json").read_text())
+            timeline["accounts"][0]["seconds"]["compile"] = 3.0
+            (folder / "timeline.json").write_text(json.dumps(timeline))
+        return Ended(0, (folder / "summary.json").read_text(), "")
+
+    monkeypatch.setattr(module, "run_uneven", run)
+    monkeypatch.setattr(module, "available_cores", lambda: (0, 1, 2, 3))
+    return asked
+
+
+def test_numbers_of_ranks_take_turns_and_the_law_fits(machine: list[dict[str, str]], tmp_path: Path) -> None:
+    found = measure_scaling(order(compiles=("off", "default")), lambda _: None)
+    assert [given["--devices"] for given in machine[:4]] == ["cpu", "cpu,cpu", "cpu", "cpu,cpu"]
+    assert [given["--mode"] for given in machine[:2]] == ["solo-0", "cpu-balanced"]
+    assert [given["cores"] for given in machine[:2]] == ["[0, 1]", "[0, 1, 2, 3]"], "two cores for every rank"
+    assert [(one.ranks, one.speedup) for one in found.points] == [(1, 1.0), (2, 1.6)]
+    assert found.alpha == pytest.approx(0.25)
+    assert found.points[1].predicted is None, "one point fits any law: there is nothing to predict it from"
+    plain, compiled = found.cold_starts
+    assert (plain.first_ms, compiled.first_ms) == (1500, 750), "three quarters of what make_run lets pass"
+    steps = -(-2000 // 64)
+    assert plain.step_ms == pytest.approx(2000 / steps)
+    assert compiled.step_ms == pytest.approx(1000 / steps)
+    assert compiled.break_even_steps == pytest.approx(3000 / (1000 / steps))
+    assert plain.break_even_steps is None
+    write_scaling_page(found, "lenet", tmp_path / "scaling.html")
+    assert "N / (1 + 0.250 (N - 1))" in (tmp_path / "scaling.html").read_text()
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_number_of_ranks_is_predicted_from_the_others_and_text_is_counted_in_tokens() -> None:
+    found = measure_scaling(order(model="gpt-nano", ranks=(1, 2, 4), repeats=1), lambda _: None)
+    assert found.unit == "tokens"
+    assert [one.per_s for one in found.points] == [128_000, 204_800, 256_000]
+    # 2 / 1.6 = 1 + 0.25, so four ranks would reach 4 / 1.75; 4 / 2 = 1 + 3 / 3, so two would reach 2 / (4 / 3).
+    assert [one.predicted for one in found.points] == pytest.approx([1.0, 1.5, 4 / 1.75])
+
+
+def test_disturbed_runs_count_only_where_there_are_no_others(
+    machine: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = module.run_uneven
+
+    def disturbed(told: list[str], cores: list[int]) -> Ended:
+        ended = run(told, cores)
+        summary = json.loads(ended.stdout)
+        is_disturbed = len(summary["devices"]) == 2 and (is_always or len(machine) <= 2)
+        summary |= {"is_disturbed": is_disturbed, "samples_per_s": 1.0} if is_disturbed else {}
+        folder = Path(told[told.index("--out") + 1]) / summary["model"] / summary["mode"] / "seed-0"
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return ended
+
+    monkeypatch.setattr(module, "run_uneven", disturbed)
+    is_always = False
+    found = measure_scaling(order(), lambda _: None)
+    assert [(point.speedup, point.is_disturbed) for point in found.points] == [(1.0, False), (1.6, False)]
+    is_always = True
+    found = measure_scaling(order(), lambda _: None)
+    assert [point.is_disturbed for point in found.points] == [False, True]
+    assert found.alpha is None, "no law is fitted to a disturbed point"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": (2, 4)}, "with 1 among them"),
+        ({"ranks": (1, 8)}, "8 on 4 cores"),
+        ({"device": "tpu"}, "must be cpu or cuda"),
+        ({"compiles": ("fast",)}, "must be of off, default, graph"),
+        ({"model": "lenett"}, "unknown model"),
+    ],
+)
+@pytest.mark.usefixtures("machine")
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        measure_scaling(order(**changes), lambda _: None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_run_that_fails_is_told() -> None:
+    with pytest.raises(RankError, match="1 ranks, compile graph: needs a GPU"):
+        measure_scaling(order(compiles=("graph",)), lambda _: None)

@@ -1,0 +1,54 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench.single.folders import FAILURE, BrokenRun, RunRecord, read_run, read_runs
+from uneven.errors import InputError
+
+
+def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async", 3, 0.98)
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97)
+    folder.with_name("seed-3.1").mkdir()
+    records, broken = read_runs(tmp_path)
+    assert [(one.model, one.mode, one.seed, one.quality) for one in records] == [
+        ("lenet", "cpu-async", 3, 0.98),
+        ("lenet", "solo-0", 0, 0.97),
+    ]
+    assert broken == []
+    assert [one.folder for one in read_runs(folder)[0]] == [folder]
+    with pytest.raises(InputError, match="there is no folder"):
+        read_runs(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: (folder / "summary.json").unlink(), "not finished: there is no summary.json"),
+        (lambda folder: (folder / "summary.json").write_text('{"version": 1, '), "summary.json cannot be read"),
+        (lambda folder: (folder / "summary.json").write_text("[]"), "summary.json cannot be read"),
+        (lambda folder: (folder / "summary.json").write_text('{"version": 7}'), "version 7"),
+        (lambda folder: (folder / "summary.json").write_text('{"version": 1}'), "lacks model, mode"),
+        (lambda folder: (folder / "metrics.jsonl").write_text("{"), "metrics.jsonl cannot be read"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
+    ],
+)
+def test_a_broken_folder_is_named_with_the_reason(tmp_path: Path, spoil: object, reason: str) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async", 0, 0.98)
+    spoil(folder)  # type: ignore[operator]
+    found = read_run(folder)
+    assert isinstance(found, BrokenRun)
+    assert reason in found.reason
+
+
+def test_a_failure_tells_its_reason_and_a_bad_timeline_is_no_obstacle(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async", 0, 0.98)
+    (folder / "timeline.json").write_text("{")
+    found = read_run(folder)
+    assert isinstance(found, RunRecord)
+    assert found.timeline() is None
+    (folder / "summary.json").unlink()
+    (folder / FAILURE).write_text(json.dumps({"reason": "rank 1 was killed"}))
+    assert read_run(folder) == BrokenRun(folder, "rank 1 was killed")

@@ -1,0 +1,146 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench.single.folders import FAILURE
+from uneven.bench.single.process import Ended
+from uneven.bench.sweep import plan as module
+from uneven.bench.sweep.plan import SweepOrder, plan_sweep, sweep
+from uneven.errors import InputError
+
+
+class Machine:
+    """Stands for the processes of the runs: notes what was asked for, leaves what they would leave."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.asked: list[list[str]] = []
+        self.fails: set[str] = set()  # modes
+        self.interrupts_at: int | None = None
+
+    def run(self, told: list[str]) -> Ended:
+        words = told[1:-1]  # without "bench" and "--json"
+        given = dict(zip(words[1::2], words[2::2], strict=True))
+        if self.interrupts_at == len(self.asked):
+            raise KeyboardInterrupt
+        self.asked.append(words)
+        mode = given.get("--mode", "")
+        if mode in self.fails:
+            return Ended(1, "", "Traceback ...\nuneven: rank 1 was killed")
+        if words[0] == "efficiency":
+            return Ended(0, json.dumps({"efficiency": 0.9}), "")
+        epochs, data = int(given["--epochs"]), given.get("--data", "mnist")
+        asked = {flag[2:].replace("-", "_"): int(value) if value.isdigit() else value for flag, value in given.items()}
+        make_run(self.out, given["--model"], mode, int(given["--seed"]), 0.9, epochs=epochs, data=data, asked=asked)
+        return Ended(0, "{}", "")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(module, "run_uneven", machine.run)
+    return machine
+
+
+def order(machine: Machine, **changes: Any) -> SweepOrder:
+    given: dict[str, Any] = {"models": ("lenet",), "modes": ("solo-0", "cpu-async"), "seeds": 2, "out": machine.out}
+    return SweepOrder(**{**given, **changes})
+
+
+def quiet(*_: Any) -> None:
+    pass
+
+
+def test_every_mode_that_the_devices_allow_and_the_others_with_the_reason() -> None:
+    cells, skipped = plan_sweep(SweepOrder(models=("lenet",), seeds=2))
+    assert [(cell.mode, cell.seed) for cell in cells] == [
+        *(("solo-0", 0), ("solo-0", 1), ("solo-1", 0), ("sync", 0), ("sync", 1)),
+        *((f"cpu-{policy}", seed) for policy in ("sync", "balanced", "cadence", "async") for seed in (0, 1)),
+        *(("torch-ddp", 0), ("torch-ddp", 1)),
+    ]
+    assert {one.mode: one.reason for one in skipped}["nccl-async"] == "NCCL joins CUDA devices only"
+    mixed = {one.mode: one.reason for one in plan_sweep(SweepOrder(models=("lenet",), devices="cuda:0,cpu"))[1]}
+    assert "GPU and a CPU" in mixed["torch-ddp"]
+
+
+def test_a_simulated_slow_device_alone_runs_for_its_speed_only() -> None:
+    cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7))
+    (slow,) = cells
+    assert "--epochs 1" in " ".join(slow.arguments)
+    real, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7, devices="cpu,cpu"))
+    assert len(real) == 5
+    assert "--epochs 7" in " ".join(real[0].arguments)
+
+
+def test_a_global_batch_is_for_the_exact_modes_and_ddp() -> None:
+    wanted = ("solo-0", "sync", "cpu-balanced", "cpu-async", "torch-ddp")
+    cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=wanted, seeds=1, global_batch_size=64))
+    told = {cell.mode: " ".join(cell.arguments) for cell in cells}
+    assert "--global-batch-size 64" in told["sync"]
+    assert "--global-batch-size 64" in told["cpu-balanced"]
+    assert "--batch-size 32" in told["torch-ddp"]
+    assert "batch-size" not in told["cpu-async"]
+    assert "batch-size" not in told["solo-0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ("lenett",)}, "unknown model 'lenett'"),
+        ({"modes": ("cpu-fast",)}, "unknown mode 'cpu-fast'"),
+        ({"modes": ("solo-2",)}, "there are 2 devices"),
+        ({"modes": ("nccl-async",)}, "NCCL joins CUDA devices only"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_sweep(SweepOrder(**{"models": ("lenet",), **changes}))
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(machine: Machine) -> None:
+    machine.interrupts_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        sweep(order(machine), quiet)
+    machine.interrupts_at = None
+    again = sweep(order(machine), quiet)
+    assert again.kept == ["lenet solo-0 seed 0", "lenet solo-0 seed 1"]
+    assert again.done == ["lenet cpu-async seed 0", "lenet cpu-async seed 1"]
+    assert len(machine.asked) == 4, "each run once"
+    assert sweep(order(machine), quiet).done == []
+
+
+def test_a_failing_run_is_recorded_and_the_sweep_goes_on(machine: Machine) -> None:
+    machine.fails = {"solo-0"}
+    outcome = sweep(order(machine, seeds=1), quiet)
+    assert outcome.failed == {"lenet solo-0 seed 0": "rank 1 was killed"}
+    assert outcome.done == ["lenet cpu-async seed 0"]
+    record = json.loads((machine.out / "lenet" / "solo-0" / "seed-0" / FAILURE).read_text())
+    assert record["exit_code"] == 1
+    assert "Traceback" in record["stderr"]
+
+
+def test_kept_runs_of_other_settings_are_refused(machine: Machine) -> None:
+    sweep(order(machine, seeds=1, epochs=3), quiet)
+    for changes, message in [
+        ({"epochs": 4}, "holds a run with epochs 3, this sweep has 4"),
+        ({"samples": 100}, "samples None, this sweep has 100"),
+        ({"batch_size": 32}, "batch_size 64, this sweep has 32"),
+        ({"devices": "cpu,cpu"}, "devices 'cpu,cpu@0.4', this sweep has 'cpu,cpu'"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            sweep(order(machine, **{"seeds": 1, "epochs": 3, **changes}), quiet)
+    assert sweep(order(machine, seeds=1, epochs=3), quiet).done == []
+    assert sweep(order(machine, seeds=1, epochs=3, batch_size=64), quiet).done == [], "the model's own, said aloud"
+
+
+def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> None:
+    sweep(order(machine, has_efficiency=True), quiet)
+    measured = [words for words in machine.asked if words[0] == "efficiency"]
+    (words,) = measured
+    assert words[words.index("--policy") + 1] == "async"
+    assert json.loads((machine.out / "lenet" / "cpu-async" / "efficiency.json").read_text()) == {"efficiency": 0.9}
+    sweep(order(machine, has_efficiency=True), quiet)
+    assert sum(words[0] == "efficiency" for words in machine.asked) == 1

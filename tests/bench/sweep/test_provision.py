@@ -1,0 +1,57 @@
+from typing import Any
+
+import pytest
+
+from uneven.bench.sweep import provision
+from uneven.bench.sweep.plan import SweepOrder, plan_sweep
+from uneven.bench.sweep.provision import provide
+from uneven.data.datasets import Presence
+from uneven.data.progress import Event
+from uneven.errors import MachineError
+
+
+class Shelf:
+    """Stands for the data on this machine and what the network has."""
+
+    def __init__(self, here: set[str], to_be_had: set[str]) -> None:
+        self.here, self.to_be_had, self.said = here, to_be_had, list[str]()
+
+    def presence(self) -> list[Presence]:
+        return [Presence(name, name, "free", 1, True, ()) for name in self.here]
+
+    def get(self, name: str, progress: Any) -> None:
+        progress(Event(f"getting {name}"))
+        progress(Event(name, 1, 2))
+        if name not in self.to_be_had:
+            raise MachineError(f"cannot get {name}")
+        self.here.add(name)
+
+
+def provided(monkeypatch: pytest.MonkeyPatch, shelf: Shelf, order: SweepOrder) -> SweepOrder:
+    monkeypatch.setattr(provision, "datasets", shelf)
+    return provide(order, shelf.said.append)
+
+
+def test_what_is_missing_is_got_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf({"mnist-mini"}, {"shakespeare"})
+    order = SweepOrder(is_quick=True)
+    assert provided(monkeypatch, shelf, order) == order
+    assert shelf.here == {"mnist-mini", "shakespeare"}
+    assert shelf.said == ["getting shakespeare"]
+
+
+def test_a_quick_sweep_takes_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf({"mnist-mini"}, {"shakespeare-plays"})
+    order = provided(monkeypatch, shelf, SweepOrder(is_quick=True))
+    assert {cell.model: cell.data for cell in plan_sweep(order)[0]} == {
+        "lenet": "mnist-mini",
+        "gpt-nano": "shakespeare-plays",
+    }
+    assert shelf.said[-1] == "shakespeare-plays takes the place of shakespeare"
+
+
+def test_a_full_sweep_says_what_it_cannot_get_and_keeps_to_its_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf({"mnist"}, {"shakespeare-plays"})
+    order = SweepOrder(models=("lenet", "gpt-nano"))
+    assert provided(monkeypatch, shelf, order) == order
+    assert shelf.said[-1] == "cannot get shakespeare"

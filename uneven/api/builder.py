@@ -1,0 +1,62 @@
+"""The builder: `Ddp.builder(...)` collects a task and its settings, `run()` checks them and starts.
+
+`fit` is the same in one call. The methods of single settings are in api/settings.py, made from the fields of RunConfig.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from uneven.api.settings import SettingMethods
+from uneven.config import EvalStep, Evaluation, Task, TrainStep, resolve
+from uneven.errors import InputError
+from uneven.launch.context import command_line_settings
+from uneven.launch.run import Run, launch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Builder(SettingMethods):
+    """Life cycle: made from the factories, filled by its methods in any order, `run()` at the end.
+
+    Nothing is checked and nothing starts before `run()`, which may be called again for another run.
+    """
+
+    def __init__(self, make_model: Any, make_optimizer: Any, train_step: TrainStep) -> None:
+        super().__init__()
+        self._factories = (make_model, make_optimizer, train_step)
+        self._dataset: Any = None
+        self._make_scheduler: Callable[..., Any] | None = None
+        self._evaluation: Evaluation | None = None
+        self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
+
+    def dataset(self, dataset: Any) -> "Self":
+        """The training set: a TensorData, a TensorDataset or any map-style data set."""
+        self._dataset = dataset
+        return self
+
+    def scheduler(self, make_scheduler: Callable[..., Any]) -> "Self":
+        """make_scheduler(optimizer) or make_scheduler(optimizer, total_steps) -> a torch scheduler."""
+        self._make_scheduler = make_scheduler
+        return self
+
+    def evaluate(
+        self, test_set: Any, eval_step: EvalStep, every: str | int = "epoch", batch_size: int | None = None
+    ) -> "Self":
+        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time."""
+        epochs = 1 if every == "epoch" else every
+        if not isinstance(epochs, int) or epochs < 1:
+            raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
+        self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
+        return self
+
+    def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
+        """callback(entry) after every epoch, with its loss, speed and metrics; an exception in it ends the run."""
+        self._on_epoch.append(callback)
+        return self
+
+    def run(self) -> Run:
+        """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
+        task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
+        config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
+        return launch(task, config, on_epoch=self._on_epoch)

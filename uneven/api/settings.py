@@ -1,0 +1,200 @@
+"""The settings as users type them: `Settings` for the keywords of `fit`, `SettingMethods` for the builder.
+
+Written by tools/settings.py from the fields of RunConfig; edit those instead. Values are checked when the run starts.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from uneven.config import (
+    Activations,
+    Backend,
+    Compile,
+    LRScale,
+    OptimizerState,
+    Policy,
+    Precision,
+    Progress,
+    Strategy,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+
+class Settings(TypedDict, total=False):
+    """How to train; all have defaults but batch_size and epochs. See docs/settings.md."""
+
+    batch_size: int
+    epochs: int
+    num_epochs: int
+    policy: Policy
+    devices: str
+    backend: Backend
+    seed: int
+    accumulate: int
+    global_batch_size: int | None
+    shares: Sequence[float] | None
+    strategy: Strategy | None
+    memory_shares: Sequence[float] | None
+    memory_cap: int | Sequence[int] | None
+    bucket_mb: float | None
+    activations: Activations
+    sync_batchnorm: bool
+    max_grad_norm: float | None
+    lr_scale: float | LRScale | None
+    anchor: int | None
+    max_anchor: int | None
+    overhead_target: float | None
+    divergence_threshold: float | None
+    max_staleness: int | None
+    optimizer_state: OptimizerState | None
+    verify: bool
+    precision: Precision
+    compile: Compile
+    num_workers: int
+    checkpoint_every: int | None
+    out: str | Path | None
+    replay: str | Path | None
+    progress: Progress
+
+
+class SettingMethods:
+    """The builder's methods of single settings. Each notes its value and returns the builder."""
+
+    def __init__(self) -> None:
+        self._settings: Settings = {}
+
+    def settings(self, **settings: "Unpack[Settings]") -> "Self":
+        """Several settings at once, under the names of `fit`."""
+        self._settings.update(settings)
+        return self
+
+    def batch_size(self, batch_size: int) -> "Self":
+        """Samples per device and micro-batch."""
+        return self.settings(batch_size=batch_size)
+
+    def epochs(self, epochs: int) -> "Self":
+        """Passes over the data; each trains every sample exactly once."""
+        return self.settings(epochs=epochs)
+
+    def num_epochs(self, num_epochs: int) -> "Self":
+        """The same as `epochs`."""
+        return self.settings(epochs=num_epochs)
+
+    def policy(self, policy: Policy) -> "Self":
+        """Sum gradients in every step (sync, balanced) or average params in rounds (cadence, async)."""
+        return self.settings(policy=policy)
+
+    def devices(self, devices: str) -> "Self":
+        """Where to train, as in cuda:0,cpu or cpu,cpu@0.4; auto: every usable CUDA device, else the CPU."""
+        return self.settings(devices=devices)
+
+    def backend(self, backend: Backend) -> "Self":
+        """How ranks communicate: NCCL between CUDA devices, or Gloo through host memory (cpu)."""
+        return self.settings(backend=backend)
+
+    def seed(self, seed: int) -> "Self":
+        """Seed of weights, sample order, augmentation and dropout."""
+        return self.settings(seed=seed)
+
+    def accumulate(self, accumulate: int) -> "Self":
+        """Micro-batches per optimizer step."""
+        return self.settings(accumulate=accumulate)
+
+    def global_batch_size(self, global_batch_size: int | None) -> "Self":
+        """Samples per optimizer step of all devices together."""
+        return self.settings(global_batch_size=global_batch_size)
+
+    def shares(self, shares: Sequence[float] | None) -> "Self":
+        """Fixed shares of the samples, one number per device, as in 5,2; with balanced and cadence."""
+        return self.settings(shares=shares)
+
+    def strategy(self, strategy: Strategy | None) -> "Self":
+        """What a device holds: everything (ddp-flat, ddp-bucketed), or shards of state, gradients, params, layers."""
+        return self.settings(strategy=strategy)
+
+    def memory_shares(self, memory_shares: Sequence[float] | None) -> "Self":
+        """How a strategy divides its bytes, one number per device, as in 15,6."""
+        return self.settings(memory_shares=memory_shares)
+
+    def memory_cap(self, memory_cap: int | Sequence[int] | None) -> "Self":
+        """Samples a device may hold at once: one number for all devices, or one per device, as in 64,16."""
+        return self.settings(memory_cap=memory_cap)
+
+    def bucket_mb(self, bucket_mb: float | None) -> "Self":
+        """Size of a gradient bucket in MB."""
+        return self.settings(bucket_mb=bucket_mb)
+
+    def activations(self, activations: Activations) -> "Self":
+        """What forward keeps for backward: all, none (recompute), on the host (offload); auto: by memory."""
+        return self.settings(activations=activations)
+
+    def sync_batchnorm(self, sync_batchnorm: bool = True) -> "Self":
+        """Normalise BatchNorm over the samples of all devices (sync, balanced)."""
+        return self.settings(sync_batchnorm=sync_batchnorm)
+
+    def max_grad_norm(self, max_grad_norm: float | None) -> "Self":
+        """Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async."""
+        return self.settings(max_grad_norm=max_grad_norm)
+
+    def lr_scale(self, lr_scale: float | LRScale | None) -> "Self":
+        """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""
+        return self.settings(lr_scale=lr_scale)
+
+    def anchor(self, anchor: int | None) -> "Self":
+        """Batches of the slowest device between two averages, at the start."""
+        return self.settings(anchor=anchor)
+
+    def max_anchor(self, max_anchor: int | None) -> "Self":
+        """Upper limit of the anchor, which grows to keep rounds cheap."""
+        return self.settings(max_anchor=max_anchor)
+
+    def overhead_target(self, overhead_target: float | None) -> "Self":
+        """Share of the time that rounds may cost."""
+        return self.settings(overhead_target=overhead_target)
+
+    def divergence_threshold(self, divergence_threshold: float | None) -> "Self":
+        """Relative distance of a replica from the average above which the anchor is held back."""
+        return self.settings(divergence_threshold=divergence_threshold)
+
+    def max_staleness(self, max_staleness: int | None) -> "Self":
+        """Batches a device may train while an average is under way."""
+        return self.settings(max_staleness=max_staleness)
+
+    def optimizer_state(self, optimizer_state: OptimizerState | None) -> "Self":
+        """Keep each device's own optimizer state, or average it with the params."""
+        return self.settings(optimizer_state=optimizer_state)
+
+    def verify(self, verify: bool = True) -> "Self":
+        """Compare checksums at every stage of an average, and replicas at the end."""
+        return self.settings(verify=verify)
+
+    def precision(self, precision: Precision) -> "Self":
+        """Number format of forward and backward; auto: what all devices compute natively."""
+        return self.settings(precision=precision)
+
+    def compile(self, compile: Compile) -> "Self":
+        """Use torch.compile (default), one CUDA graph per step (graph), or neither (off)."""
+        return self.settings(compile=compile)
+
+    def num_workers(self, num_workers: int) -> "Self":
+        """DataLoader processes per device, for data sets that are not tensors."""
+        return self.settings(num_workers=num_workers)
+
+    def checkpoint_every(self, checkpoint_every: int | None) -> "Self":
+        """Save the state every N epochs, under out."""
+        return self.settings(checkpoint_every=checkpoint_every)
+
+    def out(self, out: str | Path | None) -> "Self":
+        """Folder for state and timeline; an older run there is moved aside."""
+        return self.settings(out=out)
+
+    def replay(self, replay: str | Path | None) -> "Self":
+        """Folder of a finished run, which is repeated by its log."""
+        return self.settings(replay=replay)
+
+    def progress(self, progress: Progress) -> "Self":
+        """Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."""
+        return self.settings(progress=progress)

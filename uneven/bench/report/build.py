@@ -1,0 +1,337 @@
+"""What a folder of runs says: per model and mode quality over seeds, speed, efficiency, and where the time went.
+
+Arithmetic on finished runs, as plain data; report_markdown.py and report_page.py turn it into texts. A figure that was
+not measured is None. Runs over NCCL on one GPU take turns, so they count for quality only. Quality is a mean over
+seeds, speed a median: a run that shared the machine with others is slower, not worse.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.bench import models
+from uneven.bench.interval import interval
+from uneven.bench.models.recipe import Recipe
+from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_json, read_runs
+from uneven.bench.single.modes import OWN_LOOP, TOGETHER
+from uneven.errors import InputError
+from uneven.files import folder_error, write_atomically
+from uneven.hardware.device import parse_device
+from uneven.hardware.yardstick import ddp_bound, gap
+from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
+from uneven.timeline.trips import trips_of
+
+VERSION = 1
+MARGIN = {"accuracy": 0.004, "loss": 0.05}  # how much worse than solo a mode may be and still be as good
+NEAR = 0.99  # a target that solo surely passes: this share of its accuracy, or a loss that much larger
+OUTSIDE = "outside training"
+RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode of a model, over its seeds."""
+
+    mode: str
+    seeds: int
+    batch: str  # samples a step, as in "64", "2 x 64" or "64 in all"
+    is_for_speed: bool  # a simulated device alone: its quality is that of another run
+    has_speed: bool  # ranks that take turns on one GPU say nothing about speed
+    quality: float | None
+    quality_half: float | None  # 95 % interval; None with one seed
+    vs_published: float | None
+    train_s: float | None  # median over seeds, as all that is about speed
+    samples_per_s: float | None
+    speedup: float | None  # over the fastest device alone
+    efficiency: float | None
+    efficiency_half: float | None  # None: an estimate from runs one after the other
+    efficiency_pairs: int | None
+    efficiency_batch: int | None  # samples per device and step that the pairs were measured with
+    rounds: int | None
+    transfer_ms: float | None  # mean of a round
+    wait_ms: float | None
+    utilisation: dict[str, float] = field(default_factory=dict)  # device -> time-weighted mean of its computing
+    idle_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds, all devices, mean over seeds
+    sample_shares: list[float] = field(default_factory=list)  # by device, mean over seeds
+    anchor: float | None = None  # of the last window, mean over seeds
+    peak_memory_bytes: int | None = None
+    target_s: float | None = None  # training until the target, of the seeds that reached it
+    target_seeds: int = 0
+    target_is_bound: bool = False  # the first evaluation of a run met it: it may have been met long before
+    passed: float | None = None  # the best quality on the way, mean over seeds, where the end is worse by the margin
+    loss_gap: float | None = None  # of the training loss to solo's after equal samples
+    trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
+    folders: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    model: str
+    title: str
+    metric: str
+    higher_is_better: bool
+    published: float | None
+    source: str | None
+    recipe_epochs: int  # in which the published figure is reached
+    settings: dict[str, Any]  # data, epochs and devices of its runs
+    gap: float | None
+    sync_bound: float | None  # what equal batches could reach at most, of the sum of the solos
+    target: float | None
+    rows: list[Row]
+    best: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    version: int
+    root: str
+    hardware: list[dict[str, Any]]
+    models: list[ModelReport]
+    failed: list[dict[str, str]]  # folder, reason
+    skipped: dict[str, str]  # mode -> why the hardware did not allow it
+    commands: list[str]  # that made the runs, as far as a sweep left word
+    rule: str = RULE
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build_report(root: Path) -> Report:
+    """The report of a folder; InputError where it holds no finished run."""
+    records, broken = read_runs(root)
+    if not records:
+        reasons = "".join(f"\n  {one.folder}: {one.reason}" for one in broken)
+        raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'{reasons}")
+    names = [name for name in models.NAMES if any(record.model == name for record in records)]
+    unknown = [BrokenRun(r.folder, f"unknown model {r.model!r}") for r in records if r.model not in models.NAMES]
+    return Report(
+        VERSION,
+        str(root),
+        _hardware(records),
+        [_model(name, [record for record in records if record.model == name], root) for name in names],
+        [{"folder": str(one.folder), "reason": one.reason} for one in (*broken, *unknown)],
+        *_told_by_sweeps(root),
+    )
+
+
+def _told_by_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
+    """The modes that sweeps into this folder left out, and their commands."""
+    found = read_json(root / SWEEP)
+    if not isinstance(found, dict):
+        return {}, []
+    return dict(found.get("skipped", {})), [*found.get("commands", []), f"uneven bench report {root}"]
+
+
+def write_report(path: Path, text: str) -> None:
+    """MachineError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise folder_error(path.parent, error) from error
+
+
+def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    found = {json.dumps(record.summary.get("machine", {}), sort_keys=True) for record in records}
+    return [json.loads(one) for one in sorted(found)]
+
+
+def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
+    recipe = models.get(name)
+    by_mode: dict[str, list[RunRecord]] = {}
+    for record in sorted(records, key=lambda one: one.seed):
+        by_mode.setdefault(record.mode, []).append(record)
+    alone = _solo_speeds(by_mode)
+    solo = by_mode.get("solo-0", [])
+    target = _target(recipe, solo)
+    rows = [_row(recipe, mode, runs, alone, solo, target, root) for mode, runs in sorted(by_mode.items(), key=_order)]
+    first = records[0].summary
+    return ModelReport(
+        model=name,
+        title=recipe.title,
+        metric=recipe.metric,
+        higher_is_better=recipe.higher_is_better,
+        published=recipe.published.value if recipe.published else None,
+        source=recipe.published.source if recipe.published else None,
+        recipe_epochs=recipe.epochs,
+        settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
+        gap=gap(alone) if alone else None,
+        sync_bound=ddp_bound(alone) if alone else None,
+        target=target,
+        rows=rows,
+        best=_best(recipe, rows),
+    )
+
+
+def _order(entry: tuple[str, Any]) -> tuple[int, str]:
+    """Each device alone, then PyTorch's DDP, then ours in the order of the modes."""
+    mode = entry[0]
+    if mode.startswith("solo-"):
+        return 0, mode
+    ours = [*OWN_LOOP, *TOGETHER]
+    return (1 if mode == "torch-ddp" else 2 + ours.index(mode) if mode in ours else 99), mode
+
+
+def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
+    """Samples/s of every device alone, in order; empty unless there are at least two and none is missing."""
+    speeds: list[float] = []
+    while f"solo-{len(speeds)}" in by_mode:
+        runs = by_mode[f"solo-{len(speeds)}"]
+        speeds.append(statistics.median(run.summary["samples_per_s"] for run in runs))
+    together = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
+    return speeds if len(speeds) >= max(2, together) else []
+
+
+def _row(
+    recipe: Recipe,
+    mode: str,
+    runs: list[RunRecord],
+    alone: list[float],
+    solo: list[RunRecord],
+    target: float | None,
+    root: Path,
+) -> Row:
+    is_for_speed = mode.startswith("solo-") and any(parse_device(d).speed < 1.0 for d in runs[0].summary["devices"])
+    has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
+    mean, half = interval([run.quality for run in runs])
+    speed = statistics.median(run.summary["samples_per_s"] for run in runs) if has_speed else None
+    seconds = statistics.median(run.summary["train_seconds"] for run in runs)
+    reached = [when for run in runs if (when := _reached(recipe, run, target)) is not None]
+    paired = _paired(root, recipe.name, mode)
+    estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
+    published = recipe.published.value if recipe.published else None
+    return Row(
+        mode=mode,
+        seeds=len(runs),
+        batch=_batch(runs[0].summary),
+        is_for_speed=is_for_speed,
+        has_speed=has_speed,
+        quality=None if is_for_speed else mean,
+        quality_half=None if is_for_speed or len(runs) < 2 else half,
+        vs_published=None if is_for_speed or published is None else mean - published,
+        train_s=None if is_for_speed or not has_speed else seconds,
+        samples_per_s=speed,
+        speedup=speed / max(alone) if speed and alone else None,
+        efficiency=(paired["efficiency"] if paired else estimate) if has_speed else None,
+        efficiency_half=paired["half_width"] if paired and has_speed else None,
+        efficiency_pairs=paired["pairs"] if paired and has_speed else None,
+        efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
+        **_times(runs),
+        sample_shares=_sample_shares(runs),
+        peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
+        target_s=statistics.median(reached) if reached and has_speed and not is_for_speed else None,
+        target_seeds=len(reached),
+        target_is_bound=any(_reached(recipe, run, target, evaluations=1) is not None for run in runs),
+        passed=None if is_for_speed else _passed(recipe, runs),
+        loss_gap=None if is_for_speed else _loss_gap(runs, solo),
+        trajectories=[] if is_for_speed else [run.metrics for run in runs],
+        folders=[str(run.folder) for run in runs],
+    )
+
+
+def _batch(summary: dict[str, Any]) -> str:
+    if summary.get("global_batch_size"):
+        return f"{summary['global_batch_size']} in all"
+    many = len(summary["devices"])
+    each = str(summary.get("batch_size", ""))
+    return f"{many} x {each}" if many > 1 and each else each
+
+
+def _sample_shares(runs: list[RunRecord]) -> list[float]:
+    found = [run.summary.get("sample_shares") or [] for run in runs]
+    return [statistics.mean(column) for column in zip(*found, strict=False)] if len(found[0]) > 1 else []
+
+
+def _times(runs: list[RunRecord]) -> dict[str, Any]:
+    """What the timelines say: rounds and their cost, computing by device, idle time by cause."""
+    timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
+    if not timelines:
+        return {"rounds": None, "transfer_ms": None, "wait_ms": None}
+    rounds = [[trip for trip in trips_of(one.events) if trip.rank == 0] for one in timelines]
+    every = [trip for one in rounds for trip in one]
+    anchors = [
+        found[-1] for one in timelines if (found := [e.fields["anchor"] for e in one.events if "anchor" in e.fields])
+    ]
+    computing: dict[str, list[float]] = {}
+    idle: dict[str, float] = {}
+    for one in timelines:
+        for lane in one.lanes:
+            computing.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
+        for causes in idle_by_cause(one).values():
+            for cause, seconds in causes.items():
+                name = OUTSIDE if cause in OFF_THE_CLOCK else cause
+                idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
+    return {
+        "rounds": round(statistics.mean(len(one) for one in rounds)) if every else None,
+        "transfer_ms": _mean([trip.cost_ms for trip in every]),
+        "wait_ms": _mean([trip.wait_ms for trip in every]),
+        "anchor": _mean(anchors),
+        "utilisation": {device: statistics.mean(found) for device, found in computing.items()},
+        "idle_s": idle,
+    }
+
+
+def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
+    """The paired measurement of this model and mode, where there is one that can be read."""
+    found = read_json(root / model / mode / "efficiency.json")
+    return found if isinstance(found, dict) and {"efficiency", "half_width", "pairs"} <= set(found) else None
+
+
+def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
+    """What every mode's training is timed to: a little less than solo's quality, which it passes before the end."""
+    if not solo:
+        return None
+    mean = statistics.mean(run.quality for run in solo)
+    return mean * NEAR if recipe.higher_is_better else mean / NEAR
+
+
+def _reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: int | None = None) -> float | None:
+    """Seconds of training when an evaluation, of so many or of all, first met the target."""
+    if target is None:
+        return None
+    for entry in [one for one in run.metrics if recipe.metric in one][:evaluations]:
+        value = entry[recipe.metric]
+        if value >= target if recipe.higher_is_better else value <= target:
+            return float(entry["train_seconds"])
+    return None
+
+
+def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
+    """The best evaluation of each run, on average, where training went on past it until the end was clearly worse."""
+    choose, sign = (max, 1.0) if recipe.higher_is_better else (min, -1.0)
+    seen = [[entry[recipe.metric] for entry in run.metrics if recipe.metric in entry] for run in runs]
+    if recipe.metric not in MARGIN or not all(seen):
+        return None
+    best = statistics.mean(choose(values) for values in seen)
+    lost = sign * (best - statistics.mean(run.quality for run in runs))
+    return best if lost > MARGIN[recipe.metric] else None
+
+
+def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:
+    """Training loss of the last epoch against solo's, where both trained as many samples."""
+    ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
+    if not all(ends) or {one["samples"] for one in ends[0]} != {one["samples"] for one in ends[1]}:
+        return None
+    mine, theirs = (statistics.mean(float(one["train_loss"]) for one in group) for group in ends)
+    return float(mine - theirs)
+
+
+def _best(recipe: Recipe, rows: list[Row]) -> str | None:
+    solo = next((row for row in rows if row.mode == "solo-0"), None)
+    if solo is None or solo.quality is None:
+        return None
+    sign = 1.0 if recipe.higher_is_better else -1.0
+    margin = MARGIN.get(recipe.metric, 0.0)
+    good = [
+        row
+        for row in rows
+        if row.quality is not None and row.samples_per_s and sign * (row.quality - solo.quality) >= -margin
+    ]
+    return max(good, key=lambda row: row.samples_per_s or 0.0).mode if good else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None

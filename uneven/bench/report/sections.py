@@ -1,0 +1,180 @@
+"""A report in words and tables, before it is Markdown or a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from uneven.bench.report.build import MARGIN, ModelReport, Report, Row
+
+IMPOSSIBLE = 1.05  # more than devices can do together, and than runs differ by chance
+NOTES = (
+    "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
+    "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
+    "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
+    "an interval stands beside it, else (~) an estimate from runs one after the other.",
+    "Busy is the share of the training time in which a device computes (a time-weighted mean); PyTorch's DDP waits for "
+    "the others inside backward, which counts as computing there. Samples: each device's share of them, in percent.",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; columns that are empty in every row are left out."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        assert all(len(row) == len(head) for row in rows), "a cell for every column"
+        kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
+        return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: list[str | Table] = field(default_factory=list)
+    model: ModelReport | None = None  # the one it is about
+
+
+def sections_of(report: Report) -> list[Section]:
+    """The report from top to end; the first section has the hardware and what the figures mean."""
+    return [
+        Section("Benchmark report", [*_hardware(report), *NOTES]),
+        *map(_model, report.models),
+        _failed(report),
+        *(
+            [Section("How to make it again", [f"$ {command}" for command in report.commands])]
+            if report.commands
+            else []
+        ),
+    ]
+
+
+def _hardware(report: Report) -> list[str]:
+    return [
+        f"{one.get('processor', 'unknown processor')}, torch {one.get('torch', '?')}, uneven {one.get('uneven', '?')}"
+        for one in report.hardware
+    ]
+
+
+def _model(model: ModelReport) -> Section:
+    settings = model.settings
+    facts = f"{settings['data']}, {settings['epochs']} epochs, {settings['precision']}, compile {settings['compile']}"
+    if settings.get("eval_samples"):
+        facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
+    published = f" Published: {_value(model, model.published)} ({model.source})." if model.source else ""
+    if published and settings["epochs"] != model.recipe_epochs:
+        published += f" The recipe, which is held against it, has {model.recipe_epochs} epochs."
+    solo = (
+        f" Measured gap of the devices {model.gap:.2f}: equal batches could reach {model.sync_bound:.0%} at most."
+        if model.gap and model.sync_bound
+        else ""
+    )
+    blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model), *_idle(model)]
+    most = max((row.efficiency or 0.0 for row in model.rows if row.efficiency_half is None), default=0.0)
+    if most > IMPOSSIBLE:
+        blocks.append(
+            f"Doubtful: ~{most:.2f} of what the devices do alone cannot be. Other programs may have had the cores "
+            "during some runs; repeat them on an idle machine, or measure by pairs (--efficiency)."
+        )
+    batches = sorted({row.efficiency_batch for row in model.rows if row.efficiency_batch is not None})
+    if batches:
+        each = " or ".join(map(str, batches))
+        blocks.append(f"Efficiency by pairs was measured with {each} samples per device and step.")
+    passed = [f"{row.mode} {_value(model, row.passed)}" for row in model.rows if row.passed is not None]
+    if passed:
+        modes = ", ".join(passed)
+        blocks.append(f"Trained too long: on the way the {model.metric} was better than at the end ({modes}).")
+    if model.best is not None:
+        margin = MARGIN.get(model.metric, 0.0)
+        blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
+    return Section(f"{model.title} ({model.model})", blocks, model)
+
+
+def _quality(model: ModelReport) -> Table:
+    target = f"s to {model.metric} {_value(model, model.target)}"
+    head = ["mode", "seeds", "batch", model.metric, "vs published", "train s", "samples/s", "speed-up", "efficiency"]
+    head += [target, "loss gap"]
+    return Table.of(head, [_quality_row(model, row) for row in model.rows])
+
+
+def _quality_row(model: ModelReport, row: Row) -> list[str]:
+    if row.is_for_speed:
+        quality = "(for its speed only)"
+    else:
+        quality = _value(model, row.quality)
+        quality += f" +- {_value(model, row.quality_half)}" if row.quality_half is not None else ""
+    reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
+    if row.target_s is not None and row.target_seeds < row.seeds:
+        reached += f" ({row.target_seeds} of {row.seeds} seeds)"
+    return [
+        row.mode,
+        str(row.seeds),
+        row.batch,
+        quality,
+        "" if row.vs_published is None else _signed(model, row.vs_published),
+        _number(row.train_s, ".1f") if row.has_speed else "(takes turns)",
+        _number(row.samples_per_s, ",.0f"),
+        _number(row.speedup, ".2f", "x"),
+        _efficiency(row),
+        reached,
+        _number(row.loss_gap, "+.4f"),
+    ]
+
+
+def _time(model: ModelReport) -> Table:
+    head = ["mode", "busy", "samples", "anchor", "rounds", "transfer ms", "wait ms", "peak memory"]
+    return Table.of(head, [_time_row(row) for row in model.rows])
+
+
+def _time_row(row: Row) -> list[str]:
+    return [
+        row.mode,
+        ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
+        ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
+        _number(row.anchor, ".0f"),
+        _number(row.rounds, ","),
+        _number(row.transfer_ms, ".2f"),
+        _number(row.wait_ms, ".2f"),
+        "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB",
+    ]
+
+
+def _idle(model: ModelReport) -> list[str | Table]:
+    """Seconds without work by cause, of all devices together; nothing where no run left its timeline."""
+    causes = sorted({cause for row in model.rows for cause in row.idle_s})
+    if not causes:
+        return []
+    rows = [[row.mode, *(_number(row.idle_s.get(cause), ".2f") for cause in causes)] for row in model.rows]
+    return ["Idle, in seconds of all devices together, mean over seeds:", Table.of(["mode", *causes], rows)]
+
+
+def _efficiency(row: Row) -> str:
+    if row.efficiency is None:
+        return ""
+    if row.efficiency_half is None:
+        return f"~{row.efficiency:.2f}"
+    return f"{row.efficiency:.3f} +- {row.efficiency_half:.3f} ({row.efficiency_pairs} pairs)"
+
+
+def _failed(report: Report) -> Section:
+    blocks: list[str | Table] = ["No run failed."]
+    if report.failed:
+        blocks = [Table.of(["run", "reason"], [[one["folder"], one["reason"]] for one in report.failed])]
+    blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]
+    return Section("What failed, and what could not be", blocks)
+
+
+def _value(model: ModelReport, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.2f} %" if model.metric == "accuracy" else f"{value:.4f}"
+
+
+def _signed(model: ModelReport, value: float) -> str:
+    return f"{100 * value:+.2f} pp" if model.metric == "accuracy" else f"{value:+.3f}"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit

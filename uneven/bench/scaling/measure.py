@@ -1,0 +1,179 @@
+"""`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, the law of it, and what compiling costs.
+
+Every rank has the same number of cores (or one GPU) whatever the number of ranks, so that the ranks are what changes.
+The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect, 1 is no gain at all. A number of ranks is predicted
+from the other numbers, for a law fitted to a point is always right about it. Runs take turns over the numbers of ranks,
+so that a machine that drifts does not favour one of them. Disturbed runs count only where there are no others; then
+their point is marked and no law is fitted, see [Note: disturbed figures] in undisturbed.py.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from uneven.bench import models
+from uneven.bench.interval import interval
+from uneven.bench.models.sets import WINDOW
+from uneven.bench.single.folders import RunRecord, read_run
+from uneven.bench.single.process import flags, run_uneven
+from uneven.config import CHOICES
+from uneven.errors import InputError, RankError
+from uneven.hardware.cores import available_cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOrder:
+    model: str = "lenet"
+    data: str | None = None
+    device: str = "cpu"  # or cuda: one GPU per rank
+    ranks: tuple[int, ...] = (1, 2)
+    policy: str = "balanced"
+    samples: int = 4096
+    batch_size: int | None = None
+    repeats: int = 3
+    compiles: tuple[str, ...] = ()  # of which the cold start is measured, on one rank
+
+
+@dataclass(frozen=True)
+class Point:
+    """So many ranks: measured over the repeats, and what the law of the other numbers of ranks says."""
+
+    ranks: int
+    per_s: float  # of the unit
+    half_width: float
+    speedup: float
+    predicted: float | None  # None where there are no others
+    is_disturbed: bool = False  # all of its runs were
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """One way to compile: the time before the first step, that step, and the mean of all steps."""
+
+    compile: str
+    before_s: float  # set-up and compilation, off the training clock
+    first_ms: float  # the first step
+    step_ms: float  # a step on average
+    break_even_steps: float | None  # until the time is won back against "off"; None where one of both was disturbed
+    is_disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class Scaling:
+    unit: str  # "tokens" for text, else "samples"
+    alpha: float | None
+    points: list[Point]
+    cold_starts: list[ColdStart]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1, **asdict(self)}
+
+
+def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:
+    """The alpha whose N / Speedup = 1 + alpha (N - 1) has the least squares; None without a number above 1."""
+    squares = sum((ranks - 1) ** 2 for ranks, _ in speedups)
+    if not squares:
+        return None
+    return sum((ranks / speedup - 1.0) * (ranks - 1) for ranks, speedup in speedups) / squares
+
+
+def predict(ranks: float, alpha: float) -> float:
+    return ranks / (1.0 + alpha * (ranks - 1))
+
+
+def measure_scaling(order: ScalingOrder, tell: Callable[[str], None]) -> Scaling:
+    """Run it all; RankError with the run's message where one fails."""
+    recipe = models.get(order.model)
+    _check(order)
+    tokens = WINDOW if recipe.data == "shakespeare" else 1
+    runs: dict[int, list[RunRecord]] = {ranks: [] for ranks in order.ranks}
+    with tempfile.TemporaryDirectory(prefix="uneven-scaling-") as home:
+        for repeat in range(order.repeats):
+            for ranks in order.ranks:
+                tell(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
+                runs[ranks].append(_run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}"))
+        cold = []
+        for compile in order.compiles:
+            tell(f"cold start, compile {compile}")
+            cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
+        starts = _cold_starts(cold)
+    return Scaling("samples" if tokens == 1 else "tokens", *_fitted(runs, tokens), starts)
+
+
+def _check(order: ScalingOrder) -> None:
+    if 1 not in order.ranks or min(order.ranks) < 1:
+        raise InputError(f"--ranks {','.join(map(str, order.ranks))} must be numbers from 1 on, with 1 among them")
+    if order.device not in ("cpu", "cuda"):
+        raise InputError(f"--device {order.device!r} must be cpu or cuda")
+    cores = len(available_cores())
+    if order.device == "cpu" and max(order.ranks) > cores:
+        raise InputError(f"--ranks {max(order.ranks)} on {cores} cores: a rank needs a core of its own")
+    unknown = [one for one in order.compiles if one not in CHOICES["compile"]]
+    if unknown:
+        raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(CHOICES['compile'])}")
+
+
+def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None, list[Point]]:
+    """The law's alpha and the points; None without two undisturbed points."""
+    means, disturbed = {}, set()
+    for ranks, records in runs.items():
+        clean = [record for record in records if not record.is_disturbed]
+        if not clean:
+            disturbed.add(ranks)
+        means[ranks] = interval([tokens * record.summary["samples_per_s"] for record in clean or records])
+    alone = means[1][0]
+    speedups = [(ranks, mean / alone) for ranks, (mean, _) in means.items()]
+    fits = [] if 1 in disturbed else [(ranks, speedup) for ranks, speedup in speedups if ranks not in disturbed]
+    points = []
+    for ranks, (mean, half) in means.items():
+        others = fit_alpha([point for point in fits if point[0] != ranks])
+        predicted = None if others is None else predict(ranks, others)
+        predicted = predicted if ranks > 1 else 1.0
+        points.append(Point(ranks, mean, half, mean / alone, predicted, ranks in disturbed or 1 in disturbed))
+    return fit_alpha(fits), points
+
+
+def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
+    """One run in a process of its own, on the cores that so many ranks have."""
+    mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
+    names = ["cpu"] * ranks if order.device == "cpu" else [f"cuda:{place}" for place in range(ranks)]
+    given = {
+        "model": order.model,
+        "mode": mode,
+        "devices": ",".join(names),
+        "data": order.data,
+        "samples": order.samples,
+        "batch_size": order.batch_size,
+        "epochs": 1,
+        "compile": compile,
+        "out": out,
+    }
+    cores = sorted(available_cores())
+    mine = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
+    ended = run_uneven(["bench", "run", *flags(given), "--json"], mine)
+    if ended.code:
+        raise RankError(f"{ranks} ranks, compile {compile}: {ended.message}")
+    record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")
+    assert isinstance(record, RunRecord), "a run that ended well left its folder"
+    return record
+
+
+def _cold_starts(found: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
+    rows: list[ColdStart] = []
+    for compile, record in found:
+        timeline = record.timeline()
+        assert timeline is not None, "the run has just written it"
+        seconds = timeline.accounts[0].seconds
+        steps = -(-record.summary["samples"] // record.summary["batch_size"])
+        step_ms = 1e3 * record.summary["train_seconds"] / steps
+        before_s = seconds["setup"] + seconds["compile"]
+        plain = next((row for row in rows if row.compile == "off"), None)
+        is_marked = record.is_disturbed or (plain is not None and plain.is_disturbed)
+        gain_ms = plain.step_ms - step_ms if plain and not is_marked else 0.0
+        even = 1e3 * (before_s - plain.before_s) / gain_ms if plain and gain_ms > 0 else None
+        first_ms = next(stop - start for state, start, stop in timeline.lanes[0].spans if state == "compute") / 1e6
+        rows.append(ColdStart(compile, before_s, first_ms, step_ms, even, record.is_disturbed))
+    return rows

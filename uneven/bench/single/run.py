@@ -1,0 +1,322 @@
+"""One benchmark run: a model in a mode, into a folder of its own.
+
+The folder holds config.json, metrics.jsonl (one line per epoch), summary.json, the trained state and the
+timeline. Quality is measured on the saved state, loaded into a fresh model, by the same function for every
+mode.
+"""
+
+import json
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import uneven
+from uneven.api.loop import check_loop
+from uneven.bench import models
+from uneven.bench.models.recipe import Recipe
+from uneven.bench.models.sets import TensorSet, load_set
+from uneven.bench.single.folders import SUMMARY_VERSION
+from uneven.bench.single.modes import Mode, resolve_mode
+from uneven.bench.undisturbed import measure_undisturbed
+from uneven.config import Evaluation, RunConfig, Task, resolve
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError, MachineError, StoppedError
+from uneven.files import folder_error, write_atomically
+from uneven.hardware.cores import pin
+from uneven.hardware.device import parse_device, parse_devices
+from uneven.hardware.inventory import usable_devices
+from uneven.launch.preflight import settle
+from uneven.launch.run import launch
+from uneven.launch.script import run_on_ranks
+from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
+from uneven.timeline.page import write_page
+from uneven.train.segment import RankResult, Worker, evaluate_alone, train_with_torch_ddp
+
+EVAL_BATCH = 1000
+NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to run; None means the recipe's own."""
+
+    model: str
+    mode: str = "solo-0"
+    devices: str | None = None  # None: the mode's own
+    data: str | None = None
+    variant: str | None = None
+    batch_size: int | None = None
+    global_batch_size: int | None = None  # of all devices together, in an exact mode
+    epochs: int | None = None
+    samples: int | None = None  # train on the first so many samples of the set
+    eval_samples: int | None = None  # evaluate on the first so many of the test set
+    seed: int = 0
+    precision: str = "fp32"
+    compile: str = "off"
+    lr_scale: float | str | None = None  # None: the policy's own rule
+    eval_every: int | None = None  # in epochs; None means every epoch, or the mode's own way
+    out: Path = Path("runs")
+    progress: str = "auto"
+    repeat_limit_s: float = 0.0  # a disturbed run that took no longer is made again once
+    time_limit_s: float | None = None  # a run that is not finished by then ends with StoppedError
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's results go."""
+        return self.out / self.model / self.mode / f"seed-{self.seed}"
+
+
+def run_single(order: Order) -> dict[str, Any]:
+    """Train, measure, write the folder; returns the summary. See [Note: disturbed figures] for a second run."""
+    mode = resolve_mode(order.mode, order.devices)
+    if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
+        given = f"compile={order.compile!r}, precision={order.precision!r}"
+        raise InputError(f"{given} with mode 'torch-ddp': PyTorch's DDP is run eagerly and in fp32; leave them out")
+    task, config = make_task(order), make_config(order, mode)
+    train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
+    summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
+    summary |= {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
+    write_summary(order.folder, summary)
+    return summary
+
+
+def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str, Any]:
+    with _confined_to(mode.cores):
+        program = _train_as_torch_ddp if mode.is_torch_ddp else None
+        run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
+        limit = threading.Timer(order.time_limit_s or threading.TIMEOUT_MAX, run.stop)
+        limit.daemon = True
+        if order.time_limit_s is not None:
+            limit.start()
+        try:
+            state = run.join()
+        finally:
+            limit.cancel()
+    if not state.finished:
+        raise StoppedError(f"not finished after {order.time_limit_s:.0f} s; the state is in {order.folder}")
+    return conclude(order, task, run.config, run.devices, state)
+
+
+def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
+    """The program of a rank process in mode torch-ddp."""
+    del folder
+    return train_with_torch_ddp(worker)
+
+
+def make_task(order: Order) -> Task:
+    """What the order trains, with its data loaded; InputError where they do not fit."""
+    recipe = models.get(order.model)
+    make_model = _model_of(recipe, order.variant)
+    data = load_set(order.data or recipe.data)
+    _check_fit(recipe, order.data or recipe.data, data)
+    test = data.test if order.eval_samples is None else _first(data.test, order.eval_samples, "--eval-samples")
+    if data.vocabulary is not None:
+        make_model = partial(make_model, data.vocabulary)
+    return Task(
+        make_model,
+        recipe.make_optimizer,
+        recipe.train_step,
+        data.train if order.samples is None else _first(data.train, order.samples),
+        recipe.make_scheduler,
+        Evaluation(test, recipe.eval_step, 1 if order.eval_every is None else order.eval_every, EVAL_BATCH),
+    )
+
+
+def make_config(order: Order, mode: Mode) -> RunConfig:
+    recipe = models.get(order.model)
+    return resolve(
+        {
+            "batch_size": recipe.batch_size if order.batch_size is None else order.batch_size,
+            "global_batch_size": order.global_batch_size,
+            "epochs": recipe.epochs if order.epochs is None else order.epochs,
+            "devices": str(usable_devices()[0]) if mode.devices == "auto" else mode.devices,  # a solo mode: one of them
+            "policy": mode.policy,
+            "backend": mode.backend,
+            "seed": order.seed,
+            "precision": order.precision,
+            "compile": order.compile,
+            "lr_scale": order.lr_scale,
+            "out": order.folder,
+            "progress": order.progress,
+        }
+    )
+
+
+def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
+    """bench/own_loop.py as `uneven run` would start it; its first rank writes the folder, which is read here."""
+    if order.eval_every is not None:
+        raise InputError(
+            f"--eval-every {order.eval_every} with mode {order.mode!r}: a loop of one's own is evaluated once, after "
+            f"training; leave it out, or use mode 'cpu-{config.policy}'"
+        )
+    devices = parse_devices(config.devices)
+    settle(config, devices)
+    check_loop(config, len(devices))
+    reporter = Reporter("off" if order.progress == "off" else "lines")
+    record = json.dumps({**vars(order), "out": str(order.out)})
+    run_on_ranks(Path(__file__).with_name("own_loop.py"), [record], devices, reporter)
+    summary: dict[str, Any] = json.loads((order.folder / "summary.json").read_text())
+    return summary
+
+
+def conclude(
+    order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState
+) -> dict[str, Any]:
+    """Measure what was trained and complete its folder; returns the summary."""
+    assert task.evaluation is not None, "every recipe is evaluated"
+    recipe = models.get(order.model)
+    device = torch.device(parse_device(devices[0]).torch_name)
+    quality = measure_quality(state, recipe, task.make_model, task.evaluation.dataset, device)
+    summary = _summary(order, recipe, config, devices, state, quality)
+    _write_page(order.folder, state, summary)
+    _write(order.folder, config, state, summary)
+    return summary
+
+
+def measure_quality(
+    state: TrainedState, recipe: Recipe, make_model: Callable[[], Any], test: TensorData, device: torch.device
+) -> dict[str, float]:
+    """The metrics of a trained state, in fp32, on the whole test set."""
+    model = state.load_into(make_model()).to(device)
+    return evaluate_alone(model, recipe.eval_step, test, device, EVAL_BATCH)
+
+
+def _summary(
+    order: Order,
+    recipe: Recipe,
+    config: RunConfig,
+    devices: Sequence[str],
+    state: TrainedState,
+    quality: dict[str, float],
+) -> dict[str, Any]:
+    assert state.timeline is not None, "a joined run has a timeline"
+    account = max(state.timeline.accounts, key=lambda one: one.training_s)
+    return {
+        "version": SUMMARY_VERSION,
+        "model": order.model,
+        "variant": order.variant,
+        "mode": order.mode,
+        "data": order.data or recipe.data,
+        "devices": list(devices),
+        "seed": order.seed,
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "global_batch_size": config.global_batch_size,
+        "precision": config.precision,
+        "compile": config.compile,
+        "lr_scale": config.lr_scale,
+        "eval_samples": order.eval_samples,
+        "asked": {name: value for name, value in vars(order).items() if name not in NOT_ASKED},
+        "metric": recipe.metric,
+        "quality": quality,
+        "published": recipe.published.value if recipe.published else None,
+        "samples": state.samples,
+        "train_seconds": account.training_s,
+        "samples_per_s": state.samples / account.training_s,
+        "wall_seconds": account.wall_s,
+        "shares": account.shares,
+        "sample_shares": [sum(n for _, _, n in log) / max(1, state.samples) for log in state.log],
+        "backend": config.backend if len(devices) > 1 else None,
+        "peak_memory_bytes": _peak_memory(state),
+        "machine": {
+            "processor": _processor(devices[0]),
+            "torch": torch.__version__,
+            "uneven": uneven.__version__,
+        },
+    }
+
+
+def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[str, Any]) -> None:
+    metrics = "".join(json.dumps(entry) + "\n" for entry in state.history)
+    try:
+        write_atomically(folder / "config.json", json.dumps(config.to_json(), indent=1).encode())
+        write_atomically(folder / "metrics.jsonl", metrics.encode())
+    except OSError as error:
+        raise folder_error(folder, error) from error
+    write_summary(folder, summary)  # last: a folder with a summary is a finished run
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    try:
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
+    except OSError as error:
+        raise folder_error(folder, error) from error
+
+
+def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> None:
+    assert state.timeline is not None, "a joined run has a timeline"
+    metric = summary["metric"]
+    facts = {
+        "data": f"{summary['data']}, {summary['epochs']} epochs",
+        "devices": ", ".join(summary["devices"]),
+        metric: f"{summary['quality'][metric]:.4f}",
+        "training": f"{summary['train_seconds']:.1f} s, {summary['samples_per_s']:,.0f} samples/s",
+        "machine": f"{summary['machine']['processor']}, torch {summary['machine']['torch']}",
+    }
+    title = f"{summary['model']} {summary['mode']}, seed {summary['seed']}"
+    # Without bokeh, which is an extra, a run has everything but its page.
+    with suppress(MachineError):
+        write_page(folder / "timeline.html", state.timeline, state.history, title, facts)
+
+
+@contextmanager
+def _confined_to(cores: Sequence[int]) -> Iterator[None]:
+    """This process as the rank it stands for, on these cores alone; afterwards on all it had, for the next run."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    threads = torch.get_num_threads()
+    pin(cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        pin(before)
+        torch.set_num_threads(threads)
+
+
+def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:
+    if variant is None:
+        return recipe.make_model
+    known = recipe.variants or {}
+    if variant not in known:
+        allowed = ", ".join(known) or "none"
+        raise InputError(f"unknown variant {variant!r} of {recipe.name}: it has {allowed}")
+    return known[variant]
+
+
+def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
+    fitting = {"mnist": "28x28", "cifar10": "32x32", "shakespeare": "text"}[recipe.data]
+    if data.kind != fitting:
+        raise InputError(f"{recipe.name} is made for {recipe.data} ({fitting}), not for {name} ({data.kind})")
+
+
+def _first(data: TensorData, samples: int, flag: str = "--samples") -> TensorData:
+    if samples < 1:
+        raise InputError(f"{flag} {samples} must be at least 1 (the set has {len(data):,})")
+    return data.first(samples)
+
+
+def _peak_memory(state: TrainedState) -> int:
+    """The most that any rank held: of its device's memory on CUDA, of the machine's on a CPU."""
+    assert state.timeline is not None, "a joined run has a timeline"
+    on_devices = [event.fields["peak_bytes"] for event in state.timeline.events if event.kind == "memory"]
+    return max([*on_devices, *(sample.process_bytes for sample in state.timeline.samples if not on_devices)], default=0)
+
+
+def _processor(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(parse_device(device).torch_name)
+    from uneven.hardware.system import read_system
+
+    return read_system().cpu.model or platform.machine()

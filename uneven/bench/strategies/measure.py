@@ -1,0 +1,195 @@
+"""`uneven bench strategies`: what every strategy holds, sends and takes, ours and PyTorch's. Fresh processes for each.
+
+The first row trains the same model in one process; all others are held against what it learned.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.bench.interval import interval
+from uneven.bench.models import gpt
+from uneven.bench.strategies.memory import BY_LAYERS, CUT, Held
+from uneven.bench.strategies.rank_processes import run_ranks
+from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, RowTask, reference_of
+from uneven.errors import InputError, RankError
+from uneven.hardware.cores import CorePlan, assign_cores, available_cores
+from uneven.hardware.device import parse_device, parse_devices
+from uneven.hardware.preflight import check_device
+from uneven.policy.apportion import check_shares
+
+LEAST_STEPS = 3  # of which two warm up
+MUONS = {MUON, MUON_ALONE}  # in bf16, which takes an old CPU many seconds a step: few steps, and none in a quick run
+# Muon makes its steps in bf16: there one process that merely takes its batch in four parts drifts by 1.1e-2.
+MOST_DRIFT = {DENSE: 1e-4, MUON_ALONE: 5e-2}
+PAIRS = (("ddp-bucketed", "torch-ddp"), ("zero1", "torch-zero1"), ("fsdp", "torch-fsdp"))
+AS_FAST = 0.97  # the lower end of the interval of "at least as fast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategiesOrder:
+    model: str = "gpt"
+    device: str = "cpu"  # all ranks on it
+    ranks: int = 4
+    shares: tuple[float, ...] | None = None
+    steps: int = 6
+    only: tuple[str, ...] | None = None  # None: all, but a quick one leaves out Muon
+    is_quick: bool = False
+    pairs: int = 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy; `ranks` has what each rank found, `cause` why there is nothing."""
+
+    name: str
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    cause: str | None = None
+    loss_difference: float = math.nan
+
+    @property
+    def largest(self) -> dict[str, Any]:
+        """What the rank that holds most found."""
+        return max(self.ranks, key=lambda one: Held(**one["held"]).total)
+
+    @property
+    def is_in_sync(self) -> bool:
+        """Params that all ranks hold are the same to the bit, and the model is what one rank alone would have."""
+        drift: float = self.ranks[0]["drift"]
+        return not any(one["unequal"] for one in self.ranks) and drift <= MOST_DRIFT[reference_of(self.name)]
+
+    @property
+    def is_good(self) -> bool:
+        return self.cause is None and self.is_in_sync
+
+    @property
+    def summary(self) -> str:
+        held, slowest = Held(**self.largest["held"]).total, max(one["seconds"] for one in self.ranks)
+        return f"{held / 1e6:.1f} MB held, {1e3 * slowest:.0f} ms a step, {'' if self.is_in_sync else 'NOT '}in sync"
+
+    @property
+    def is_cut(self) -> bool:
+        return self.name in CUT or self.name in BY_LAYERS
+
+    def parts(self) -> list[float]:
+        """Of the bytes that the strategy cuts, each rank's part."""
+        held = [Held(**{**one["held"], "other": 0}).total - one["uncut"] for one in self.ranks]
+        return [one / sum(held) for one in held]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Seconds per step of two strategies in turn; a ratio above 1 says that ours is faster."""
+
+    ours: str
+    theirs: str
+    our_s: list[float]
+    their_s: list[float]
+
+    def interval(self) -> tuple[float, float]:
+        return interval([b / a for a, b in zip(self.our_s, self.their_s, strict=True)])
+
+    @property
+    def is_as_fast(self) -> bool:
+        mean, half = self.interval()
+        return mean - half > AS_FAST
+
+
+def measure_strategies(order: StrategiesOrder, tell: Callable[[str], None]) -> list[Row]:
+    """All rows, one after the other; one that fails says why, and the others go on."""
+    _check(order)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
+        names = _rows(order)
+        for number, name in enumerate(names, 1):
+            tell(f"row {number} of {len(names)}: {name}")
+            try:
+                found = run_ranks(_task(order, name, Path(home)), Path(home) / name)
+            except RankError as error:
+                rows.append(Row(name, cause=str(error)))
+                tell(f"  failed: {error}")
+                continue
+            alone = next((row for row in rows if row.name == reference_of(name) and row.cause is None), None)
+            expected = found[0]["losses"][-1] if alone is None else alone.ranks[0]["losses"][-1]
+            rows.append(Row(name, found, loss_difference=found[0]["losses"][-1] - expected))
+            tell(f"  {rows[-1].summary}")
+    return rows
+
+
+def measure_pairs(order: StrategiesOrder, tell: Callable[[str], None]) -> list[Paired]:
+    """Ours against PyTorch's; RankError where one cannot be trained."""
+    _check(order)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
+        for ours, theirs in PAIRS:
+            if order.only is not None and not {ours, theirs} & set(order.only):
+                continue
+            tell(f"{ours} and {theirs} in turn")
+            task = _task(order, ours, Path(home), against=theirs)
+            first = run_ranks(task, Path(home) / ours)[0]
+            found.append(Paired(ours, theirs, first["ours"], first["theirs"]))
+    return found
+
+
+def rows_to_json(order: StrategiesOrder, rows: Sequence[Row]) -> dict[str, Any]:
+    return {"version": 1, "order": asdict(order), "rows": [{**asdict(row), "is_good": row.is_good} for row in rows]}
+
+
+def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> dict[str, Any]:
+    told = [{**asdict(one), "interval": one.interval(), "is_as_fast": one.is_as_fast} for one in pairs]
+    return {"version": 1, "order": asdict(order), "pairs": told}
+
+
+def _rows(order: StrategiesOrder) -> list[str]:
+    """In their order; a row brings the one it is held against along."""
+    chosen = set(ROWS if order.only is None else order.only)
+    if order.only is None and order.is_quick:
+        chosen -= MUONS
+    chosen |= {reference_of(name) for name in chosen}
+    return [name for name in ROWS if name in chosen]
+
+
+def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = None) -> RowTask:
+    ranks = 1 if name in ALONE else order.ranks
+    plan = _cores(ranks)
+    return RowTask(
+        row=name,
+        model=order.model,
+        ranks=ranks,
+        shares=None if order.shares is None or name in ALONE else list(order.shares),
+        steps=LEAST_STEPS if name in MUONS else order.steps,
+        device=order.device,
+        cores=[list(one) for one in plan.cores],
+        threads=list(plan.threads),
+        home=str(home),
+        against=against,
+        pairs=order.pairs,
+    )
+
+
+def _cores(ranks: int) -> CorePlan:
+    """As for CPU ranks: those that share a GPU need the host, too."""
+    return assign_cores(parse_devices(["cpu"] * ranks), available_cores())
+
+
+def _check(order: StrategiesOrder) -> None:
+    gpt.size_of(order.model)
+    if not 1 < order.ranks <= BATCH:
+        raise InputError(f"--nproc {order.ranks} must be from 2 to {BATCH}, the samples of a batch")
+    if order.steps < LEAST_STEPS:
+        raise InputError(f"--steps {order.steps} must be at least {LEAST_STEPS}: the first two do not count")
+    if order.shares is not None:
+        try:
+            check_shares(order.shares)
+        except ValueError as error:
+            raise InputError(f"--shares: {error}") from None
+    unknown = [name for name in order.only or () if name not in ROWS]
+    if unknown:
+        raise InputError(f"--only {unknown[0]!r} must be of {', '.join(ROWS)}")
+    device = parse_device(order.device)
+    if device.speed != 1.0 or device.percent is not None:
+        raise InputError(f"--device {order.device!r} must be cpu or a whole GPU, as in cuda:0")
+    check_device(device)

@@ -1,0 +1,43 @@
+"""Speeds that are known to be disturbed or not: what every benchmark measures with.
+
+[Note: disturbed figures] The interference of other programs is sampled over every measured span (see
+hardware/interference.py). A disturbed span is measured again once; where it is disturbed again, its figure carries a
+mark and a footnote, in JSON `is_disturbed` and `interference`, and no sentence is derived from it: no best mode, no
+speed-up, no "as fast as". On a two-core virtual machine with 27 % stolen time the demo once concluded from such a
+figure that PyTorch's DDP did 0.04x of one device; a second run was 13 times faster.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from uneven.hardware.interference import Interference, measure_interference
+
+T = TypeVar("T")
+
+MARK = "*"
+FOOTNOTE = f"{MARK} disturbed: other programs took CPU time from this measurement; compare nothing with this figure"
+REPEAT_LIMIT_S = 60.0  # a longer span is marked at once: measuring it again would cost more than the mark
+
+
+def measure_undisturbed(measure: Callable[[], T], repeat_limit_s: float = REPEAT_LIMIT_S) -> tuple[T, Interference]:
+    """What `measure` returns, and the interference over it; once more where that was disturbed and short enough."""
+    value, interference = _measure_once(measure)
+    if interference.is_disturbed and interference.seconds <= repeat_limit_s:
+        value, interference = _measure_once(measure)
+    return value, interference
+
+
+def _measure_once(measure: Callable[[], T]) -> tuple[T, Interference]:
+    with measure_interference() as span:
+        value = measure()
+    return value, span.interference
+
+
+def is_disturbed(record: Mapping[str, Any]) -> bool:
+    """Whether a summary or another JSON record is marked; records from before the mark was known are not."""
+    return bool(record.get("is_disturbed", False))
+
+
+def mark(text: str, is_marked: bool) -> str:
+    """A cell of a table; empty ones need no mark."""
+    return f"{text}{MARK}" if is_marked and text else text

@@ -1,0 +1,333 @@
+"""The settings of a run: one frozen dataclass, checked before anything starts, printed once and saved with the run.
+
+`resolve` makes it from what the user wrote (`fit`, `Ddp.builder`, `Ddp.setup`) and what the command line of
+`uneven run` was given, which takes precedence. Invariant: a RunConfig that exists can be run; a value that cannot
+work, or a setting that would be ignored, is an InputError here and not a surprise in the middle of training.
+Each field is the only place where its setting is declared: see [Note: one list of settings] in setting.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from uneven.config.setting import about, check_names, settings_of
+from uneven.errors import InputError
+
+Policy = Literal["sync", "balanced", "cadence", "async"]
+Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero2", "fsdp", "tensor", "sequence"]
+Backend = Literal["auto", "nccl", "cpu"]
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
+Compile = Literal["off", "default", "graph"]
+Activations = Literal["keep", "recompute", "offload", "auto"]
+LRScale = Literal["auto", "linear", "sqrt"]
+OptimizerState = Literal["keep", "average"]
+Progress = Literal["auto", "bar", "lines", "off"]
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
+LOCAL_POLICIES: tuple[Policy, ...] = ("cadence", "async")  # step by themselves and average params in rounds
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+REPLICATED: tuple[Strategy, ...] = ("ddp-flat", "ddp-bucketed", "zero1")  # the whole model on every device
+MODEL_PARALLEL: tuple[Strategy, ...] = ("tensor", "sequence")  # all devices work on the same samples
+SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", *MODEL_PARALLEL)  # devices hold shards of something
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The checked settings of one run. Immutable; `dataclasses.replace` checks again."""
+
+    batch_size: int = field(metadata=about("Samples per device and micro-batch.", least=1))
+    epochs: int = field(
+        metadata=about("Passes over the data; each trains every sample exactly once.", least=1, alias="num_epochs")
+    )
+    policy: Policy = field(
+        default="balanced",
+        metadata=about("Sum gradients in every step (sync, balanced) or average params in rounds (cadence, async)."),
+    )
+    devices: str = field(
+        default="auto",
+        metadata=about(
+            "Where to train, as in cuda:0,cpu or cpu,cpu@0.4; auto: every usable CUDA device, else the CPU."
+        ),
+    )
+    backend: Backend = field(
+        default="auto",
+        metadata=about("How ranks communicate: NCCL between CUDA devices, or Gloo through host memory (cpu)."),
+    )
+    seed: int = field(default=0, metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0))
+    accumulate: int = field(default=1, metadata=about("Micro-batches per optimizer step.", least=1))
+    global_batch_size: int | None = field(
+        default=None,
+        metadata=about(
+            "Samples per optimizer step of all devices together.",
+            least=1,
+            policies=EXACT_POLICIES,
+            why_not="there every device steps by itself on batch_size samples; leave it out, or use policy='balanced'",
+            default="batch_size x accumulate x devices",
+        ),
+    )
+    shares: tuple[float, ...] | None = field(
+        default=None,
+        metadata=about(
+            "Fixed shares of the samples, one number per device, as in 5,2; with balanced and cadence.",
+            default="by measured speed",
+        ),
+    )
+    strategy: Strategy | None = field(
+        default=None,
+        metadata=about(
+            "What a device holds: everything (ddp-flat, ddp-bucketed), or shards of state, gradients, params, layers.",
+            policies=EXACT_POLICIES,
+            why_not="there every device trains a replica of its own; use policy='balanced' or 'sync', or leave the "
+            "strategy out",
+            default="as ddp-bucketed",
+        ),
+    )
+    memory_shares: tuple[float, ...] | None = field(
+        default=None,
+        metadata=about(
+            "How a strategy divides its bytes, one number per device, as in 15,6.",
+            policies=EXACT_POLICIES,
+            default="by the devices' memory",
+        ),
+    )
+    memory_cap: int | tuple[int, ...] | None = field(
+        default=None,
+        metadata=about(
+            "Samples a device may hold at once: one number for all devices, or one per device, as in 64,16.",
+            least=1,
+            policies=EXACT_POLICIES,
+            why_not="there every device holds batch_size samples at once, whatever its speed, and the cap would be "
+            "ignored; leave it out and make batch_size smaller",
+            default="balanced probes CUDA devices",
+        ),
+    )
+    bucket_mb: float | None = field(
+        default=None,
+        metadata=about("Size of a gradient bucket in MB.", policies=EXACT_POLICIES, default="chosen by the strategy"),
+    )
+    activations: Activations = field(
+        default="keep",
+        metadata=about(
+            "What forward keeps for backward: all, none (recompute), on the host (offload); auto: by memory."
+        ),
+    )
+    sync_batchnorm: bool = field(
+        default=False, metadata=about("Normalise BatchNorm over the samples of all devices (sync, balanced).")
+    )
+    max_grad_norm: float | None = field(
+        default=None,
+        metadata=about(
+            "Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async.",
+            default="no clipping",
+        ),
+    )
+    lr_scale: float | LRScale | None = field(
+        default=None,
+        metadata=about(
+            "Multiplies every learning rate: a number, or by the effective number of devices (auto: linear).",
+            default="1, with cadence and async auto",
+        ),
+    )
+    anchor: int | None = field(
+        default=None,
+        metadata=about(
+            "Batches of the slowest device between two averages, at the start.",
+            least=1,
+            policies=LOCAL_POLICIES,
+            default="10",
+        ),
+    )
+    max_anchor: int | None = field(
+        default=None,
+        metadata=about(
+            "Upper limit of the anchor, which grows to keep rounds cheap.",
+            least=1,
+            policies=LOCAL_POLICIES,
+            default="200",
+        ),
+    )
+    overhead_target: float | None = field(
+        default=None,
+        metadata=about(
+            "Share of the time that rounds may cost.",
+            below=1,
+            policies=LOCAL_POLICIES,
+            default="0.03",
+        ),
+    )
+    divergence_threshold: float | None = field(
+        default=None,
+        metadata=about(
+            "Relative distance of a replica from the average above which the anchor is held back.",
+            policies=LOCAL_POLICIES,
+            default="0.05",
+        ),
+    )
+    max_staleness: int | None = field(
+        default=None,
+        metadata=about(
+            "Batches a device may train while an average is under way.",
+            least=1,
+            policies=("async",),
+            default="twice its batches per window",
+        ),
+    )
+    optimizer_state: OptimizerState | None = field(
+        default=None,
+        metadata=about(
+            "Keep each device's own optimizer state, or average it with the params.",
+            policies=LOCAL_POLICIES,
+            default="keep",
+        ),
+    )
+    verify: bool = field(
+        default=False,
+        metadata=about(
+            "Compare checksums at every stage of an average, and replicas at the end.", policies=LOCAL_POLICIES
+        ),
+    )
+    precision: Precision = field(
+        default="fp32",
+        metadata=about("Number format of forward and backward; auto: what all devices compute natively."),
+    )
+    compile: Compile = field(
+        default="off", metadata=about("Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
+    )
+    num_workers: int = field(
+        default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
+    )
+    checkpoint_every: int | None = field(
+        default=None, metadata=about("Save the state every N epochs, under out.", least=1, default="at the end alone")
+    )
+    out: Path | None = field(
+        default=None,
+        metadata=about(
+            "Folder for state and timeline; an older run there is moved aside.", default="nothing is written"
+        ),
+    )
+    replay: Path | None = field(
+        default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
+    )
+    progress: Progress = field(
+        default="auto",
+        metadata=about("Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."),
+    )
+
+    def __post_init__(self) -> None:
+        for name, setting in settings_of(RunConfig).items():
+            setting.check(getattr(self, name))
+        for name, setting in settings_of(RunConfig).items():
+            setting.check_policy(getattr(self, name), self.policy)
+        if self.checkpoint_every is not None and self.out is None:
+            raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
+        if self.replay is not None and self.shares is not None:
+            raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
+        if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
+            raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
+        self._check_strategy()
+
+    def _check_strategy(self) -> None:
+        """InputError for settings that do not go with what the strategy divides among devices."""
+        name = self.strategy
+        if self.memory_shares is not None and name not in SHARDED:
+            raise InputError(
+                f"memory_shares={self.memory_shares!r} divides the bytes of a strategy, and strategy={name!r} has "
+                f"nothing to divide; use one of {', '.join(SHARDED)}, or leave it out"
+            )
+        if self.compile == "graph" and name in SHARDED:
+            raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
+        if name is not None and not self.is_replicated:
+            self._check_sharded_model(name)
+
+    def _check_sharded_model(self, name: str) -> None:
+        """InputError for settings that need the whole model on every device."""
+        same_samples = "devices train the same samples together; leave it out"
+        reasons = {
+            "precision": (self.precision == "fp16", "the loss scaler needs whole gradients; use 'bf16'"),
+            "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
+            "compile": (self.compile != "off", "params are gathered and freed while the model computes; use 'off'"),
+            "shares": (self.is_model_parallel and self.shares is not None, same_samples),
+            "memory_cap": (self.is_model_parallel and self.memory_cap is not None, same_samples),
+        }
+        for setting, (is_given, reason) in reasons.items():
+            if is_given:
+                raise InputError(f"{setting}={getattr(self, setting)!r} with strategy={name!r}: {reason}")
+
+    def slot_size(self, ranks: int) -> int:
+        """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""
+        per_rank = self.batch_size * self.accumulate
+        return per_rank if self.is_local else self.global_batch_size or per_rank * ranks
+
+    def caps(self, ranks: int) -> tuple[float, ...]:
+        """How many samples each rank may hold at once, as far as memory_cap limits it."""
+        cap = self.memory_cap
+        if cap is None or isinstance(cap, int):
+            return (float("inf") if cap is None else cap,) * ranks
+        if len(cap) != ranks:
+            raise InputError(f"memory_cap={cap!r} has {len(cap)} entries for {ranks} devices; pass one per device")
+        return cap
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks step by themselves and average params in rounds, instead of summing gradients."""
+        return self.policy in LOCAL_POLICIES
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole model."""
+        return self.strategy is None or self.strategy in REPLICATED
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether all devices train the same samples, each its part of the layers."""
+        return self.strategy in MODEL_PARALLEL
+
+    @property
+    def has_fixed_shares(self) -> bool:
+        """Whether the shares are known beforehand, so that nothing has to be measured."""
+        return self.shares is not None or self.replay is not None
+
+    def evaluates(self, epoch: int, every: int) -> bool:
+        """Whether an evaluation every so many epochs is due at the end of this one; the last is always evaluated."""
+        return epoch + 1 == self.epochs or (epoch + 1) % every == 0
+
+    def checkpoints(self, epoch: int) -> bool:
+        """Whether the state is saved after this epoch; after the last it is the result."""
+        every = self.checkpoint_every
+        return every is not None and epoch + 1 != self.epochs and (epoch + 1) % every == 0
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        cap = self.memory_cap
+        # A list, as it is read back from a file, so that the two compare.
+        return {**values, "memory_cap": list(cap) if isinstance(cap, tuple) else cap}
+
+
+CHOICES = {name: setting.choices for name, setting in settings_of(RunConfig).items() if setting.choices}
+_ALIASES = {setting.alias: name for name, setting in settings_of(RunConfig).items() if setting.alias is not None}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check an incomplete set of settings: InputError for an unknown name or an impossible value.
+
+    `uneven run` calls this before it starts a rank; what depends on the script is checked in `resolve`.
+    """
+    known = settings_of(RunConfig)
+    given = {_ALIASES.get(name, name): value for name, value in settings.items()}
+    check_names(given, known)
+    for name, value in given.items():
+        known[name].check(known[name].convert(value))
+
+
+def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+    """Settings as the user wrote them -> a checked RunConfig; `overrides` (the command line) take precedence."""
+    known = settings_of(RunConfig)
+    given = {_ALIASES.get(name, name): value for name, value in {**settings, **overrides}.items()}
+    check_names(given, known)
+    for name, setting in known.items():
+        if setting.is_required and name not in given:
+            raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
+    return RunConfig(**{name: known[name].convert(value) for name, value in given.items()})

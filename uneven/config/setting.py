@@ -1,0 +1,183 @@
+"""How a field of RunConfig describes itself as a setting, and the checks that follow from the description.
+
+A field is written as `field(default=..., metadata=about("help", least=1))`; `settings_of(RunConfig)` reads the fields
+back as `Setting` records. [Note: one list of settings] Everything else is made from these records: the flags of
+`uneven run` (cli/run.py), the types and builder methods in api/settings.py, the table of docs/settings.md (both
+written by tools/settings.py) and the checks of names, choices and ranges. tests/test_settings.py compares them.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from uneven.errors import InputError
+
+
+def about(
+    help: str,
+    *,
+    least: int | None = None,
+    below: float | None = None,
+    policies: tuple[str, ...] | None = None,
+    why_not: str | None = None,
+    default: str | None = None,
+    alias: str | None = None,
+) -> dict[str, Any]:
+    """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
+
+    `least` is the smallest whole number allowed, `below` the bound of a number above 0. `policies` are those the
+    setting belongs to (None: all); `why_not` explains a refusal with another one. `default` describes what None means.
+    """
+    return {
+        "help": help,
+        "least": least,
+        "below": below,
+        "policies": policies,
+        "why_not": why_not,
+        "default_text": default,
+        "alias": alias,
+    }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: a field of RunConfig with its type, default and description. Immutable."""
+
+    name: str
+    type: Any
+    default: Any  # MISSING where it must be given
+    help: str
+    least: int | None
+    below: float | None
+    policies: tuple[str, ...] | None
+    why_not: str | None
+    default_text: str | None
+    alias: str | None
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The types of a union, without None."""
+        is_union = get_origin(self.type) in (Union, UnionType)  # Literal[...] | None is a Union, int | None a UnionType
+        parts = get_args(self.type) if is_union else (self.type,)
+        return tuple(part for part in parts if part is not type(None))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are allowed; empty where it is no choice."""
+        return tuple(word for member in self.members if _is_literal(member) for word in get_args(member))
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may be one value per device."""
+        return any(_is_tuple(member) for member in self.members)
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, in words."""
+        phrases = []
+        if int in self.members:
+            phrases.append(f"a whole number of at least {self.least}")
+        if float in self.members:
+            phrases.append("a number above 0" + (f" and below {self.below:g}" if self.below is not None else ""))
+        if bool in self.members:
+            phrases.append("True or False")
+        if self.choices:
+            phrases.append(f"one of {', '.join(self.choices)}")
+        if self.is_list:
+            phrases.append(
+                "one such number per device" if phrases else "numbers of at least 0, one per device, not all 0"
+            )
+        separator = ", or " if self.is_list else " or "
+        return separator.join(phrases) or ("a path" if Path in self.members else "text, as in 'cuda:0,cpu'")
+
+    def convert(self, value: Any) -> Any:
+        """A value as the user wrote it -> as RunConfig holds it; one that cannot be converted is left to `check`."""
+        if Path in self.members and isinstance(value, str | PathLike):
+            return Path(value)
+        if not self.is_list or isinstance(value, str) or not isinstance(value, Iterable):
+            return value
+        entries = tuple(value)
+        if tuple[float, ...] in self.members:
+            with suppress(TypeError, ValueError):  # a type of numpy's or torch's becomes a plain number
+                return tuple(float(entry) for entry in entries)
+        return entries
+
+    def check(self, value: Any) -> None:
+        """InputError with the allowed range where the value cannot be right, whatever the other settings are."""
+        if value is None and type(None) in get_args(self.type):
+            return
+        if not any(self._accepts(member, value) for member in self.members):
+            raise InputError(f"{self.name}={value!r} must be {self.allowed}")
+
+    def check_policy(self, value: Any, policy: str) -> None:
+        """InputError where the setting is given and does not belong to the policy: it would be ignored."""
+        if self.policies is None or policy in self.policies or value is None or value == self.default:
+            return
+        names = self.policies
+        owner = f"policy={names[0]!r}" if len(names) == 1 else f"the policies {' and '.join(names)}"
+        reason = self.why_not or f"it belongs to {owner} and would be ignored; leave it out"
+        raise InputError(f"{self.name}={value!r} with policy={policy!r}: {reason}")
+
+    def _accepts(self, member: Any, value: Any) -> bool:
+        if _is_literal(member):
+            return isinstance(value, str) and value in get_args(member)
+        if member is int:
+            return _is_whole(value) and value >= (self.least or 0)
+        if member is float:
+            upper = float("inf") if self.below is None else self.below
+            return _is_number(value) and 0 < value < upper
+        if member == tuple[int, ...]:
+            return isinstance(value, tuple) and value != () and all(self._accepts(int, entry) for entry in value)
+        if member == tuple[float, ...]:
+            is_plain = isinstance(value, tuple) and value != () and all(_is_number(entry) for entry in value)
+            return is_plain and min(value) >= 0 and 0 < sum(value) < float("inf")
+        return isinstance(value, member)
+
+
+@cache
+def settings_of(config: type) -> dict[str, Setting]:
+    """The settings that a dataclass declares by `about(...)`, by name, in the order they are written in."""
+    hints = get_type_hints(config)
+    return {
+        field.name: Setting(name=field.name, type=hints[field.name], default=field.default, **field.metadata)
+        for field in fields(config)
+    }
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Setting]) -> None:
+    """InputError for a name that is no setting, with the nearest one that is."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
+            raise InputError(f"unknown setting {name!r}; {hint}")
+
+
+def _is_literal(member: Any) -> bool:
+    return get_origin(member) is Literal
+
+
+def _is_tuple(member: Any) -> bool:
+    return get_origin(member) is tuple
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

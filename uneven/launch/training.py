@@ -1,0 +1,81 @@
+"""One run as one rank: make the worker, train, collect everybody's results. The same for every kind of process.
+
+Called by launch/run.py (a process alone, or a script's rank), launch/rank.py (a rank process of `fit`) and, for its
+collection, api/loop.py. Results travel over the group, never through files: every rank then holds the same state,
+which was checked to have trained every sample exactly once. Only a rank process writes it to a folder, for `fit`.
+"""
+
+import json
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.config import RunConfig, Task
+from uneven.hardware.device import Device
+from uneven.launch.context import ProcessContext
+from uneven.policy.axis import Axis
+from uneven.results.state import TrainedState, proved
+from uneven.timeline.timeline import Timeline
+from uneven.train.rank_info import RankResult, Report
+from uneven.train.worker import Worker
+
+# (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.
+Program = Callable[[Worker, Path], RankResult | None]
+
+
+def train_as_rank(
+    context: ProcessContext,
+    task: Task,
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    stop: threading.Event,
+    report: Report,
+    run: Callable[[Worker], RankResult | None] = Worker.train,
+) -> TrainedState | None:
+    """Train this rank's part on the calling thread; the state of the whole run, or None where `run` has no result.
+
+    The caller begins and ends the run. A rank process that failed must not end it: closing a group may wait for the
+    other ranks, and the error has to be reported first.
+    """
+    worker = context.make_worker(task, config, devices, stop, report)
+    result = run(worker)
+    return None if result is None else collect(worker.group, result, worker.axis)
+
+
+def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
+    """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
+    if group.world_size == 1:
+        return proved(result.state, axis, [result.log], [result.rounds], [result.timeline])
+    own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
+    packed = zlib.compress(json.dumps(own).encode(), level=1)
+    records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
+    logs = [_parts(record["log"]) for record in records]
+    rounds = [_rounds(record["rounds"]) for record in records]
+    return proved(result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records])
+
+
+def write_state(state: TrainedState, folder: Path) -> None:
+    """A collected state for another process of this machine; written by the first rank, read by the launcher."""
+    assert state.timeline is not None, "collected with its timeline"
+    state.save(folder)
+    (folder / "timeline.json").write_text(json.dumps(state.timeline.to_json()))
+
+
+def read_state(folder: Path) -> TrainedState:
+    """What `write_state` wrote, log and timeline included."""
+    log = json.loads((folder / "log.json").read_text())
+    timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
+    logs, rounds = [_parts(parts) for parts in log["ranks"]], [_rounds(rows) for rows in log["rounds"]]
+    return replace(TrainedState.load(folder), folder=None, timeline=timeline, log=logs, rounds=rounds)
+
+
+def _parts(rows: list[list[int]]) -> list[tuple[int, int, int]]:
+    return [(slot, first, samples) for slot, first, samples in rows]
+
+
+def _rounds(rows: list[list[float]]) -> list[tuple[int, int, int, float]]:
+    return [(int(due), int(entered), int(merged), scale) for due, entered, merged, scale in rows]
