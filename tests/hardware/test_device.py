@@ -52,7 +52,7 @@ def test_accepted(text: str, device: Device, canonical: str, torch_name: str) ->
         ("cpu@1.5", "above 0 and at most 1"),
         ("cpu@1e999", "above 0 and at most 1"),
         ("cpu:1", "a cpu has no index"),
-        ("cpu%50", "for a slower cpu say cpu@SPEED, as in cpu@0.5"),
+        ("cpu%50", "a slower cpu is cpu@SPEED, as in cpu@0.5"),
         ("cuda%0", "1 to 100"),
         ("cuda%101", "1 to 100"),
         ("cuda%1.5", "%PERCENT (1 to 100)"),

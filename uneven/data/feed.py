@@ -150,7 +150,7 @@ class LoaderFeed:
         while (batch := self._next(batches)) is not _END:
             part = asked.popleft()
             rest = [self._next(batches) for _ in part.sizes[1:]]
-            moved = [_move(one, self._device) for one in (batch, *rest)]
+            moved = [_move(value, self._device) for value in (batch, *rest)]
             yield part, list(zip(moved, part.sizes, strict=False))  # an empty part has one batch, None
 
     def open(self, inputs: Inputs) -> Batch:
@@ -159,9 +159,9 @@ class LoaderFeed:
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
         indices = range(len(self._dataset))[first:stop]
         plan = [indices[start : start + self._batch_size] for start in range(0, len(indices), self._batch_size)]
-        batches = iter(self._loader([(index, None) for index in one] for one in plan))
-        for one in plan:
-            yield _move(self._next(batches), self._device), len(one)
+        batches = iter(self._loader([(index, None) for index in indices] for indices in plan))
+        for indices in plan:
+            yield _move(self._next(batches), self._device), len(indices)
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
         # Reading samples in this process must not disturb the training's own random numbers (dropout).

@@ -48,7 +48,7 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
     """The log of the run in `folder`; InputError where this run is another one."""
     record = _read(folder)
     _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
-    rounds = [[Round(*one) for one in log] for log in record.get("rounds", [])]
+    rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
     was_local = any(rounds)
     kinds = ("an exact policy", "a local policy")
     way_out = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
@@ -77,9 +77,9 @@ def _prove_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, in
     if len(rounds) != len(parts):
         raise RuntimeError(f"{len(rounds)} ranks have rounds and {len(parts)} have slots")
     for rank, (log, trained) in enumerate(zip(rounds, parts, strict=True)):
-        if [(one.due, one.scale) for one in log] != [(one.due, one.scale) for one in rounds[0]]:
+        if [(entry.due, entry.scale) for entry in log] != [(entry.due, entry.scale) for entry in rounds[0]]:
             raise RuntimeError(f"rank {rank} has other rounds than rank 0")
-        places = [place for one in log for place in (one.entered, one.merged)]
+        places = [place for entry in log for place in (entry.entered, entry.merged)]
         if places != sorted(places) or places[-1] != len(trained):
             raise RuntimeError(f"rank {rank}'s rounds do not lie between its {len(trained)} slots")
 

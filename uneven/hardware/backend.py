@@ -1,4 +1,4 @@
-"""By which road ranks sum and average: NCCL between CUDA devices, or Gloo through host memory."""
+"""Which backend ranks sum and average with: NCCL between CUDA devices, or Gloo through host memory."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def choose_backend(
     if asked == "nccl":
         if why_not is not None:
             raise InputError(f"backend='nccl' with devices={names!r}: {why_not}; use backend='cpu' or 'auto'")
-        crowd = ": two ranks share a GPU and take turns, right for tests and no gain in speed"
+        crowd = ": two ranks share a GPU and take turns, fine for tests but no gain in speed"
         return "nccl", "as asked" + (crowd if crowded else "")
     if why_not is None and crowded:
         why_not = "two ranks share a GPU"

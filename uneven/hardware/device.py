@@ -1,4 +1,4 @@
-"""The device string: what a user types to say where a rank trains.
+"""The device string, with which a user names the device of a rank.
 
 `cpu`, `cuda`, `cuda:1`; `@0.4` makes a rank slower by sleeping, `%60` takes an MPS slice of a CUDA GPU.
 Parsing looks at the text alone, never at the machine (that is preflight.check_device), so that a config
@@ -8,9 +8,11 @@ written elsewhere can be read here. Invariant: parse_device(str(device)) == devi
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from uneven.errors import InputError
 
+DeviceKind = Literal["cpu", "cuda"]
 ALLOWED = "cpu, cuda or cuda:N, with @SPEED (0 < SPEED <= 1) or, on cuda, %PERCENT (1 to 100)"
 NEXT = "run 'uneven devices' to see what this machine has"
 
@@ -29,7 +31,7 @@ def _fault(kind: str, index: int | None, speed: float, percent: int | None) -> s
     if not 0.0 < speed <= 1.0:
         return "a speed is above 0 and at most 1, as in cpu@0.4"
     if percent is not None and kind == "cpu":
-        return "a slice (%) is a CUDA MPS thing; for a slower cpu say cpu@SPEED, as in cpu@0.5"
+        return "a slice (%) needs CUDA MPS; a slower cpu is cpu@SPEED, as in cpu@0.5"
     if percent is not None and not 1 <= percent <= 100:
         return "a slice is 1 to 100 percent, as in cuda:0%60"
     if percent is not None and speed != 1.0:
@@ -41,10 +43,10 @@ def _fault(kind: str, index: int | None, speed: float, percent: int | None) -> s
 class Device:
     """Where one rank trains: a kind, a CUDA index, and at most one of a simulated speed and a slice.
 
-    A Device is always valid: whoever makes one, by parsing or by hand, gets the same checks.
+    Invariant: a Device is always valid; parsed or made by hand, it passes the same checks.
     """
 
-    kind: str
+    kind: DeviceKind
     index: int | None = None
     speed: float = 1.0
     percent: int | None = None
@@ -72,7 +74,8 @@ def parse_device(text: str) -> Device:
     match = _SHAPE.fullmatch(text)
     if match is None:
         raise InputError(f"device {text!r}: allowed is {ALLOWED}; {NEXT}")
-    kind, number = match["kind"], match["number"] or ""
+    kind: DeviceKind = "cuda" if match["kind"] == "cuda" else "cpu"
+    number = match["number"] or ""
     index = int(match["index"]) if match["index"] else (0 if kind == "cuda" else None)
     speed, percent = 1.0, None
     if match["mark"] == "@" and _NUMBER.fullmatch(number):
@@ -92,8 +95,11 @@ def parse_device(text: str) -> Device:
 
 
 def needs_ranks(devices: Sequence[Device]) -> bool:
-    """Whether processes are started for them. One device trains in the caller's own process, unless it is a slice: its
-    variables must be set before CUDA is initialised, which it may be there."""
+    """Whether rank processes are started for these devices.
+
+    One device trains in the caller's own process, unless it is a slice: its variables must be set before CUDA is
+    initialised, and in the caller's process it may be already.
+    """
     return len(devices) > 1 or devices[0].percent is not None
 
 

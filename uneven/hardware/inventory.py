@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, GpuReport
-from uneven.hardware.torchbuild import Support, TorchBuild, arch_support
+from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def why_unusable(gpu: Gpu, build: TorchBuild) -> str | None:
 
 
 def usable_devices() -> list[Device]:
-    """What 'auto' takes: every usable CUDA device, else one cpu."""
-    from uneven.hardware.torchbuild import read_torch
-
+    """The devices of 'auto': every usable CUDA device, else one cpu."""
     build = read_torch()
     visible = read_visible(build, GpuReport())
     cuda = [Device("cuda", gpu.index) for gpu in visible.gpus if why_unusable(gpu, build) is None]

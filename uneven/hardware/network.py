@@ -13,7 +13,7 @@ from pathlib import Path
 
 from uneven.hardware.cgroup import read_int, read_text
 
-# Made by containers, virtual machines and tunnels: up and with an address, but no road to another PC.
+# Made by containers, virtual machines and tunnels: up and with an address, but no connection to another machine.
 _VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)")
 
 
@@ -128,12 +128,12 @@ def likely_interface(
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if environ.get(variable):
             return environ[variable], f"{variable} says so"
-    ready = [one for one in interfaces if one.is_up and (one.v4 or one.v6)]
-    physical = [one for one in ready if one.kind == "physical"]
-    if any(one.name == route for one in physical):
+    ready = [interface for interface in interfaces if interface.is_up and (interface.v4 or interface.v6)]
+    physical = [interface for interface in ready if interface.kind == "physical"]
+    if any(interface.name == route for interface in physical):
         return route, "it has the default route"
     if physical:
-        fastest = max(physical, key=lambda one: one.speed_mbps or 0)
+        fastest = max(physical, key=lambda interface: interface.speed_mbps or 0)
         return fastest.name, "it is up and has an address"
-    loopback = next((one.name for one in ready if one.kind == "loopback"), None)
+    loopback = next((interface.name for interface in ready if interface.kind == "loopback"), None)
     return loopback, "no other is up: this machine only" if loopback else "none is up"

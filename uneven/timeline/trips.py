@@ -1,4 +1,4 @@
-"""The way of a round's average: when a rank's snapshot left, met everybody's, came back and was merged."""
+"""The rounds of each rank: when its snapshot was taken, all ranks had joined, the average was back and was merged."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
