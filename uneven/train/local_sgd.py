@@ -8,7 +8,7 @@ all ranks pass them in that order, so nothing else has to be agreed upon.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from uneven.average.background import Arrived, BackgroundAverage
+from uneven.average.background import BackgroundAverage, RoundResult
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
@@ -134,7 +134,7 @@ class LocalSGD:
 
     def average_buffers(self) -> None:
         """Float buffers were averaged in the round; integer ones take their maximum, by a collective of their own."""
-        self.buffers.take_maximum(self.group)
+        self.buffers.all_reduce_max_integers(self.group)
 
     def ratio(self) -> tuple[int, ...]:
         return self.windows.counts
@@ -191,7 +191,7 @@ class LocalSGD:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
-        losses = engine.meter.leave()
+        losses = engine.meter.pop_async()
         known = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
@@ -220,7 +220,7 @@ class LocalSGD:
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
         # Until all ranks had entered the round this was waiting; then transfer, then the merge.
-        recorder.enter("communication", min(here_ns, max(began_ns, arrived.met_ns)))
+        recorder.enter("communication", min(here_ns, max(began_ns, arrived.joined_ns)))
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
         rows = [Row(*row) for row in arrived.rows]
@@ -317,18 +317,18 @@ class LocalSGD:
         self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
         return first
 
-    def _note_costs(self, arrived: Arrived, began_ns: int, here_ns: int, now_ns: int) -> None:
+    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int) -> None:
         own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
         is_async = self.engine.config.policy == "async"
-        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.met_ns - arrived.left_ns)) / 1e6
-        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
+        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.joined_ns - arrived.snapshot_ns)) / 1e6
+        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.done_ns - arrived.joined_ns) / 1e6)
         self._costs = Row(
             transfer_ms=own_ms,
-            latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
+            latency_ms=(arrived.done_ns - arrived.snapshot_ns) / 1e6,
             divergence=arrived.divergence,
         )
-        self._delay = (here_ns - arrived.left_ns) / 1e6 * min(self.windows.speeds)
-        self._trip_ns = (arrived.left_ns, arrived.met_ns, arrived.back_ns)
+        self._delay = (here_ns - arrived.snapshot_ns) / 1e6 * min(self.windows.speeds)
+        self._trip_ns = (arrived.snapshot_ns, arrived.joined_ns, arrived.done_ns)
         self._sent_bytes = [self._sent_bytes[1], self.average.traffic.payload_bytes]
 
     def _trip(self) -> dict[str, float]:
