@@ -2,7 +2,7 @@
 
 For `uneven ...` started as a child of a benchmark: the parent holds the other end of the child's stdin and writes
 nothing. Without it the run of a killed sweep would go on beside the same run of the next sweep; held by
-tests/bench/single/test_process.py. Ranks of a run have a guard of their own, see cleanup.py.
+tests/bench/single/test_process.py. Ranks of a run watch their launcher, see cleanup.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One run as one rank: make the worker, train, collect everybody's results. The same for every kind of process.
+"""One run as one rank: make the worker, train, collect every rank's results. The same for every kind of process.
 
 Called by launch/run.py (a process alone, or a script's rank), launch/rank.py (a rank process of `fit`) and, for its
 collection, api/loop.py. Results travel over the group, never through files: every rank then holds the same state,
