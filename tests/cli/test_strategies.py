@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from uneven.bench.strategies import measure as module
-from uneven.bench.strategies.measure import Paired, Row, StrategiesOrder
+from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow
 from uneven.cli.main import app
 from uneven.errors import InputError
 
@@ -41,11 +41,11 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[StrategiesOrder]:
     """zero1 by 15:6, and a row that failed unless it was not asked for."""
     seen: list[StrategiesOrder] = []
 
-    def measured(order: StrategiesOrder, tell: Any) -> list[Row]:
+    def measured(order: StrategiesOrder, tell: Any) -> list[StrategyRow]:
         seen.append(order)
         tell("row 1 of 2: zero1")
-        rows = [Row("zero1", [rank(150), rank(60)], loss_difference=1e-7)]
-        return rows if order.only == ("zero1",) else [*rows, Row("fsdp", cause="rank 1: no [memory]")]
+        rows = [StrategyRow("zero1", [rank(150), rank(60)], loss_difference=1e-7)]
+        return rows if order.only == ("zero1",) else [*rows, StrategyRow("fsdp", cause="rank 1: no [memory]")]
 
     monkeypatch.setattr(module, "measure_strategies", measured)
     return seen
@@ -90,6 +90,20 @@ def test_pairs_are_printed_with_their_interval(monkeypatch: pytest.MonkeyPatch) 
     assert done.output.rstrip().endswith("no")
     assert (orders[0].model, orders[0].ranks, orders[0].steps) == ("gpt-medium", 2, 3)
     assert len(json.loads(call("--paired", "--json").output)["pairs"]) == 2
+
+
+def test_disturbed_times_are_marked_and_get_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Paired("fsdp", "torch-fsdp", [0.1, 0.1], [0.12, 0.12], is_disturbed=True)
+    monkeypatch.setattr(module, "measure_pairs", lambda order, tell: [pair])
+    done = call("--paired")
+    assert "1.200 +- 0.000*" in done.output
+    assert "yes" not in done.output
+    assert "* disturbed" in done.output
+    (found,) = json.loads(call("--paired", "--json").output)["pairs"]
+    assert (found["is_disturbed"], found["is_as_fast"]) == (True, None)
+    row = StrategyRow("zero1", [rank(150)], loss_difference=0.0, is_disturbed=True)
+    monkeypatch.setattr(module, "measure_strategies", lambda order, tell: [row])
+    assert "250*" in call("--quick").output
 
 
 @pytest.mark.parametrize(

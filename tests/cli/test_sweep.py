@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.bench.folders import make_run
+from uneven.bench.single.process import Ended
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
 from uneven.cli.main import app
 from uneven.errors import InputError, RankError
@@ -53,6 +54,44 @@ def test_what_is_wrong_is_told(words: tuple[object, ...], error: type[Exception]
     done = call(*words)
     assert isinstance(done.exception, error)
     assert message in str(done.exception)
+
+
+def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", lambda arguments: Ended(3, "", "uneven: no space left"))
+    monkeypatch.setattr("uneven.bench.sweep.run._is_here", lambda name, report: True)
+    done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
+    assert isinstance(done.exception, RankError)
+    assert RankError.exit_code == 1
+    assert "failed: lenet solo-0 seed 0: no space left" in done.output
+
+
+def test_a_disturbed_run_of_a_sweep_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: list[str]) -> Ended:
+        make_run(tmp_path, "lenet", "solo-0", 0, 0.9, is_disturbed=True)
+        return Ended(0, "{}", "")
+
+    monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", run)
+    monkeypatch.setattr("uneven.bench.sweep.run._is_here", lambda name, report: True)
+    done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "disturbed by other programs, its speed is marked: lenet solo-0 seed 0" in done.output
+
+
+@pytest.mark.parametrize(("code", "expected"), [(1, 1), (3, 1), (130, 130)])
+def test_policies_end_as_their_runs_did(
+    code: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(arguments: list[str]) -> Ended:
+        if code == 130:
+            raise KeyboardInterrupt
+        return Ended(code, "", "uneven: rank 1 failed")
+
+    monkeypatch.setattr("uneven.bench.policies.run_uneven", run)
+    (tmp_path / "train.py").write_text("")
+    done = call("policies", tmp_path / "train.py", "--policies", "sync", "--out", tmp_path / "out")
+    assert getattr(done.exception, "exit_code", done.exit_code) == expected
 
 
 def test_a_report_goes_to_the_screen_or_into_a_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from uneven.bench.single.folders import read_json
 from uneven.bench.single.process import flags, run_uneven
-from uneven.bench.undisturbed import measure_undisturbed
+from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import POLICIES
 from uneven.errors import InputError
 from uneven.timeline.timeline import Timeline
@@ -87,8 +87,7 @@ def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]
         if isinstance(row, str):
             trial.failed[policy] = row
         else:
-            marks = {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
-            trial.rows.append(replace(row, **marks))
+            trial.rows.append(replace(row, **to_marks(interference)))
 
 
 def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:

@@ -33,6 +33,11 @@ def _measure_once(measure: Callable[[], T]) -> tuple[T, Interference]:
     return value, span.interference
 
 
+def to_marks(interference: Interference) -> dict[str, Any]:
+    """The two fields that every record of a speed has, in JSON and in the rows of tables."""
+    return {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
+
+
 def is_disturbed(record: Mapping[str, Any]) -> bool:
     """Whether a summary or another JSON record is marked; records from before the mark was known are not."""
     return bool(record.get("is_disturbed", False))

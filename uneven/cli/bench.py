@@ -9,6 +9,21 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Train the benchmark models and measure them.")
 
+Mode = Annotated[
+    str,
+    typer.Option(
+        help="solo-N, sync (Ddp.setup and a loop of its own), cpu-POLICY, nccl-POLICY (sync, balanced, cadence, async) "
+        "or torch-ddp."
+    ),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option("--devices", "--device", help="cuda:1, cpu@0.4, or several: cpu,cpu@0.4. Default: the mode's own."),
+]
+Repeat = Annotated[
+    bool, typer.Option("--repeat/--no-repeat", help="Make a disturbed run of up to a minute again, once.")
+]
+
 
 @app.command("list")
 def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
@@ -56,19 +71,8 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
 @app.command("run")
 def run(
     model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="solo-N, sync (Ddp.setup and a loop of its own), cpu-POLICY, nccl-POLICY (sync, balanced, cadence, "
-            "async) or torch-ddp."
-        ),
-    ] = "solo-0",
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices", "--device", help="cuda:1, cpu@0.4, or several: cpu,cpu@0.4. Default: the mode's own."
-        ),
-    ] = None,
+    mode: Mode = "solo-0",
+    devices: Devices = None,
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     variant: Annotated[str | None, typer.Option(help="A variant of the model, such as option-a of resnet-20.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Of all devices together; exact modes.")] = None,
@@ -82,9 +86,7 @@ def run(
     lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto; default: the policy's.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Evaluate every N epochs; default: 1.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
-    repeat: Annotated[
-        bool, typer.Option("--repeat/--no-repeat", help="Make a disturbed run of up to a minute again, once.")
-    ] = True,
+    repeat: Repeat = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; no progress.")] = False,
 ) -> None:
     """Train one model in one mode and write its folder.

@@ -81,7 +81,7 @@ def _print(found: "Scaling") -> None:
         figures = (f"{point.per_s:,.0f}{half}", f"{point.speedup:.2f}")
         table.add_row(f"{point.ranks}", *(mark(figure, point.is_disturbed) for figure in figures), predicted, off)
     console.print(table)
-    if any(row.is_disturbed for row in (*found.points, *found.cold_starts)):
+    if any(point.is_disturbed for point in found.points) or any(row.is_disturbed for row in found.cold_starts):
         console.print(f"\n{FOOTNOTE}", markup=False)
     if found.alpha is not None:
         console.print(f"\nSpeedup = N / (1 + {found.alpha:.3f} (N - 1))")
@@ -91,8 +91,8 @@ def _print(found: "Scaling") -> None:
             starts.add_column(heading, justify="left" if heading == "compile" else "right")
         for row in found.cold_starts:
             even = "-" if row.break_even_steps is None else f"{row.break_even_steps:,.0f}"
-            figures = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")
-            starts.add_row(row.compile, *(mark(figure, row.is_disturbed) for figure in figures), even)
+            times = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")
+            starts.add_row(row.compile, *(mark(time, row.is_disturbed) for time in times), even)
         console.print()
         console.print(starts)
 

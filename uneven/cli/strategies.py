@@ -11,7 +11,7 @@ from uneven.cli.numbers import numbers
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
-    from uneven.bench.strategies.measure import Paired, Row
+    from uneven.bench.strategies.measure import Paired, StrategyRow
 
 
 def strategies(
@@ -35,10 +35,10 @@ def strategies(
     pairs: Annotated[int, typer.Option(min=2, help="With --paired: pairs of segments.")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with every rank; no progress.")] = False,
 ) -> None:
-    """What every strategy holds (and should, by the formula), sends and takes; and whether it trains what one rank
-    alone would. Fresh processes for every row. Exit code 1 where a row failed or went astray.
+    """Memory (measured and by the formula), traffic and time of every strategy, and whether it trains the same model as
+    one rank alone. Fresh processes for every row.
 
-    Examples:
+    Exit codes: 0 done, 1 a row failed or trained another model, 2 bad input, 3 this machine cannot. Examples:
 
       uneven bench strategies --quick
 
@@ -66,9 +66,9 @@ def strategies(
         pairs=pairs,
     )
 
-    def tell(what: str) -> None:
+    def tell(line: str) -> None:
         if not as_json:
-            print(what, file=sys.stderr)
+            print(line, file=sys.stderr)
 
     if paired:
         ratios = bench.measure_pairs(order, tell)
@@ -83,7 +83,7 @@ def strategies(
         raise typer.Exit(1)
 
 
-def _print_rows(rows: "Sequence[Row]", *, has_shares: bool) -> None:
+def _print_rows(rows: "Sequence[StrategyRow]", *, has_shares: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -92,6 +92,7 @@ def _print_rows(rows: "Sequence[Row]", *, has_shares: bool) -> None:
     console.print(_memory_table(good))
     console.print("\nPer step; MB sent by a rank\n")
     console.print(_step_table(good))
+    _print_footnote(console, good)
     if has_shares:
         console.print("\nOf what is cut, each rank holds\n")
         console.print(_parts_table(good))
@@ -115,7 +116,7 @@ def _mb(number: float | None, digits: int = 1) -> str:
     return "-" if number is None else f"{number / 1e6:.{digits}f}"
 
 
-def _memory_table(rows: "Sequence[Row]") -> Any:
+def _memory_table(rows: "Sequence[StrategyRow]") -> Any:
     table = _table(("", "params", "gradients", "state", "other", "all", "off", "+step", "peak", "RSS"))
     for row in rows:
         found = row.largest
@@ -134,7 +135,9 @@ def _memory_table(rows: "Sequence[Row]") -> Any:
     return table
 
 
-def _step_table(rows: "Sequence[Row]") -> Any:
+def _step_table(rows: "Sequence[StrategyRow]") -> Any:
+    from uneven.bench.undisturbed import mark
+
     table = _table(("", "wire", "payload", "ms", "loss", "off", "drift", "worst", "in sync"))
     for row in rows:
         first = row.ranks[0]
@@ -143,7 +146,7 @@ def _step_table(rows: "Sequence[Row]") -> Any:
             row.name,
             _mb(None if None in sent else max(sent)),
             _mb(None if row.name.startswith("torch-") else max(one["payload"] for one in row.ranks)),
-            f"{1e3 * max(one['seconds'] for one in row.ranks):.0f}",
+            mark(f"{1e3 * max(one['seconds'] for one in row.ranks):.0f}", row.is_disturbed),
             f"{first['losses'][-1]:.5f}",
             f"{row.loss_difference:+.1e}",
             f"{first['drift']:.1e}",
@@ -153,7 +156,7 @@ def _step_table(rows: "Sequence[Row]") -> Any:
     return table
 
 
-def _parts_table(rows: "Sequence[Row]") -> Any:
+def _parts_table(rows: "Sequence[StrategyRow]") -> Any:
     table = _table(("", *(f"rank {rank}" for rank in range(max(len(row.ranks) for row in rows)))))
     for row in rows:
         if row.is_cut:
@@ -164,18 +167,27 @@ def _parts_table(rows: "Sequence[Row]") -> Any:
 def _print_pairs(found: "Sequence[Paired]") -> None:
     from rich.console import Console
 
+    from uneven.bench.undisturbed import mark
+
     table = _table(("", "against", "ms", "its ms", "ratio", "pairs", "at least as fast"))
-    for one in found:
-        mean, half = one.interval()
-        table.add_row(
-            one.ours,
-            one.theirs,
-            f"{1e3 * sum(one.our_s) / len(one.our_s):.0f}",
-            f"{1e3 * sum(one.their_s) / len(one.their_s):.0f}",
+    for pair in found:
+        mean, half = pair.interval()
+        figures = (
+            f"{1e3 * sum(pair.our_s) / len(pair.our_s):.0f}",
+            f"{1e3 * sum(pair.their_s) / len(pair.their_s):.0f}",
             f"{mean:.3f} +- {half:.3f}",
-            f"{len(one.our_s)}",
-            "yes" if one.is_as_fast else "no",
         )
+        marked = [mark(figure, pair.is_disturbed) for figure in figures]
+        verdict = {True: "yes", False: "no", None: "-"}[pair.is_as_fast]
+        table.add_row(pair.ours, pair.theirs, *marked, f"{len(pair.our_s)}", verdict)
     console = Console(highlight=False)
     console.print("ratio: its time over ours; at least as fast: the interval lies above 0.97\n")
     console.print(table)
+    _print_footnote(console, found)
+
+
+def _print_footnote(console: Any, found: "Sequence[Paired | StrategyRow]") -> None:
+    from uneven.bench.undisturbed import FOOTNOTE
+
+    if any(measured.is_disturbed for measured in found):
+        console.print(f"\n{FOOTNOTE}", markup=False)

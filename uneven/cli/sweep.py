@@ -12,7 +12,8 @@ from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
     from uneven.bench.policies import Trial
-    from uneven.bench.sweep.plan import Outcome, SweepOrder
+    from uneven.bench.sweep.plan import SweepOrder
+    from uneven.bench.sweep.run import Outcome
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
 
@@ -51,9 +52,9 @@ def sweep(
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
-    from uneven.bench.sweep.plan import SweepOrder, find_missing, plan_sweep
-    from uneven.bench.sweep.plan import sweep as run_sweep
-    from uneven.bench.sweep.provision import provide
+    from uneven.bench.sweep.plan import SweepOrder, plan_sweep
+    from uneven.bench.sweep.run import find_missing, provide
+    from uneven.bench.sweep.run import sweep as run_sweep
 
     if quick and full:
         raise InputError("--quick and --full: choose one")
@@ -82,8 +83,8 @@ def sweep(
         print("\n".join([*lines, *(f"not   {one.mode}: {one.reason}" for one in skipped)]))
         return
     with _Bar(is_quiet=as_json) as bar:
-        order = provide(order, bar.say)
-        outcome = run_sweep(order, bar.tell)
+        order = provide(order, bar.print_line)
+        outcome = run_sweep(order, bar.show_run)
     _print_outcome(order, outcome, as_json)
     if outcome.failed:
         raise RankError(f"{len(outcome.failed)} of {len(outcome.failed) + len(outcome.done)} runs failed")
@@ -98,6 +99,8 @@ def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> No
         print(f"not run: {one.mode}: {one.reason}")
     for name, reason in outcome.failed.items():
         print(f"failed: {name}: {reason}")
+    for name in outcome.disturbed:
+        print(f"disturbed by other programs, its speed is marked: {name}")
     print(f"next: uneven bench report {order.out}")
 
 
@@ -125,10 +128,10 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
-    def tell(self, name: str, number: int, many: int, seconds: float) -> None:
+    def show_run(self, name: str, number: int, many: int, seconds: float) -> None:
         """Called before each run."""
         left = f"about {seconds / number * (many - number) / 60:.0f} min left" if number else ""
         if self._console.is_terminal:
@@ -151,7 +154,7 @@ def report(
       uneven bench report runs --out report.html
     """
     from uneven.bench.report.build import build_report, write_report
-    from uneven.bench.report.markdown import render_markdown
+    from uneven.bench.report.sections import render_markdown
 
     if out is not None and out.suffix not in (".md", ".html"):
         raise InputError(f"--out {out}: a report is .md or .html")
@@ -243,7 +246,7 @@ def policies(
 ) -> None:
     """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
 
-    The epochs given here take precedence over the script's; a loop of your own (Ddp.setup) must iterate over as many.
+    The epochs given here take precedence over the script's; a loop of your own runs over range(ddp.epochs).
 
     Examples:
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench.report.build import build_report
-from uneven.bench.report.markdown import render_markdown
 from uneven.bench.report.page import render_page
+from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
 
 
@@ -45,6 +45,32 @@ def test_rows_are_means_over_seeds_against_the_fastest_solo(tmp_path: Path) -> N
     assert rows["cpu-cadence"].target_seeds == 0
     assert fast.loss_gap == pytest.approx(0.0)
     assert model.best == "cpu-async", "cadence is faster, and worse by more than the margin"
+
+
+def test_speed_is_that_of_undisturbed_seeds(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97, 1000.0)
+    make_run(tmp_path, "lenet", "solo-0", 1, 0.97, 77.0, is_disturbed=True)
+    (model,) = build_report(tmp_path).models
+    (solo,) = model.rows
+    assert (solo.samples_per_s, solo.seeds, solo.is_disturbed) == (1000.0, 2, False)
+
+
+def test_disturbed_speeds_are_marked_and_nothing_is_derived_from_them(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97, 1000.0)
+    make_run(tmp_path, "lenet", "solo-1", 0, 0.97, 400.0, devices=["cpu@0.4"])
+    make_run(tmp_path, "lenet", "torch-ddp", 0, 0.97, 77.0, is_disturbed=True)
+    report = build_report(tmp_path)
+    (model,) = report.models
+    assert model.best is None, "the disturbed mode may be the fastest"
+    text = render_markdown(report)
+    assert "| 77\\* | 0.08x\\* | ~0.06\\* |" in text
+    assert "\\* disturbed: other programs" in text
+    assert "Best:" not in text
+    assert "77*" in render_page(report, tmp_path)
+    summary = tmp_path / "lenet" / "solo-1" / "seed-0" / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "is_disturbed": True}))
+    (model,) = build_report(tmp_path).models
+    assert (model.gap, model.sync_bound, model.is_solo_disturbed) == (None, None, True)
 
 
 def test_a_simulated_device_alone_counts_for_its_speed_only(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_two_runs_of_one_model_in_different_modes(tmp_path: Path) -> None:
     first, second = make_run(tmp_path, "lenet", "solo-0", 0, 0.9), make_run(tmp_path, "lenet", "cpu-async", 1, 0.8)
     (found,) = compare(first, second)
     assert found.mode == "solo-0 -> cpu-async"
-    assert "one pair says nothing of chance" in found.verdict
+    assert "one pair does not show chance" in found.verdict
     assert json.loads(json.dumps(found.to_json()))["quality_half"] is None
     with pytest.raises(InputError, match="compare runs of one model"):
         compare(first, make_run(tmp_path, "mlp", "solo-0", 0, 0.9))
@@ -48,10 +48,27 @@ def test_two_runs_of_one_model_in_different_modes(tmp_path: Path) -> None:
         compare(sweep(tmp_path / "a", 0.0, 1.0), sweep(tmp_path / "b", 0.0, 1.0, "mlp"))
 
 
-def efficiency(root: Path, value: float) -> None:
+def test_speeds_of_disturbed_runs_are_not_compared(tmp_path: Path) -> None:
+    first = make_run(tmp_path, "lenet", "solo-0", 0, 0.9)
+    second = make_run(tmp_path, "lenet", "solo-0", 1, 0.9, 10.0, is_disturbed=True)
+    (found,) = compare(first, second)
+    assert found.is_disturbed
+    assert found.verdict == "quality: one pair does not show chance, speed: 1 disturbed runs"
+
+
+def efficiency(root: Path, value: float, **marks: bool) -> None:
     (root / "lenet" / "cpu-async" / "efficiency.json").write_text(
-        json.dumps({"efficiency": value, "half_width": 0.01, "pairs": 30})
+        json.dumps({"efficiency": value, "half_width": 0.01, "pairs": 30, **marks})
     )
+
+
+def test_the_gate_does_not_trust_a_disturbed_efficiency(tmp_path: Path) -> None:
+    base, file = sweep(tmp_path / "base", 0.0, 1000.0), tmp_path / "baseline.json"
+    efficiency(base, 0.95)
+    write_baseline(base, file)
+    efficiency(base, 0.95, is_disturbed=True)
+    (fault,) = check(base, file)
+    assert "not measured, or disturbed" in fault
 
 
 def test_the_gate_lets_better_pass_and_names_what_is_worse(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from uneven.bench.scaling import measure as module
 from uneven.bench.scaling.measure import ScalingOrder, fit_alpha, measure_scaling, predict
 from uneven.bench.scaling.page import write_scaling_page
 from uneven.bench.single.process import Ended
-from uneven.errors import InputError, RankError
+from uneven.errors import InputError, MachineError, RankError
 
 
 def test_the_law_is_found_from_points_that_follow_it() -> None:
@@ -104,7 +104,6 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
     ("changes", "message"),
     [
         ({"ranks": (2, 4)}, "with 1 among them"),
-        ({"ranks": (1, 8)}, "8 on 4 cores"),
         ({"device": "tpu"}, "must be cpu or cuda"),
         ({"compiles": ("fast",)}, "must be of off, default, graph"),
         ({"model": "lenett"}, "unknown model"),
@@ -114,6 +113,12 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         measure_scaling(order(**changes), lambda _: None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_more_ranks_than_cores_are_more_than_this_machine_can() -> None:
+    with pytest.raises(MachineError, match="8 on 4 cores"):
+        measure_scaling(order(ranks=(1, 8)), lambda _: None)
 
 
 @pytest.mark.usefixtures("machine")

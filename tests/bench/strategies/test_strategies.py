@@ -15,11 +15,11 @@ from uneven.bench.models.gpt import SIZES, Gpt
 from uneven.bench.strategies import measure as module
 from uneven.bench.strategies import rank_processes
 from uneven.bench.strategies.live_bytes import LiveBytes
-from uneven.bench.strategies.measure import Paired, Row, StrategiesOrder, measure_strategies
+from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow, measure_strategies
 from uneven.bench.strategies.memory import Held, count, measure, predict, predict_muon, uncut
 from uneven.bench.strategies.pairs import alternate
 from uneven.bench.strategies.rank_processes import run_ranks
-from uneven.bench.strategies.task import Batches, RowTask, make_model, make_trained, step
+from uneven.bench.strategies.task import Batches, StrategyTask, make_model, make_trained, step
 from uneven.bench.strategies.wire import sent_bytes
 from uneven.config import STRATEGIES
 from uneven.errors import InputError, RankError
@@ -30,8 +30,8 @@ P = count(TINY)
 SHARES = (15.0, 6.0)
 
 
-def task(**changes: Any) -> RowTask:
-    plain = RowTask(
+def task(**changes: Any) -> StrategyTask:
+    plain = StrategyTask(
         row="ddp-bucketed",
         model="gpt-tiny",
         ranks=2,
@@ -190,7 +190,7 @@ def found(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_row_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(given: RowTask, folder: Path) -> list[dict[str, Any]]:
+    def run(given: StrategyTask, folder: Path) -> list[dict[str, Any]]:
         if given.row == "fsdp":
             raise RankError("rank 1: no memory")
         return [found() for _ in range(given.ranks)]
@@ -209,13 +209,13 @@ def test_a_row_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     ("rank", "is_good"), [(found(), True), (found(unequal=["head.weight"]), False), (found(drift=2e-4), False)]
 )
 def test_a_row_that_went_astray_is_not_good(rank: dict[str, Any], is_good: bool) -> None:
-    assert Row("ddp-flat", [found(), found()]).is_good
-    assert Row("ddp-flat", [rank, found()]).is_good is is_good
+    assert StrategyRow("ddp-flat", [found(), found()]).is_good
+    assert StrategyRow("ddp-flat", [rank, found()]).is_good is is_good
 
 
 def test_parts_are_of_what_is_cut() -> None:
     ranks = [found(held=asdict(Held(10, 10, 15)), uncut=20), found(held=asdict(Held(10, 10, 6)), uncut=20)]
-    assert Row("zero1", ranks).parts() == pytest.approx([15 / 21, 6 / 21])
+    assert StrategyRow("zero1", ranks).parts() == pytest.approx([15 / 21, 6 / 21])
 
 
 def test_which_rows_a_quick_run_has() -> None:
@@ -253,6 +253,8 @@ def test_as_fast_means_that_the_whole_interval_is() -> None:
     mean, half = steady.interval()
     assert mean == pytest.approx(1.01)
     assert steady.is_as_fast
+    disturbed = replace(steady, is_disturbed=True)
+    assert disturbed.is_as_fast is None, "nothing follows from disturbed pairs"
     noisy = Paired("fsdp", "torch-fsdp", [1.0] * 30, [0.5, 1.6] * 15)
     assert noisy.interval()[0] > 1.0
     assert not noisy.is_as_fast

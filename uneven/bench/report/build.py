@@ -1,8 +1,9 @@
-"""What a folder of runs says: per model and mode quality over seeds, speed, efficiency, and where the time went.
+"""The report of a folder of runs: per model and mode quality over seeds, speed, efficiency, and where the time went.
 
-Arithmetic on finished runs, as plain data; report_markdown.py and report_page.py turn it into texts. A figure that was
-not measured is None. Runs over NCCL on one GPU take turns, so they count for quality only. Quality is a mean over
-seeds, speed a median: a run that shared the machine with others is slower, not worse.
+Arithmetic on finished runs, as plain data; sections.py turns it into text and page.py into a page. Called by
+cli/sweep.py. A figure that was not measured is None. Runs over NCCL on one GPU take turns, so they count for quality
+only. Quality is a mean over seeds, speed a median over the undisturbed ones. Where all seeds were disturbed the speed
+is marked and no mode is called the best ([Note: disturbed figures] in undisturbed.py).
 """
 
 import json
@@ -17,6 +18,7 @@ from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_json, read_runs
 from uneven.bench.single.modes import OWN_LOOP, TOGETHER
+from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.hardware.device import parse_device
@@ -32,18 +34,20 @@ RULE = "the fastest mode whose mean quality is no worse than solo's by more than
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeReport:
     """One mode of a model, over its seeds."""
 
     mode: str
     seeds: int
     batch: str  # samples a step, as in "64", "2 x 64" or "64 in all"
     is_for_speed: bool  # a simulated device alone: its quality is that of another run
-    has_speed: bool  # ranks that take turns on one GPU say nothing about speed
+    has_speed: bool  # ranks that take turns on one GPU show no speed
+    is_disturbed: bool  # every run was: its speed is marked
+    is_efficiency_disturbed: bool
     quality: float | None
     quality_half: float | None  # 95 % interval; None with one seed
     vs_published: float | None
-    train_s: float | None  # median over seeds, as all that is about speed
+    train_s: float | None  # median over undisturbed seeds, as all that is about speed
     samples_per_s: float | None
     speedup: float | None  # over the fastest device alone
     efficiency: float | None
@@ -80,8 +84,9 @@ class ModelReport:
     gap: float | None
     sync_bound: float | None  # what equal batches could reach at most, of the sum of the solos
     target: float | None
-    rows: list[Row]
+    rows: list[ModeReport]
     best: str | None
+    is_solo_disturbed: bool = False  # the speed of a device alone: gap and bound do not follow then
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Report:
     models: list[ModelReport]
     failed: list[dict[str, str]]  # folder, reason
     skipped: dict[str, str]  # mode -> why the hardware did not allow it
-    commands: list[str]  # that made the runs, as far as a sweep left word
+    commands: list[str]  # that made the runs, as far as sweeps wrote them down
     rule: str = RULE
 
     def to_json(self) -> dict[str, Any]:
@@ -113,11 +118,11 @@ def build_report(root: Path) -> Report:
         _hardware(records),
         [_model(name, [record for record in records if record.model == name], root) for name in names],
         [{"folder": str(one.folder), "reason": one.reason} for one in (*broken, *unknown)],
-        *_told_by_sweeps(root),
+        *_read_sweeps(root),
     )
 
 
-def _told_by_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
+def _read_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
     """The modes that sweeps into this folder left out, and their commands."""
     found = read_json(root / SWEEP)
     if not isinstance(found, dict):
@@ -145,9 +150,15 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
     for record in sorted(records, key=lambda one: one.seed):
         by_mode.setdefault(record.mode, []).append(record)
     alone = _solo_speeds(by_mode)
+    is_solo_disturbed = any(
+        all(run.is_disturbed for run in runs) for mode, runs in by_mode.items() if mode.startswith("solo-")
+    )
     solo = by_mode.get("solo-0", [])
     target = _target(recipe, solo)
-    rows = [_row(recipe, mode, runs, alone, solo, target, root) for mode, runs in sorted(by_mode.items(), key=_order)]
+    rows = [
+        _row(recipe, mode, runs, alone, solo, target, root, is_solo_disturbed)
+        for mode, runs in sorted(by_mode.items(), key=_order)
+    ]
     first = records[0].summary
     return ModelReport(
         model=name,
@@ -158,11 +169,12 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         source=recipe.published.source if recipe.published else None,
         recipe_epochs=recipe.epochs,
         settings={key: first.get(key) for key in ("data", "epochs", "devices", "precision", "compile", "eval_samples")},
-        gap=gap(alone) if alone else None,
-        sync_bound=ddp_bound(alone) if alone else None,
+        gap=gap(alone) if alone and not is_solo_disturbed else None,
+        sync_bound=ddp_bound(alone) if alone and not is_solo_disturbed else None,
         target=target,
         rows=rows,
         best=_best(recipe, rows),
+        is_solo_disturbed=is_solo_disturbed,
     )
 
 
@@ -180,9 +192,14 @@ def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
     speeds: list[float] = []
     while f"solo-{len(speeds)}" in by_mode:
         runs = by_mode[f"solo-{len(speeds)}"]
-        speeds.append(statistics.median(run.summary["samples_per_s"] for run in runs))
+        speeds.append(statistics.median(run.summary["samples_per_s"] for run in _for_speed(runs)))
     together = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
     return speeds if len(speeds) >= max(2, together) else []
+
+
+def _for_speed(runs: list[RunRecord]) -> list[RunRecord]:
+    """The undisturbed runs, or all where there are none."""
+    return [run for run in runs if not run.is_disturbed] or runs
 
 
 def _row(
@@ -193,22 +210,27 @@ def _row(
     solo: list[RunRecord],
     target: float | None,
     root: Path,
-) -> Row:
+    is_solo_disturbed: bool,
+) -> ModeReport:
     is_for_speed = mode.startswith("solo-") and any(parse_device(d).speed < 1.0 for d in runs[0].summary["devices"])
     has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
     mean, half = interval([run.quality for run in runs])
-    speed = statistics.median(run.summary["samples_per_s"] for run in runs) if has_speed else None
-    seconds = statistics.median(run.summary["train_seconds"] for run in runs)
+    timed = _for_speed(runs)
+    is_marked = all(run.is_disturbed for run in runs)
+    speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
+    seconds = statistics.median(run.summary["train_seconds"] for run in timed)
     reached = [when for run in runs if (when := _reached(recipe, run, target)) is not None]
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
-    return Row(
+    return ModeReport(
         mode=mode,
         seeds=len(runs),
         batch=_batch(runs[0].summary),
         is_for_speed=is_for_speed,
         has_speed=has_speed,
+        is_disturbed=is_marked,
+        is_efficiency_disturbed=is_disturbed(paired) if paired else is_marked or is_solo_disturbed,
         quality=None if is_for_speed else mean,
         quality_half=None if is_for_speed or len(runs) < 2 else half,
         vs_published=None if is_for_speed or published is None else mean - published,
@@ -246,7 +268,7 @@ def _sample_shares(runs: list[RunRecord]) -> list[float]:
 
 
 def _times(runs: list[RunRecord]) -> dict[str, Any]:
-    """What the timelines say: rounds and their cost, computing by device, idle time by cause."""
+    """From the timelines: rounds and their cost, computing by device, idle time by cause."""
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
         return {"rounds": None, "transfer_ms": None, "wait_ms": None}
@@ -319,7 +341,7 @@ def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:
     return float(mine - theirs)
 
 
-def _best(recipe: Recipe, rows: list[Row]) -> str | None:
+def _best(recipe: Recipe, rows: list[ModeReport]) -> str | None:
     solo = next((row for row in rows if row.mode == "solo-0"), None)
     if solo is None or solo.quality is None:
         return None
@@ -330,6 +352,8 @@ def _best(recipe: Recipe, rows: list[Row]) -> str | None:
         for row in rows
         if row.quality is not None and row.samples_per_s and sign * (row.quality - solo.quality) >= -margin
     ]
+    if any(row.is_disturbed for row in good):  # any of them may be the fastest
+        return None
     return max(good, key=lambda row: row.samples_per_s or 0.0).mode if good else None
 
 

@@ -1,4 +1,7 @@
-"""Is B better than A? Two runs or two sweeps, mode by mode: paired over what both have, and a gate for CI."""
+"""`uneven bench compare` and `check`: is B better than A, paired over the seeds both have, and a gate for CI.
+
+Speeds of disturbed runs are not compared, see [Note: disturbed figures] in undisturbed.py; their quality is.
+"""
 
 import json
 import math
@@ -11,6 +14,7 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.report.build import MARGIN
 from uneven.bench.single.folders import RunRecord, read_json, read_runs
+from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import write_atomically
 
@@ -30,6 +34,7 @@ class Difference:
     speed: float  # samples/s of B over those of A
     speed_half: float
     verdict: str
+    is_disturbed: bool = False  # some run was: nothing is said about speed
 
     def to_json(self) -> dict[str, Any]:
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
@@ -40,12 +45,10 @@ def compare(first: Path, second: Path) -> list[Difference]:
     before, after = (_by_key(read_runs(folder)[0]) for folder in (first, second))
     if first.name.startswith("seed-") and second.name.startswith("seed-"):
         # Two single runs are compared whatever their modes and seeds are, as long as the model is one.
-        (one,), (other,) = before.values(), after.values()
-        if one.model != other.model:
-            raise InputError(
-                f"{first} is a run of {one.model}, {second} one of {other.model}: compare runs of one model"
-            )
-        return [_difference(other.model, f"{one.mode} -> {other.mode}", [(one, other)])]
+        (old,), (new,) = before.values(), after.values()
+        if old.model != new.model:
+            raise InputError(f"{first} is a run of {old.model}, {second} one of {new.model}: compare runs of one model")
+        return [_difference(new.model, f"{old.mode} -> {new.mode}", [(old, new)])]
     shared = sorted(set(before) & set(after))
     if not shared:
         raise InputError(f"{first} and {second} have no model, mode and seed in common")
@@ -62,20 +65,23 @@ def _difference(model: str, mode: str, pairs: Sequence[tuple[RunRecord, RunRecor
     sign = 1.0 if recipe.higher_is_better else -1.0
     quality, quality_half = interval([sign * (b.quality - a.quality) for a, b in pairs])
     speed, speed_half = interval([b.summary["samples_per_s"] / a.summary["samples_per_s"] for a, b in pairs])
-    words = [_word(quality, quality_half, "quality"), _word(speed - 1.0, speed_half, "speed")]
-    return Difference(model, mode, len(pairs), quality, quality_half, speed, speed_half, ", ".join(words))
+    disturbed = sum(run.is_disturbed for pair in pairs for run in pair)
+    speed_verdict = f"speed: {disturbed} disturbed runs" if disturbed else _verdict(speed - 1.0, speed_half, "speed")
+    verdict = f"{_verdict(quality, quality_half, 'quality')}, {speed_verdict}"
+    figures = (quality, quality_half, speed, speed_half)
+    return Difference(model, mode, len(pairs), *figures, verdict, is_disturbed=disturbed > 0)
 
 
-def _word(difference: float, half: float, what: str) -> str:
+def _verdict(difference: float, half: float, what: str) -> str:
     if half == math.inf:
-        return f"{what}: one pair says nothing of chance"
+        return f"{what}: one pair does not show chance"
     if difference > half:
         return f"{what} better"
     return f"{what} worse" if difference < -half else f"{what}: no difference shown"
 
 
 def make_baseline(root: Path) -> dict[str, Any]:
-    """What `check` holds later runs against, per model and mode."""
+    """What `check` compares later runs with, per model and mode."""
     records, _ = read_runs(root)
     if not records:
         raise InputError(f"no finished run in {root}")
@@ -94,7 +100,7 @@ def write_baseline(root: Path, path: Path) -> None:
 
 
 def check(root: Path, baseline: Path) -> list[str]:
-    """What is worse than the baseline, in words; nothing where all is well.
+    """What is worse than the baseline, a sentence each; empty where nothing is.
 
     Quality fails when it is not shown to be within the margin of the baseline (one-sided: better never fails);
     efficiency, where both measured it by pairs, when it fell by more than the slack and both intervals.
@@ -129,7 +135,7 @@ def _faults(name: str, held: dict[str, Any], now: dict[str, Any]) -> list[str]:
         )
     old, new = held["efficiency"], now["efficiency"]
     if old is not None and new is None:
-        found.append(f"{name}: efficiency was not measured, the baseline has {old[0]:.3f}")
+        found.append(f"{name}: efficiency was not measured, or disturbed; the baseline has {old[0]:.3f}")
     elif old is not None and new[0] < old[0] - SLACK - math.hypot(old[1], new[1]):
         found.append(f"{name}: efficiency {new[0]:.3f} +- {new[1]:.3f}, the baseline has {old[0]:.3f} +- {old[1]:.3f}")
     return found
@@ -137,6 +143,6 @@ def _faults(name: str, held: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _efficiency(root: Path, model: str, mode: str) -> list[float] | None:
     found = read_json(root / model / mode / "efficiency.json")
-    if not isinstance(found, dict) or not {"efficiency", "half_width"} <= set(found):
+    if not isinstance(found, dict) or not {"efficiency", "half_width"} <= set(found) or is_disturbed(found):
         return None
     return [float(found["efficiency"]), float(found["half_width"])]

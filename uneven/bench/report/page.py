@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uneven.bench.report.build import ModelReport, Report, Row
+from uneven.bench.report.build import ModelReport, ModeReport, Report
 from uneven.bench.report.sections import Section, Table, sections_of
 from uneven.errors import MachineError
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 # Told apart by people who see colours differently, on white and on black (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#8A5A2B")
 DASHES = ("solid", "dashed", "dotdash")
+Curve = list[tuple[float, float]]
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{style}</style>{bokeh}</head>
 <body><main>{body}</main>{charts}</body></html>
 """
-_STYLE = """
+_CSS = """
 :root { color-scheme: light dark; --ink: #1c2430; --paper: #fff; --line: #d8dde5; --soft: #5a6676; --head: #f3f5f8 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ee; --paper: #14181e; --line: #333b47; --soft: #9aa5b4; --head: #1d232c } }
@@ -58,7 +59,7 @@ def render_page(report: Report, home: Path) -> str:
     script, places = components(drawn) if drawn else ("", {})
     return _PAGE.format(
         title="Benchmark report",
-        style=_STYLE,
+        style=_CSS,
         bokeh=Resources(mode="inline", minified=True, components=["bokeh"]).render_js(),
         body="\n".join(_section(section, places, home, number) for number, section in enumerate(sections)),
         charts=script,
@@ -106,7 +107,7 @@ def _links(model: ModelReport, home: Path) -> str:
 def _charts(model: ModelReport) -> Iterator[tuple[str, Any]]:
     """Training loss and quality of every mode, mean over seeds, over samples and over time."""
     rows = [row for row in model.rows if row.trajectories and row.trajectories[0]]
-    looks = {row.mode: _look(place) for place, row in enumerate(rows)}  # the same in every chart
+    looks = {row.mode: _style(place) for place, row in enumerate(rows)}  # the same in every chart
     for key, title in (("train_loss", "training loss"), (model.metric, f"{model.metric} on the test set")):
         for along, label in (("samples", "samples"), ("train_seconds", "seconds of training")):
             lines = [(row, _curve(row, along, key)) for row in rows if row.has_speed or along == "samples"]
@@ -115,11 +116,11 @@ def _charts(model: ModelReport) -> Iterator[tuple[str, Any]]:
                 yield f"{key}_{along}", _chart(f"{title} over {label}", label, lines, looks)
 
 
-def _look(place: int) -> dict[str, str]:
+def _style(place: int) -> dict[str, str]:
     return {"color": COLOURS[place % len(COLOURS)], "line_dash": DASHES[place // len(COLOURS) % len(DASHES)]}
 
 
-def _curve(row: Row, along: str, key: str) -> list[tuple[float, float]]:
+def _curve(row: ModeReport, along: str, key: str) -> Curve:
     """Means over the seeds (of time the median), epoch by epoch, where all of them have the value."""
     return [
         (statistics.median(one[along] for one in entries), statistics.mean(one[key] for one in entries))
@@ -129,7 +130,10 @@ def _curve(row: Row, along: str, key: str) -> list[tuple[float, float]]:
 
 
 def _chart(
-    title: str, label: str, lines: Sequence[tuple[Row, list[tuple[float, float]]]], looks: dict[str, dict[str, str]]
+    title: str,
+    label: str,
+    lines: Sequence[tuple[ModeReport, list[tuple[float, float]]]],
+    looks: dict[str, dict[str, str]],
 ) -> "figure":
     from bokeh.models import HoverTool, NumeralTickFormatter
     from bokeh.plotting import figure

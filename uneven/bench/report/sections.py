@@ -1,9 +1,13 @@
-"""A report in words and tables, before it is Markdown or a page."""
+"""A report as sections of text and tables, and those as Markdown: for README pages, issues and terminals.
+
+page.py makes an HTML page of the same sections. Invariant: a disturbed speed carries a mark wherever it is printed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from uneven.bench.report.build import MARGIN, ModelReport, Report, Row
+from uneven.bench.report.build import MARGIN, ModelReport, ModeReport, Report
+from uneven.bench.undisturbed import FOOTNOTE, MARK, mark
 
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs differ by chance
 NOTES = (
@@ -14,6 +18,7 @@ NOTES = (
     "Busy is the share of the training time in which a device computes (a time-weighted mean); PyTorch's DDP waits for "
     "the others inside backward, which counts as computing there. Samples: each device's share of them, in percent.",
 )
+DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sweep --force'."
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,26 @@ class Section:
     title: str
     blocks: list[str | Table] = field(default_factory=list)
     model: ModelReport | None = None  # the one it is about
+
+
+def render_markdown(report: Report) -> str:
+    first, *others = sections_of(report)
+    parts = [f"# {first.title}", *map(_block, first.blocks)]
+    for section in others:
+        parts += [f"## {section.title}", *map(_block, section.blocks)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(block: str | Table) -> str:
+    if isinstance(block, str):
+        return f"`{block[2:]}`" if block.startswith("$ ") else _escape(block)
+    lines = [block.head, ["---"] * len(block.head), *([_escape(cell) for cell in row] for row in block.rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    """The mark of disturbed figures would begin emphasis in Markdown."""
+    return text.replace(MARK, f"\\{MARK}")
 
 
 def sections_of(report: Report) -> list[Section]:
@@ -72,7 +97,8 @@ def _model(model: ModelReport) -> Section:
         else ""
     )
     blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model), *_idle(model)]
-    most = max((row.efficiency or 0.0 for row in model.rows if row.efficiency_half is None), default=0.0)
+    estimates = [row for row in model.rows if row.efficiency_half is None and not row.is_efficiency_disturbed]
+    most = max((row.efficiency or 0.0 for row in estimates), default=0.0)
     if most > IMPOSSIBLE:
         blocks.append(
             f"Doubtful: ~{most:.2f} of what the devices do alone cannot be. Other programs may have had the cores "
@@ -86,6 +112,8 @@ def _model(model: ModelReport) -> Section:
     if passed:
         modes = ", ".join(passed)
         blocks.append(f"Trained too long: on the way the {model.metric} was better than at the end ({modes}).")
+    if any(row.is_disturbed or (row.efficiency and row.is_efficiency_disturbed) for row in model.rows):
+        blocks.append(DISTURBED)
     if model.best is not None:
         margin = MARGIN.get(model.metric, 0.0)
         blocks.append(f"Best: {model.best}, the fastest mode whose mean {model.metric} is within {margin:g} of solo's.")
@@ -99,7 +127,7 @@ def _quality(model: ModelReport) -> Table:
     return Table.of(head, [_quality_row(model, row) for row in model.rows])
 
 
-def _quality_row(model: ModelReport, row: Row) -> list[str]:
+def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
     if row.is_for_speed:
         quality = "(for its speed only)"
     else:
@@ -114,11 +142,11 @@ def _quality_row(model: ModelReport, row: Row) -> list[str]:
         row.batch,
         quality,
         "" if row.vs_published is None else _signed(model, row.vs_published),
-        _number(row.train_s, ".1f") if row.has_speed else "(takes turns)",
-        _number(row.samples_per_s, ",.0f"),
-        _number(row.speedup, ".2f", "x"),
-        _efficiency(row),
-        reached,
+        mark(_number(row.train_s, ".1f"), row.is_disturbed) if row.has_speed else "(takes turns)",
+        mark(_number(row.samples_per_s, ",.0f"), row.is_disturbed),
+        mark(_number(row.speedup, ".2f", "x"), row.is_disturbed or model.is_solo_disturbed),
+        mark(_efficiency(row), row.is_efficiency_disturbed),
+        mark(reached, row.is_disturbed),
         _number(row.loss_gap, "+.4f"),
     ]
 
@@ -128,7 +156,7 @@ def _time(model: ModelReport) -> Table:
     return Table.of(head, [_time_row(row) for row in model.rows])
 
 
-def _time_row(row: Row) -> list[str]:
+def _time_row(row: ModeReport) -> list[str]:
     return [
         row.mode,
         ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
@@ -150,7 +178,7 @@ def _idle(model: ModelReport) -> list[str | Table]:
     return ["Idle, in seconds of all devices together, mean over seeds:", Table.of(["mode", *causes], rows)]
 
 
-def _efficiency(row: Row) -> str:
+def _efficiency(row: ModeReport) -> str:
     if row.efficiency is None:
         return ""
     if row.efficiency_half is None:

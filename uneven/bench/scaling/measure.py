@@ -20,7 +20,7 @@ from uneven.bench.models.sets import WINDOW
 from uneven.bench.single.folders import RunRecord, read_run
 from uneven.bench.single.process import flags, run_uneven
 from uneven.config import CHOICES
-from uneven.errors import InputError, RankError
+from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.cores import available_cores
 
 
@@ -110,8 +110,8 @@ def _check(order: ScalingOrder) -> None:
         raise InputError(f"--device {order.device!r} must be cpu or cuda")
     cores = len(available_cores())
     if order.device == "cpu" and max(order.ranks) > cores:
-        raise InputError(f"--ranks {max(order.ranks)} on {cores} cores: a rank needs a core of its own")
-    unknown = [one for one in order.compiles if one not in CHOICES["compile"]]
+        raise MachineError(f"--ranks {max(order.ranks)} on {cores} cores: every rank needs a core of its own")
+    unknown = [way for way in order.compiles if way not in CHOICES["compile"]]
     if unknown:
         raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(CHOICES['compile'])}")
 

@@ -25,7 +25,7 @@ from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set
 from uneven.bench.single.folders import SUMMARY_VERSION
 from uneven.bench.single.modes import Mode, resolve_mode
-from uneven.bench.undisturbed import measure_undisturbed
+from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import Evaluation, RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError, MachineError, StoppedError
@@ -84,7 +84,7 @@ def run_single(order: Order) -> dict[str, Any]:
     task, config = make_task(order), make_config(order, mode)
     train = partial(_train_own_loop, order) if mode.is_own_loop else partial(_train, order, mode, task)
     summary, interference = measure_undisturbed(partial(train, config), order.repeat_limit_s)
-    summary |= {"is_disturbed": interference.is_disturbed, "interference": interference.to_json()}
+    summary |= to_marks(interference)
     write_summary(order.folder, summary)
     return summary
 

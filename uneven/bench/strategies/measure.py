@@ -1,8 +1,11 @@
-"""`uneven bench strategies`: what every strategy holds, sends and takes, ours and PyTorch's. Fresh processes for each.
+"""`uneven bench strategies`: what every strategy holds and sends, and how long its steps take, ours and PyTorch's.
 
-The first row trains the same model in one process; all others are held against what it learned.
+Called by cli/strategies.py. Every strategy trains in fresh processes. The first row trains the same model in one
+process; all others are compared with the model it got. Times know their interference, see [Note: disturbed figures]
+in undisturbed.py; bytes do not depend on it.
 """
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,10 +17,12 @@ from uneven.bench.interval import interval
 from uneven.bench.models import gpt
 from uneven.bench.strategies.memory import BY_LAYERS, CUT, Held
 from uneven.bench.strategies.rank_processes import run_ranks
-from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, RowTask, reference_of
+from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, StrategyTask, reference_of
+from uneven.bench.undisturbed import mark, measure_undisturbed, to_marks
 from uneven.errors import InputError, RankError
 from uneven.hardware.cores import CorePlan, assign_cores, available_cores
 from uneven.hardware.device import parse_device, parse_devices
+from uneven.hardware.interference import Interference
 from uneven.hardware.preflight import check_device
 from uneven.policy.apportion import check_shares
 
@@ -42,24 +47,26 @@ class StrategiesOrder:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One strategy; `ranks` has what each rank found, `cause` why there is nothing."""
+class StrategyRow:
+    """One strategy; `ranks` has what each rank measured, `cause` why there is nothing."""
 
     name: str
     ranks: list[dict[str, Any]] = field(default_factory=list)
     cause: str | None = None
     loss_difference: float = math.nan
+    is_disturbed: bool = False
+    interference: dict[str, Any] | None = None
 
     @property
     def largest(self) -> dict[str, Any]:
-        """What the rank that holds most found."""
-        return max(self.ranks, key=lambda one: Held(**one["held"]).total)
+        """The measurements of the rank that holds most."""
+        return max(self.ranks, key=lambda rank: Held(**rank["held"]).total)
 
     @property
     def is_in_sync(self) -> bool:
         """Params that all ranks hold are the same to the bit, and the model is what one rank alone would have."""
         drift: float = self.ranks[0]["drift"]
-        return not any(one["unequal"] for one in self.ranks) and drift <= MOST_DRIFT[reference_of(self.name)]
+        return not any(rank["unequal"] for rank in self.ranks) and drift <= MOST_DRIFT[reference_of(self.name)]
 
     @property
     def is_good(self) -> bool:
@@ -67,17 +74,18 @@ class Row:
 
     @property
     def summary(self) -> str:
-        held, slowest = Held(**self.largest["held"]).total, max(one["seconds"] for one in self.ranks)
-        return f"{held / 1e6:.1f} MB held, {1e3 * slowest:.0f} ms a step, {'' if self.is_in_sync else 'NOT '}in sync"
+        held, slowest = Held(**self.largest["held"]).total, max(rank["seconds"] for rank in self.ranks)
+        step_ms = mark(f"{1e3 * slowest:.0f}", self.is_disturbed)
+        return f"{held / 1e6:.1f} MB held, {step_ms} ms a step, {'' if self.is_in_sync else 'NOT '}in sync"
 
     @property
     def is_cut(self) -> bool:
         return self.name in CUT or self.name in BY_LAYERS
 
     def parts(self) -> list[float]:
-        """Of the bytes that the strategy cuts, each rank's part."""
-        held = [Held(**{**one["held"], "other": 0}).total - one["uncut"] for one in self.ranks]
-        return [one / sum(held) for one in held]
+        """Of the bytes that the strategy shards, each rank's part."""
+        held = [Held(**{**rank["held"], "other": 0}).total - rank["uncut"] for rank in self.ranks]
+        return [own / sum(held) for own in held]
 
 
 @dataclass(frozen=True)
@@ -88,33 +96,37 @@ class Paired:
     theirs: str
     our_s: list[float]
     their_s: list[float]
+    is_disturbed: bool = False
+    interference: dict[str, Any] | None = None
 
     def interval(self) -> tuple[float, float]:
         return interval([b / a for a, b in zip(self.our_s, self.their_s, strict=True)])
 
     @property
-    def is_as_fast(self) -> bool:
+    def is_as_fast(self) -> bool | None:
+        """None where the pairs were disturbed: nothing follows from them."""
         mean, half = self.interval()
-        return mean - half > AS_FAST
+        return None if self.is_disturbed else mean - half > AS_FAST
 
 
-def measure_strategies(order: StrategiesOrder, tell: Callable[[str], None]) -> list[Row]:
-    """All rows, one after the other; one that fails says why, and the others go on."""
+def measure_strategies(order: StrategiesOrder, tell: Callable[[str], None]) -> list[StrategyRow]:
+    """All rows, one after the other; a row that fails has its cause, and the others go on."""
     _check(order)
-    rows: list[Row] = []
+    rows: list[StrategyRow] = []
     with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
         names = _rows(order)
         for number, name in enumerate(names, 1):
             tell(f"row {number} of {len(names)}: {name}")
             try:
-                found = run_ranks(_task(order, name, Path(home)), Path(home) / name)
+                found, interference = _run_undisturbed(_task(order, name, Path(home)), Path(home) / name)
             except RankError as error:
-                rows.append(Row(name, cause=str(error)))
+                rows.append(StrategyRow(name, cause=str(error)))
                 tell(f"  failed: {error}")
                 continue
             alone = next((row for row in rows if row.name == reference_of(name) and row.cause is None), None)
             expected = found[0]["losses"][-1] if alone is None else alone.ranks[0]["losses"][-1]
-            rows.append(Row(name, found, loss_difference=found[0]["losses"][-1] - expected))
+            difference = found[0]["losses"][-1] - expected
+            rows.append(StrategyRow(name, found, loss_difference=difference, **to_marks(interference)))
             tell(f"  {rows[-1].summary}")
     return rows
 
@@ -129,22 +141,28 @@ def measure_pairs(order: StrategiesOrder, tell: Callable[[str], None]) -> list[P
                 continue
             tell(f"{ours} and {theirs} in turn")
             task = _task(order, ours, Path(home), against=theirs)
-            first = run_ranks(task, Path(home) / ours)[0]
-            found.append(Paired(ours, theirs, first["ours"], first["theirs"]))
+            (first, *_), interference = _run_undisturbed(task, Path(home) / ours)
+            found.append(Paired(ours, theirs, first["ours"], first["theirs"], **to_marks(interference)))
     return found
 
 
-def rows_to_json(order: StrategiesOrder, rows: Sequence[Row]) -> dict[str, Any]:
+def _run_undisturbed(task: StrategyTask, folder: Path) -> tuple[list[dict[str, Any]], Interference]:
+    """The ranks' measurements and the interference over them; every attempt has a folder of its own."""
+    attempts = itertools.count(1)
+    return measure_undisturbed(lambda: run_ranks(task, folder / f"{next(attempts)}"))
+
+
+def rows_to_json(order: StrategiesOrder, rows: Sequence[StrategyRow]) -> dict[str, Any]:
     return {"version": 1, "order": asdict(order), "rows": [{**asdict(row), "is_good": row.is_good} for row in rows]}
 
 
 def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> dict[str, Any]:
-    told = [{**asdict(one), "interval": one.interval(), "is_as_fast": one.is_as_fast} for one in pairs]
-    return {"version": 1, "order": asdict(order), "pairs": told}
+    records = [{**asdict(pair), "interval": pair.interval(), "is_as_fast": pair.is_as_fast} for pair in pairs]
+    return {"version": 1, "order": asdict(order), "pairs": records}
 
 
 def _rows(order: StrategiesOrder) -> list[str]:
-    """In their order; a row brings the one it is held against along."""
+    """In their order; with every row the one that it is compared with."""
     chosen = set(ROWS if order.only is None else order.only)
     if order.only is None and order.is_quick:
         chosen -= MUONS
@@ -152,17 +170,17 @@ def _rows(order: StrategiesOrder) -> list[str]:
     return [name for name in ROWS if name in chosen]
 
 
-def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = None) -> RowTask:
+def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = None) -> StrategyTask:
     ranks = 1 if name in ALONE else order.ranks
     plan = _cores(ranks)
-    return RowTask(
+    return StrategyTask(
         row=name,
         model=order.model,
         ranks=ranks,
         shares=None if order.shares is None or name in ALONE else list(order.shares),
         steps=LEAST_STEPS if name in MUONS else order.steps,
         device=order.device,
-        cores=[list(one) for one in plan.cores],
+        cores=[list(cores) for cores in plan.cores],
         threads=list(plan.threads),
         home=str(home),
         against=against,

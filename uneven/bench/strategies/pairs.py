@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from uneven.bench.strategies.task import Batches, RowTask, Trained, make_model, make_trained, step
+from uneven.bench.strategies.task import Batches, StrategyTask, Trained, make_model, make_trained, step
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 
@@ -13,7 +13,7 @@ from uneven.comm.group import Group
 class Side:
     """One of the two, with the batches it goes through."""
 
-    def __init__(self, row: str, task: RowTask, group: Group, device: torch.device) -> None:
+    def __init__(self, row: str, task: StrategyTask, group: Group, device: torch.device) -> None:
         self._trained: Trained = make_trained(row, make_model(row, task.model).to(device), group, None)
         self._batches = Batches(row, task.model, group, device)
         self._group, self._device, self._number = group, device, 0
@@ -31,7 +31,7 @@ class Side:
         return max(seconds for (seconds,) in gather_rows(self._group, [taken]))
 
 
-def alternate(task: RowTask, group: Group, device: torch.device) -> dict[str, Any]:
+def alternate(task: StrategyTask, group: Group, device: torch.device) -> dict[str, Any]:
     """Seconds per step of every segment; every other pair begins with the other side, so that none is always first."""
     assert task.against is not None
     ours, theirs = Side(task.row, task, group, device), Side(task.against, task, group, device)

@@ -28,7 +28,7 @@ from uneven.bench.strategies.task import (
     ALONE,
     DENSE,
     Batches,
-    RowTask,
+    StrategyTask,
     Trained,
     by_kind,
     make_model,
@@ -49,7 +49,7 @@ WARM_UP = 2  # steps whose time does not count
 def main(folder: Path, rank: int, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
     end_with_parent()
-    task = RowTask(**json.loads((folder / "task.json").read_text()))
+    task = StrategyTask(**json.loads((folder / "task.json").read_text()))
     code = 0
     try:
         pin(task.cores[rank])
@@ -69,7 +69,7 @@ def main(folder: Path, rank: int, port: int) -> None:
     os._exit(code)  # torch may abort when the interpreter ends with a group
 
 
-def _measure_row(task: RowTask, group: Group, device: torch.device) -> dict[str, Any]:
+def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict[str, Any]:
     trained = make_trained(task.row, make_model(task.row, task.model).to(device), group, task.shares)
     batches = Batches(task.row, task.model, group, device)
     losses = [step(trained, batches, number) for number in range(WARM_UP)]
@@ -122,7 +122,7 @@ def _peak_of_a_step(trained: Trained, batches: Batches, number: int, device: tor
     return int(seen.peak)  # its base has no types
 
 
-def _predicted(task: RowTask, rank: int) -> Held:
+def _predicted(task: StrategyTask, rank: int) -> Held:
     model = _meta(task)
     is_own = not task.row.startswith("torch-")
     shares = task.shares if task.shares is not None and is_own else [1.0] * task.ranks
@@ -133,12 +133,12 @@ def _predicted(task: RowTask, rank: int) -> Held:
     return predict_muon(sizes, sum(param.numel() for param in others), shares, [1.0] * task.ranks, rank)
 
 
-def _meta(task: RowTask) -> nn.Module:
+def _meta(task: StrategyTask) -> nn.Module:
     with torch.device("meta"):
         return make_model(task.row, task.model)
 
 
-def _check(task: RowTask, trained: Trained, group: Group) -> dict[str, Any]:
+def _check(task: StrategyTask, trained: Trained, group: Group) -> dict[str, Any]:
     """Params that all hold are compared bit by bit, and the whole model with that of one rank alone."""
     shape = _meta(task)
     whole = [
@@ -155,7 +155,7 @@ def _check(task: RowTask, trained: Trained, group: Group) -> dict[str, Any]:
     return found | (_difference(state, load_file(place), task) if group.rank == 0 else {})
 
 
-def _difference(state: dict[str, Tensor], alone: dict[str, Tensor], task: RowTask) -> dict[str, Any]:
+def _difference(state: dict[str, Tensor], alone: dict[str, Tensor], task: StrategyTask) -> dict[str, Any]:
     """`drift` is how far the model went astray on its way from the start; `worst` is the param that is most off."""
     assert state.keys() == alone.keys(), sorted(state.keys() ^ alone.keys())
     start = make_model(task.row, task.model).state_dict()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.bench.single.process import Ended
-from uneven.bench.strategies.task import RowTask
+from uneven.bench.strategies.task import StrategyTask
 from uneven.comm.store import open_store
 from uneven.errors import RankError
 from uneven.launch.lifeline import LIFELINE
@@ -25,7 +25,7 @@ LOOK_S = 0.05
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
 
 
-def run_ranks(task: RowTask, folder: Path) -> list[dict[str, Any]]:
+def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:
     """What every rank found, in rank order; RankError with the cause where one failed. The store lives here."""
     folder.mkdir(parents=True)
     (folder / "task.json").write_text(json.dumps(asdict(task)))
@@ -45,7 +45,7 @@ def run_ranks(task: RowTask, folder: Path) -> list[dict[str, Any]]:
     return _results(codes, folder)
 
 
-def _start(task: RowTask, folder: Path, rank: int, port: int, lifeline: int) -> "subprocess.Popen[bytes]":
+def _start(task: StrategyTask, folder: Path, rank: int, port: int, lifeline: int) -> "subprocess.Popen[bytes]":
     words = [sys.executable, "-m", "uneven.bench.strategies.rank", str(folder), str(rank), str(port)]
     environment = {**os.environ, LIFELINE: "1", "OMP_NUM_THREADS": str(task.threads[rank])}
     with open(folder / f"rank-{rank}.log", "wb") as log:

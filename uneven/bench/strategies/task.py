@@ -28,7 +28,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class RowTask:
+class StrategyTask:
     """What all ranks of a row do. `against` (paired mode): the row that takes turns with this one, for `pairs` pairs of
     segments of `steps` steps.
     """

@@ -1,29 +1,24 @@
-"""`uneven bench sweep`: every model in every mode that the hardware allows, one fresh process per run.
+"""The plan of `uneven bench sweep`: every model in every mode that the hardware allows, as a list of runs.
 
-What to run is arithmetic on the order; `sweep` then does what is missing. A finished run is kept, a failing one is
-recorded in its folder and the sweep goes on. A slow device that is simulated trains the same as the fast one, so it
-runs alone for its speed only: one seed, one epoch.
+Arithmetic on the order; run.py does what is missing. A slow device that is simulated trains the same model as the fast
+one, so it runs alone for its speed only: one seed, one epoch.
 """
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_json, read_run
+from uneven.bench.single.folders import RunRecord, read_run
 from uneven.bench.single.modes import OWN_LOOP, PAIR, TOGETHER, resolve_mode
-from uneven.bench.single.process import flags, run_uneven
+from uneven.bench.single.process import flags
 from uneven.errors import InputError
-from uneven.files import write_atomically
 from uneven.hardware.device import Device, parse_devices
 
 QUICK_MODELS = ("lenet", "gpt-nano")
 QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # what two cores can do in half a minute
 QUICK_EPOCHS = 2
-TAIL = 2000  # characters of a failing run's last words that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +46,7 @@ class SweepOrder:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its folder, and what `uneven bench run` (or `efficiency`) is told."""
+    """One run: its folder, and the arguments of `uneven bench run` (or `efficiency`)."""
 
     model: str
     mode: str
@@ -85,26 +80,8 @@ class Skipped:
     reason: str
 
 
-@dataclass
-class Outcome:
-    """What became of a sweep."""
-
-    done: list[str]
-    kept: list[str]
-    failed: dict[str, str]  # cell -> reason
-    skipped: list[Skipped]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "done": self.done,
-            "kept": self.kept,
-            "failed": self.failed,
-            "skipped": {one.mode: one.reason for one in self.skipped},
-        }
-
-
 def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
-    """All runs of the order, and the modes it cannot have; InputError for what is no model or mode."""
+    """All runs of the order, and the modes it cannot have; InputError for an unknown model or mode."""
     devices = parse_devices(order.devices)
     names = order.models or (QUICK_MODELS if order.is_quick else models.NAMES)
     for name in names:
@@ -204,79 +181,3 @@ def _data(order: SweepOrder, own: str) -> str | None:
     if own != "mnist":
         return None
     return order.data or ("mnist-mini" if order.is_quick else None)
-
-
-def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Outcome:
-    """Do what is missing; tell(cell, number, of all, seconds so far) before each run. Ctrl-C loses nothing."""
-    cells, skipped = plan_sweep(order)
-    missing = find_missing(order, cells)
-    outcome = Outcome([], [cell.name for cell in cells if cell not in missing], {}, skipped)
-    _leave_word(order, skipped)
-    began = time.monotonic()
-    for number, cell in enumerate(missing):
-        tell(cell.name, number, len(missing), time.monotonic() - began)
-        reason = _run(cell)
-        if reason is None:
-            outcome.done.append(cell.name)
-        else:
-            outcome.failed[cell.name] = reason
-    return outcome
-
-
-def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
-    """What is to run; InputError where a run that would be kept was made with other settings."""
-    missing = [cell for cell in cells if order.is_forced or not cell.is_done]
-    for cell in cells:
-        if cell not in missing:
-            _check_same(cell)
-    return missing
-
-
-def _leave_word(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
-    """For the report: how the runs were made, and which modes could not be."""
-    order.out.mkdir(parents=True, exist_ok=True)
-    before = read_json(order.out / SWEEP)
-    known = before.get("commands", []) if isinstance(before, dict) else []
-    commands = [*known, order.command] if order.command and order.command not in known else known
-    record = {"version": 1, "commands": commands, "skipped": {one.mode: one.reason for one in skipped}}
-    write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
-
-
-def _check_same(cell: Cell) -> None:
-    """InputError where a kept run was made with other settings: a table of both would mean nothing."""
-    if cell.result is not None:
-        return
-    record = read_run(cell.folder)
-    assert isinstance(record, RunRecord), "only finished runs are kept"
-    recipe = models.get(cell.model)
-    own = {"data": recipe.data, "batch_size": recipe.batch_size}  # what None means
-    before = record.summary.get("asked", {})
-    for key, value in cell.asked.items():
-        was, is_now = (own.get(key) if one is None else one for one in (before.get(key), value))
-        if was != is_now:
-            raise InputError(
-                f"{cell.folder} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
-                "choose another --out, or repeat all by --force"
-            )
-
-
-def _run(cell: Cell) -> str | None:
-    """One run in a process of its own; what went wrong, or None."""
-    words = ["bench", *cell.arguments, "--json"]
-    ended = run_uneven(words)
-    if ended.code == 0 and cell.result is not None:
-        cell.result.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cell.result, ended.stdout.encode())
-    if ended.code == 0 and cell.is_done:
-        (cell.folder / FAILURE).unlink(missing_ok=True)
-        return None
-    reason = ended.message if ended.code else _broken(cell)
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    record = {"reason": reason, "exit_code": ended.code, "command": words, "stderr": ended.stderr[-TAIL:]}
-    write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
-    return reason
-
-
-def _broken(cell: Cell) -> str:
-    found = read_run(cell.folder)
-    return found.reason if isinstance(found, BrokenRun) else "left no result"

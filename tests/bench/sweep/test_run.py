@@ -7,8 +7,9 @@ import pytest
 from tests.bench.folders import make_run
 from uneven.bench.single.folders import FAILURE
 from uneven.bench.single.process import Ended
-from uneven.bench.sweep import plan as module
-from uneven.bench.sweep.plan import SweepOrder, plan_sweep, sweep
+from uneven.bench.sweep import run as module
+from uneven.bench.sweep.plan import SweepOrder, plan_sweep
+from uneven.bench.sweep.run import sweep
 from uneven.errors import InputError
 
 

@@ -1,10 +1,12 @@
+"""The data that a sweep gets before its first run."""
+
 from typing import Any
 
 import pytest
 
-from uneven.bench.sweep import provision
+from uneven.bench.sweep import run as module
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
-from uneven.bench.sweep.provision import provide
+from uneven.bench.sweep.run import provide
 from uneven.data.datasets import Presence
 from uneven.data.progress import Event
 from uneven.errors import MachineError
@@ -28,7 +30,7 @@ class Shelf:
 
 
 def provided(monkeypatch: pytest.MonkeyPatch, shelf: Shelf, order: SweepOrder) -> SweepOrder:
-    monkeypatch.setattr(provision, "datasets", shelf)
+    monkeypatch.setattr(module, "datasets", shelf)
     return provide(order, shelf.said.append)
 
 
