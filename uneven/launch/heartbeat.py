@@ -65,7 +65,9 @@ class Heartbeat:
 
     def _send(self) -> None:
         self._count += 1
-        self._store.set(self._key, json.dumps({"count": self._count, **self._read_status()}))
+        # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
+        status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
+        self._store.set(self._key, json.dumps(status))
 
 
 class HeartbeatReport:

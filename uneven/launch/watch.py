@@ -26,7 +26,6 @@ POLL_S = 0.1
 SILENT_S = 15.0  # a rank without a heartbeat for so long is lost
 STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
-FRESH_S = 0.5  # until a heartbeat sent before the stop request has surely been read
 STOP_S = 10.0  # at least, for all ranks to stop after the same step
 START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
 SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint")  # may last as long as they like
@@ -123,7 +122,11 @@ class Watch:
     def _check_stopping(self, sent_s: float, now_s: float) -> None:
         """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
         statuses = [rank.status for rank in self._ranks]
-        if now_s - sent_s > FRESH_S and not any(status.get("handles_stop") for status in statuses):
+        # A rank without a heartbeat has trained nothing; of the others only heartbeats count that were sent after they
+        # had read the request, for at most STOP_S: on a busy machine the last one may be older than their first step.
+        are_fresh = all(status.get("was_stop_read") for status in statuses if status)
+        has_begun = any(status.get("handles_stop") for status in statuses)
+        if not has_begun and (are_fresh or now_s - sent_s > STOP_S):
             raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
         if any(status.get("phase") in ("evaluation", "checkpoint") for status in statuses):
             self._stop_sent_s = now_s  # these may last: the time to stop counts from their end

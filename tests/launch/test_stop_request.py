@@ -1,0 +1,53 @@
+"""A stop request on a slow machine: a run that has begun is never taken for one that has not."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uneven.comm.store import get_text, open_store
+from uneven.errors import StoppedError
+from uneven.hardware.device import parse_devices
+from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
+from uneven.launch.processes import INTERRUPTED
+from uneven.launch.watch import Watch
+from uneven.results.progress import Reporter
+
+MEMBERS = ["a", "b"]
+
+
+class Processes:
+    """Two ranks whose heartbeats come as late as they like: `beats` are sent one by one."""
+
+    def __init__(self, store: Any, beats: list[dict[str, Any]]) -> None:
+        self._store, self._beats, self._count = store, beats, 0
+
+    def exit_codes(self) -> list[int | None]:
+        if not self._beats:
+            return [INTERRUPTED, INTERRUPTED]
+        if self._count == 0 or get_text(self._store, STOP_KEY) is not None:
+            self._count += 1
+            status = {"count": self._count, "slot": 0, "phase": "setup", **self._beats.pop(0)}
+            for member in MEMBERS:
+                self._store.set(heartbeat_key(member), json.dumps(status))
+        return [None, None]
+
+
+def wait(folder: Path, *beats: dict[str, Any]) -> None:
+    store, _ = open_store()
+    processes: Any = Processes(store, list(beats))
+    stop = threading.Event()
+    stop.set()
+    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")).wait(stop)
+
+
+def test_heartbeats_from_before_the_request_do_not_tell_that_nothing_has_begun(tmp_path: Path) -> None:
+    old, new = {"was_stop_read": False}, {"was_stop_read": True, "handles_stop": True}
+    wait(tmp_path, *[old] * 10, new)  # a second of old ones
+
+
+def test_ranks_that_have_read_the_request_and_not_begun_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError, match="before its first step"):
+        wait(tmp_path, {"was_stop_read": False}, {"was_stop_read": True}, {"was_stop_read": True})
