@@ -26,13 +26,13 @@ GATHERS = 1 + BLOCKS + BLOCKS - 1  # the root, every block forward, and all but 
 EXPECTED = {
     "ddp-flat": {"allreduce_": 1},
     "ddp-bucketed": {"allreduce_": 1},
-    "zero1": {"allreduce_": 1, "broadcast": OWNERS},
-    "zero2": {"allreduce_": 1 + 1, "broadcast": OWNERS},  # and who used which param
-    "fsdp": {"allreduce_": 1 + BLOCKS + 1, "broadcast": GATHERS * OWNERS},
+    "zero1": {"allreduce_": 1, "broadcast_": OWNERS},
+    "zero2": {"allreduce_": 1 + 1, "broadcast_": OWNERS},  # and who used which param
+    "fsdp": {"allreduce_": 1 + BLOCKS + 1, "broadcast_": GATHERS * OWNERS},
     # Two sums a block forward and two backward; the embedding's forward, the last layer's backward and its gather.
-    "tensor": {"allreduce_": 4 * CUT_BLOCKS + 2, "broadcast": OWNERS},
+    "tensor": {"allreduce_": 4 * CUT_BLOCKS + 2, "broadcast_": OWNERS},
     # The same sums, which go to owners of rows; what they then make whole; and one for the params of what is by rows.
-    "sequence": {"allreduce_": 4 * CUT_BLOCKS + 2 + 1, "broadcast": (4 * CUT_BLOCKS + 3) * OWNERS},
+    "sequence": {"allreduce_": 4 * CUT_BLOCKS + 2 + 1, "broadcast_": (4 * CUT_BLOCKS + 3) * OWNERS},
 }
 HARD, TIED = Case(3, "zero", 2, "unused", "adamw"), Case(3, "unequal", 1, "tied", "sgd")
 CELLS = [(HARD, name) for name in WRAPS] + [(TIED, name) for name in ("bucketed", "zero2 by elements", "fsdp, uneven")]
@@ -105,7 +105,7 @@ def test_pytorchs_own_fsdp_trains_the_same(found: list[Everything]) -> None:
 
 
 def test_a_step_has_the_collectives_that_it_must_have(found: list[Everything]) -> None:
-    """As PyTorch's CommDebugMode counts them. PyTorch's ZeRO sends every param by itself, ours every owner's piece."""
+    """As PyTorch's CommDebugMode counts them. PyTorch's ZeRO sends every param by itself, ours every owner's shard."""
     for one in found:
         torchs = {name: count for name, count in one.collectives.items() if name.startswith("torch-")}
         assert {name: count for name, count in one.collectives.items() if name not in torchs} == EXPECTED
