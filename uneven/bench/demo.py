@@ -250,7 +250,7 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
     from uneven.bench.single.run import Order, run_single
     from uneven.results.progress import bars_only
 
-    # Seven resolved configurations and twenty epochs in words would bury the table.
+    # The lines of seven runs would bury the table.
     with bars_only():
         return run_single(
             Order(

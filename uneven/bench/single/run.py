@@ -199,7 +199,7 @@ def _summary(
     quality: dict[str, float],
 ) -> dict[str, Any]:
     assert state.timeline is not None, "a joined run has a timeline"
-    account = max(state.timeline.accounts, key=lambda one: one.training_s)
+    account = max(state.timeline.accounts, key=lambda rank: rank.training_s)
     return {
         "version": SUMMARY_VERSION,
         "model": order.model,

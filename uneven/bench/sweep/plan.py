@@ -90,7 +90,7 @@ def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
     skipped = [Skipped(mode, reason) for mode in wanted if (reason := _why_not(mode, devices, order)) is not None]
     if order.modes and skipped:
         raise InputError(f"mode {skipped[0].mode!r} on {order.devices!r}: {skipped[0].reason}")
-    allowed = [mode for mode in wanted if mode not in {one.mode for one in skipped}]
+    allowed = [mode for mode in wanted if mode not in {left_out.mode for left_out in skipped}]
     return list(_cells(order, names, allowed, devices)), skipped
 
 
