@@ -78,10 +78,10 @@ def main(out: Path, word: str, side_by_side: int) -> None:
         runs = [[pool.submit(measure, out, name, order, seed) for seed in seeds] for name, order, seeds in asked]
         for (name, _, _), started in zip(asked, runs, strict=True):
             qualities, seconds = zip(*(run.result() for run in started), strict=True)
-            spread = f"{statistics.stdev(qualities):.3f}" if len(qualities) > 1 else "-"
+            deviation = f"{statistics.stdev(qualities):.3f}" if len(qualities) > 1 else "-"
             each = ", ".join(f"{quality:.3f}" for quality in qualities)
             took = f"{statistics.mean(seconds):.1f}" if side_by_side == 1 else "-"
-            print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {spread} | {took} |", flush=True)
+            print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {deviation} | {took} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -196,9 +196,9 @@ def compare(
         return
     for row in found:
         half = "" if row.quality_half == float("inf") else f" +- {row.quality_half:.4f}"
-        spread = "" if row.speed_half == float("inf") else f" +- {row.speed_half:.3f}"
+        speed_half = "" if row.speed_half == float("inf") else f" +- {row.speed_half:.3f}"
         pairs = f"{row.pairs} pair{'s' * (row.pairs > 1)}"
-        speed = mark(f"x{row.speed:.3f}{spread}", row.is_disturbed)
+        speed = mark(f"x{row.speed:.3f}{speed_half}", row.is_disturbed)
         print(f"{row.model} {row.mode}: quality {row.quality:+.4f}{half}, speed {speed} ({pairs}); {row.verdict}")
     if any(row.is_disturbed for row in found):
         print(FOOTNOTE)

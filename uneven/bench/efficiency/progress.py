@@ -13,8 +13,8 @@ class PairsBar(Reporter):
         super().__init__(style)
         self._expected = expected
 
-    def ranks(self, posts: Sequence[dict[str, Any]]) -> None:
-        history = posts[0].get("history", [])
+    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
+        history = statuses[0].get("history", [])
         if len(history) == self._told:
             return
         last = history[-1]

@@ -17,7 +17,7 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_json, read_runs
-from uneven.bench.single.modes import OWN_LOOP, TOGETHER
+from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
@@ -183,7 +183,7 @@ def _order(entry: tuple[str, Any]) -> tuple[int, str]:
     mode = entry[0]
     if mode.startswith("solo-"):
         return 0, mode
-    ours = [*OWN_LOOP, *TOGETHER]
+    ours = [*OWN_LOOP, *JOINT]
     return (1 if mode == "torch-ddp" else 2 + ours.index(mode) if mode in ours else 99), mode
 
 
