@@ -6,7 +6,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-cuda check bench bench-core bench-seeds bench-strategies soak clean
+.PHONY: demo test test-cuda check docs bench bench-core bench-seeds bench-strategies soak clean
 
 demo: $(STAMP)
 	$(BIN)/uneven demo
@@ -18,6 +18,15 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site with the API reference, in site/: open site/index.html. It is read without a network.
+docs: $(VENV)/.docs-installed
+	$(BIN)/python -m mkdocs build --quiet
+	@echo "site/index.html"
+
+$(VENV)/.docs-installed: $(STAMP)
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]'
+	@touch $@
 
 bench: $(STAMP)
 	$(BIN)/uneven bench list
@@ -68,4 +77,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,3 +1,5 @@
+"""The same in steps: a method for each setting, and `.run()` returns while the run is still training."""
+
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,3 +1,5 @@
+"""One call: `fit` owns the loop. On several devices: uneven run examples/fit.py --devices cpu,cpu@0.4"""
+
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,3 +1,5 @@
+"""The gradient sum alone: `Ddp.wrap` leaves the model, the optimizer and the data to you."""
+
 import torch
 from torch import nn
 from torch.nn import functional as F

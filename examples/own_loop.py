@@ -1,3 +1,5 @@
+"""A loop of your own: `Ddp.setup` hands out the batches and takes the loss; also under `uneven run` and torchrun."""
+
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -12,8 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import forked
+
+# How long an example takes is the machine's affair: on a busy one no test fails for it.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Files run whole, one after the other in each process of pytest. Those that take longest go first: a long one that
 # comes last would keep one core busy while the other has nothing to do.

@@ -172,6 +172,7 @@ def _run(words: list[str], base_path: list[str]) -> None:
     sys.argv[:] = [words[0] if kind != "-m" else words[1], *rest]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind == "-m":
+        sys.modules.pop(words[1], None)  # imported to warm up; it runs as `__main__` now
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         return
     name = "<string>" if kind == "-c" else words[0]

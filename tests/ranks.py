@@ -104,7 +104,8 @@ class _ThreadWork:
 class ThreadGroup:
     """A Group whose ranks are threads of this process."""
 
-    pretends_nccl = False  # the road that collectives choose for NCCL, on threads
+    generation = 0
+    pretends_nccl = False  # use the collectives that are chosen for NCCL
 
     def __init__(self, room: _Room, rank: int) -> None:
         self.rank = rank

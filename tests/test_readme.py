@@ -1,4 +1,4 @@
-"""What README shows is what runs: its diff is the one between the two examples, its commands exist."""
+"""What README and the pages show is what runs: the diff is that of two examples, commands and links exist."""
 
 import difflib
 import re
@@ -17,8 +17,10 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-SHORT = ("plain_loop.py", "same_with_uneven.py", "fit.py")  # the other ways in have tests of their own
-DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+SHORT = ("plain_loop.py", "same_with_uneven.py", "fit.py")  # the other entry points have tests of their own
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = "".join(path.read_text() for path in PAGES)
+RUNNABLE = README + (ROOT / "docs" / "tutorial.md").read_text()  # python blocks elsewhere are fragments
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -46,10 +48,31 @@ def test_every_example_runs(path: Path, tmp_path: Path) -> None:
     assert float(done.stdout.split()[-1]) > 0.88
 
 
-def test_python_blocks_run() -> None:
-    for block in blocks("python"):
-        done = run_forked([sys.executable, "-c", block])
-        assert done.returncode == 0, done.stderr
+def test_a_reader_with_a_minute_sees_the_commands_one_picture_one_table_and_the_diff() -> None:
+    head = README[: README.index("## A plain loop")]
+    assert "make demo" in head
+    assert "make test" in head
+    assert len(re.findall(r"^!\[", README, flags=re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|---", README, flags=re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.name)
+def test_lines_are_short_enough_to_read(path: Path) -> None:
+    """Tables, pictures and blocks of code excepted: they cannot be wrapped."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 160 and not line.startswith(("|", "!["))] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.name)
+def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("block", blocks("python", RUNNABLE), ids=lambda block: str(len(block)))
+def test_python_blocks_run(block: str) -> None:
+    done = run_forked([sys.executable, "-c", block])
+    assert done.returncode == 0, done.stderr
 
 
 def commands() -> list[str]:
@@ -60,5 +83,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_every_command_shown_is_understood(command: str) -> None:
     """Options are checked by asking the verb for help with them given; running all would take minutes."""
-    done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--help"])
+    words = shlex.split(command)[1:]
+    end = words.index("--") if "--" in words else len(words)  # what follows -- belongs to the script
+    done = CliRunner().invoke(app, [*words[:end], "--help"])
     assert done.exit_code == 0, done.output

@@ -27,8 +27,8 @@ from matplotlib.path import Path as MplPath
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
-from uneven.policy.slot_schedule import Course
-from uneven.policy.windows import LocalSGDConfig, Row, Windows
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 
 BATCH = 64
 COSTS = (Cost(4.0, 36.0 / BATCH), Cost(10.0, 90.0 / BATCH))  # 40 and 100 ms a batch: a gap of 2.5
@@ -75,7 +75,7 @@ class Average:
     """A round: where on the axis it was due, and per rank when and at which slot it entered and merged."""
 
     due: int
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RoundReport] = field(default_factory=dict)
     entered_ms: dict[int, float] = field(default_factory=dict)
     merged_at: dict[int, int] = field(default_factory=dict)
     met_ms: float = float("inf")
@@ -130,8 +130,8 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
         count[0] += many
         return count[0] - many
 
-    terms = LocalSGDConfig(is_async=is_async, anchor=anchor)
-    lives = [_live(rank, trace, clock, axis, terms, claim if is_async else None) for rank in range(len(COSTS))]
+    config = LocalSGDConfig(is_async=is_async, anchor=anchor)
+    lives = [_live(rank, trace, clock, axis, config, claim if is_async else None) for rank in range(len(COSTS))]
     queue = [(0.0, rank) for rank in range(len(lives))]
     waiting: list[tuple[Average, int]] = []
     while queue:
@@ -149,7 +149,7 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
 
 
 def _live(
-    rank: int, trace: Trace, clock: list[float], axis: Axis, terms: LocalSGDConfig, claim: Callable[[int], int] | None
+    rank: int, trace: Trace, clock: list[float], axis: Axis, config: LocalSGDConfig, claim: Callable[[int], int] | None
 ) -> Iterator[float | Average]:
     """The loop of uneven/train/local_sgd.py, with work replaced by time."""
 
@@ -160,22 +160,22 @@ def _live(
     def next_event(slot: int) -> int:  # evaluated after every epoch
         return min(axis.epoch_end(slot // axis.slots_per_epoch), axis.total)
 
-    windows = Windows(terms, len(COSTS), BATCH, next_event, list(SLOT_MS))
-    course = Course(windows, rank, axis.total, claim)
-    course.claim_ms = CLAIM_MS
-    noise, costs, samples, busy_ms, round_ = _noise()[rank], Row(), 0, 0.0, Average(0)
-    while not course.is_over:
-        slot = course.hand()
+    windows = Windows(config, len(COSTS), BATCH, next_event, list(SLOT_MS))
+    schedule = SlotSchedule(windows, rank, axis.total, claim)
+    schedule.claim_ms = CLAIM_MS
+    noise, costs, samples, busy_ms, round_ = _noise()[rank], RoundReport(), 0, 0.0, Average(0)
+    while not schedule.is_over:
+        slot = schedule.hand()
         if slot is not None:
             many = axis.slot(slot).samples
             ms = COSTS[rank].time_ms(many) * next(noise)
             yield spend("compute", ms, many)
-            course.trained()
+            schedule.trained()
             trace.owner[slot] = rank
             samples, busy_ms = samples + many, busy_ms + ms
-        while not course.is_over:
-            if course.in_flight:
-                if not (windows.is_blocking or course.may_merge(round_.here_ms <= clock[0])):
+        while not schedule.is_over:
+            if schedule.in_flight:
+                if not (windows.is_blocking or schedule.may_merge(round_.here_ms <= clock[0])):
                     break
                 began_ms = clock[0]
                 if round_.here_ms > began_ms:
@@ -184,21 +184,21 @@ def _live(
                     trace.spans.append(Span(rank, "wait", began_ms, met_ms))
                     trace.spans.append(Span(rank, "wire", met_ms, clock[0]))
                 entered_ms = round_.entered_ms[rank]
-                costs = Row(transfer_ms=2 * TOUCH_MS, latency_ms=round_.here_ms - entered_ms)
-                round_.merged_at[rank] = course.next_slot
+                costs = RoundReport(transfer_ms=2 * TOUCH_MS, latency_ms=round_.here_ms - entered_ms)
+                round_.merged_at[rank] = schedule.next_slot
                 windows.note([round_.rows[one] for one in range(len(COSTS))])
-                course.merged()
+                schedule.merged()
                 yield spend("wire", TOUCH_MS)
-            elif course.is_due():
+            elif schedule.is_due():
                 if windows.rounds == len(trace.rounds):
                     trace.rounds.append(Average(windows.due))
                 round_ = trace.rounds[windows.rounds]
-                round_.rows[rank] = costs._replace(next_slot=course.next_slot, samples=samples, busy_ms=busy_ms)
+                round_.rows[rank] = costs._replace(next_slot=schedule.next_slot, samples=samples, busy_ms=busy_ms)
                 round_.entered_ms[rank] = clock[0]
                 if len(round_.rows) == len(COSTS):
                     round_.met_ms = clock[0]
                 samples, busy_ms = 0, 0.0
-                course.enter()
+                schedule.enter()
                 yield spend("wire", TOUCH_MS)
             else:
                 break

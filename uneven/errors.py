@@ -20,6 +20,10 @@ class MachineError(RuntimeError):
     exit_code = 3
 
 
+# Errors that the launcher raises again as they are when a rank reports them: the traceback would not help.
+USER_ERRORS: dict[str, type[InputError] | type[MachineError]] = {"input": InputError, "machine": MachineError}
+
+
 class RankError(RuntimeError):
     """A rank or a run failed, died or hung; names rank, device and cause, with the rank's own traceback."""
 

@@ -106,7 +106,7 @@ def test_the_schedule_and_the_counted_loss_are_those_of_fit() -> None:
 
     def rank(group: ThreadGroup) -> TrainedState:
         loop = make_loop(group, scheduler, shares=(3, 1))
-        for epoch in range(2):
+        for epoch in range(loop.epochs):
             for batch in loop.batches(epoch):
                 loop.step(masked(loop.model, batch))
         return loop.finish()

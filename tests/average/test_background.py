@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from tests.ranks import ThreadGroup, on_threads
-from uneven.average.background import Arrived, BackgroundAverage
+from uneven.average.background import BackgroundAverage, RoundResult
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
@@ -54,7 +54,7 @@ class Side:
         with torch.no_grad():
             nn.utils.vector_to_parameters(self.params + change, self.model.parameters())
 
-    def round(self, weight: float, row: Sequence[float] = (), is_unchanged: bool = True) -> Arrived:
+    def round(self, weight: float, row: Sequence[float] = (), is_unchanged: bool = True) -> RoundResult:
         self.average.start(weight, lambda: row)
         return self.average.finish(is_unchanged)
 

@@ -74,7 +74,7 @@ def test_a_round_goes_through_its_phases_while_the_caller_trains() -> None:
         assert (average.phase, average.is_done()) == ("idle", True)
         arrived = average.finish(is_unchanged=True)
         assert not average.is_done(), "there is no round any more"
-        assert arrived.left_ns < all_came_ns < arrived.met_ns < sent_ns < arrived.back_ns
+        assert arrived.snapshot_ns < all_came_ns < arrived.joined_ns < sent_ns < arrived.done_ns
 
 
 def test_a_snapshot_is_taken_at_once_and_not_when_it_is_sent() -> None:

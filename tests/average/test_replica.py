@@ -51,14 +51,14 @@ def step(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def taken(replica: Replica) -> Flat:
-    flat = replica.flat()
-    replica.take(flat)
+    flat = replica.new_flat()
+    replica.copy_to(flat)
     return flat
 
 
 def filled(replica: Replica, value: float) -> Flat:
-    flat = replica.flat()
-    flat.numbers.fill_(value)
+    flat = replica.new_flat()
+    flat.buffer.fill_(value)
     return flat
 
 
@@ -67,9 +67,9 @@ def test_the_layout_is_every_trained_param_once_in_the_models_order() -> None:
     flat = taken(Replica(model, plain_sgd(model)))
     assert [tuple(view.shape) for view in flat.views] == [(2,), (2, 1)]
     expected = [*model.narrow.double().tolist(), *model.wide.flatten().tolist()]
-    assert flat.numbers.tolist() == expected, "the frozen one and the second name are not in it"
+    assert flat.buffer.tolist() == expected, "the frozen one and the second name are not in it"
     flat.views[1][1, 0] = 5.0
-    assert flat.numbers[3] == 5.0, "views are of the buffer itself"
+    assert flat.buffer[3] == 5.0, "views are of the buffer itself"
 
 
 def test_numbers_are_as_wide_as_the_widest_param_and_never_narrower_than_fp32() -> None:
@@ -80,7 +80,7 @@ def test_numbers_are_as_wide_as_the_widest_param_and_never_narrower_than_fp32() 
         ((torch.bfloat16, torch.float64), torch.float64),
     ):
         model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes])
-        assert Replica(model, plain_sgd(model)).flat().numbers.dtype == wide
+        assert Replica(model, plain_sgd(model)).new_flat().buffer.dtype == wide
 
 
 def test_bf16_params_average_in_fp32() -> None:
@@ -90,11 +90,11 @@ def test_bf16_params_average_in_fp32() -> None:
         model = nn.ParameterList([nn.Parameter(value.clone())])
         replica = Replica(model, plain_sgd(model))
         flats.append(taken(replica))
-    together = replica.flat()
+    together = replica.new_flat()
     for flat in flats:
-        together.numbers.add_(flat.numbers, alpha=1 / 3)
-    torch.testing.assert_close(together.numbers, torch.tensor([1 + 2**-7 / 3]), rtol=1e-6, atol=0)
-    replica.put(together)
+        together.buffer.add_(flat.buffer, alpha=1 / 3)
+    torch.testing.assert_close(together.buffer, torch.tensor([1 + 2**-7 / 3]), rtol=1e-6, atol=0)
+    replica.load(together)
     assert model[0].dtype == torch.bfloat16
     assert model[0].item() == 1.0, "rounded once, at the end"
 
@@ -107,7 +107,7 @@ def test_what_was_taken_comes_back_bit_by_bit() -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(9.0)
-    replica.put(flat)
+    replica.load(flat)
     assert torch.equal(model.narrow, before[0])
     assert torch.equal(model.wide, before[2])
     assert model.frozen.item() == 9.0, "a frozen param is nobody's business"
@@ -117,8 +117,8 @@ def test_what_was_taken_comes_back_bit_by_bit() -> None:
 def test_a_merge_adds_the_change_to_params_once_each() -> None:
     model = Net()
     replica = Replica(model, plain_sgd(model))
-    change = replica.flat()
-    change.numbers.copy_(torch.tensor([1.0, 2.0, 0.25, 0.5]))
+    change = replica.new_flat()
+    change.buffer.copy_(torch.tensor([1.0, 2.0, 0.25, 0.5]))
     replica.merge(filled(replica, 100.0), change)
     torch.testing.assert_close(model.narrow.detach(), torch.tensor([1.1, 2.2]))
     torch.testing.assert_close(
@@ -132,8 +132,8 @@ def test_params_that_are_not_contiguous_keep_their_places() -> None:
     model = nn.ParameterList([weight])
     replica = Replica(model, plain_sgd(model))
     flat = taken(replica)
-    assert flat.numbers.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
-    replica.put(flat)
+    assert flat.buffer.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    replica.load(flat)
     assert weight.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
@@ -141,9 +141,9 @@ def test_params_that_are_not_contiguous_keep_their_places() -> None:
 def test_state_is_left_alone_unless_asked_for(name: str) -> None:
     model, optimizer = stepped(name)
     replica = Replica(model, optimizer)
-    assert len(replica.flat().views) == 2
+    assert len(replica.new_flat().views) == 2
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
-    replica.put(filled(replica, 3.0))
+    replica.load(filled(replica, 3.0))
     replica.merge(filled(replica, 3.0), filled(replica, 1.0))
     assert torch.equal(model.weight, torch.full((2, 3), 4.0))
     assert all(torch.equal(optimizer.state[model.weight][key], value) for key, value in before.items())
@@ -162,7 +162,7 @@ def test_state_follows_the_params_name_by_name(name: str) -> None:
         assert torch.equal(view, tensor)
         assert view.abs().sum() > 0, "a state of zeros would show nothing"
     counts = {key: float(value) for key, value in optimizer.state[model.weight].items() if key == "step"}
-    replica.put(filled(replica, 0.5))
+    replica.load(filled(replica, 0.5))
     for tensor in expected:
         assert torch.equal(tensor, torch.full_like(tensor, 0.5))
     assert all(float(optimizer.state[model.weight][key]) == value for key, value in counts.items())
@@ -172,7 +172,7 @@ def test_state_follows_the_params_name_by_name(name: str) -> None:
 def test_a_merge_overwrites_state_for_a_change_could_leave_a_mean_of_squares_below_zero(name: str) -> None:
     model, optimizer = stepped(name)
     replica = Replica(model, optimizer, with_state=True)
-    replica.merge(average=filled(replica, 0.25), change=filled(replica, -100.0))
+    replica.merge(average=filled(replica, 0.25), delta=filled(replica, -100.0))
     for key in STATEFUL[name][1]:
         state = optimizer.state[model.bias][key]
         assert torch.equal(state, torch.full_like(state, 0.25))
@@ -184,9 +184,9 @@ def test_state_that_is_not_there_yet_counts_as_zeros_and_is_not_made_up(name: st
     model, optimizer = stepped(name, steps=0)
     replica = Replica(model, optimizer, with_state=True)
     flat = filled(replica, 9.0)
-    replica.take(flat)
+    replica.copy_to(flat)
     assert all(not view.any() for view in flat.views[2:]), "what stood there before is gone"
-    replica.put(filled(replica, 2.0))
+    replica.load(filled(replica, 2.0))
     replica.merge(filled(replica, 2.0), filled(replica, 1.0))
     assert torch.equal(model.bias, torch.full((2,), 3.0))
     assert not optimizer.state[model.weight]
@@ -198,7 +198,7 @@ def test_the_layout_is_the_same_before_and_after_the_first_step() -> None:
     shapes = []
     for steps in (0, 1):
         model, optimizer = stepped("adam", steps)
-        shapes.append([view.shape for view in Replica(model, optimizer, with_state=True).flat().views])
+        shapes.append([view.shape for view in Replica(model, optimizer, with_state=True).new_flat().views])
     assert shapes[0] == shapes[1]
 
 
@@ -209,7 +209,7 @@ def test_sgd_without_momentum_has_nothing_to_average() -> None:
     optimizer.step()
     replica = Replica(model, optimizer, with_state=True)
     assert not taken(replica).views[-1].any()
-    replica.put(filled(replica, 1.0))
+    replica.load(filled(replica, 1.0))
     assert not optimizer.state[model.weight].get("momentum_buffer")
 
 
@@ -255,8 +255,8 @@ def test_a_cleared_optimizer_goes_on_as_a_fresh_one(make: Callable[[Any], Optimi
     for _ in range(2):  # a second time finds the same beginning
         for _ in range(3):
             step(model, optimizer)
-        replica.clear_state()
-        replica.put(start)
+        replica.reset_optimizer_state()
+        replica.load(start)
     for _ in range(2):
         step(model, optimizer)
         step(fresh, fresh_optimizer)
@@ -268,7 +268,7 @@ def test_clearing_keeps_the_learning_rate_of_the_moment() -> None:
     model, optimizer = stepped("adam")
     replica = Replica(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.003
-    replica.clear_state()
+    replica.reset_optimizer_state()
     assert optimizer.param_groups[0]["lr"] == 0.003
 
 
@@ -281,10 +281,10 @@ def test_a_replica_on_a_gpu_is_taken_put_and_merged() -> None:
     replica = Replica(model, optimizer, with_state=True)
     before = model.weight.detach().clone()
     flat = taken(replica)
-    assert flat.numbers.device == model.weight.device
-    assert replica.host_flat().numbers.is_pinned()
+    assert flat.buffer.device == model.weight.device
+    assert replica.new_pinned_flat().buffer.is_pinned()
     replica.merge(filled(replica, 0.5), filled(replica, 1.0))
     torch.testing.assert_close(model.weight.detach(), before + 1.0)
     assert optimizer.state[model.weight]["momentum_buffer"].unique().tolist() == [0.5]
-    replica.put(flat)
+    replica.load(flat)
     assert torch.equal(model.weight, before)

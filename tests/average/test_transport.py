@@ -1,4 +1,7 @@
-"""The roads of a CUDA rank's average: nothing is read before it has landed, nothing merged before it is loaded."""
+"""The transports of a CUDA rank's average: nothing is read before it is copied, nothing merged before it is back.
+
+See [Note: snapshot synchronisation] in uneven/average/transport.py.
+"""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,9 +13,8 @@ from torch.optim import SGD
 
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
-from uneven.average.host import HostRoad
 from uneven.average.replica import Replica
-from uneven.average.transport import Transport, make_transport
+from uneven.average.transport import HostTransport, Transport, make_transport
 from uneven.comm.group import SoloGroup
 from uneven.errors import RankError
 
@@ -52,11 +54,11 @@ def rank() -> Iterator[Rank]:
 
 
 def test_a_snapshot_is_read_only_when_it_has_landed(rank: Rank) -> None:
-    """Fails when the wait in HostRoad.land is taken out: the host then sums what was there before."""
-    assert isinstance(rank.transport, HostRoad)
+    """Fails when the wait in HostTransport.wait_for_snapshot is taken out: the host then sums what was there before."""
+    assert isinstance(rank.transport, HostTransport)
     for number in (1.0, 2.0, 3.0):
         rank.work(number)
-        with torch.cuda.stream(rank.transport.copying):
+        with torch.cuda.stream(rank.transport.copy_stream):
             torch.cuda._sleep(LONG)
         rank.average.start(1.0, list)
         rank.work(-number)  # what training does meanwhile has no part in the snapshot
@@ -65,16 +67,16 @@ def test_a_snapshot_is_read_only_when_it_has_landed(rank: Rank) -> None:
 
 
 def test_an_average_is_merged_only_when_it_is_loaded(rank: Rank) -> None:
-    """Fails when the wait in HostRoad.load is taken out."""
-    assert isinstance(rank.transport, HostRoad)
-    load, copying = rank.transport.load, rank.transport.copying
+    """Fails when the wait in HostTransport.copy_to_device is taken out."""
+    assert isinstance(rank.transport, HostTransport)
+    copy_to_device, copy_stream = rank.transport.copy_to_device, rank.transport.copy_stream
 
-    def slow_load() -> None:
-        with torch.cuda.stream(copying):
+    def slow_copy() -> None:
+        with torch.cuda.stream(copy_stream):
             torch.cuda._sleep(LONG)
-        load()
+        copy_to_device()
 
-    rank.transport.load = slow_load  # type: ignore[method-assign]
+    rank.transport.copy_to_device = slow_copy  # type: ignore[method-assign]
     for number in (1.0, 2.0, 3.0):
         rank.work(number)
         rank.average.start(1.0, list)
@@ -97,12 +99,12 @@ def test_training_is_not_waited_for_and_its_work_is_kept(is_nccl: bool) -> None:
 
 def test_verify_names_a_snapshot_that_had_not_landed() -> None:
     with closing(Rank(verify=True, with_buffers=False)) as rank:
-        assert isinstance(rank.transport, HostRoad)
+        assert isinstance(rank.transport, HostTransport)
         rank.work(1.0)
         rank.average.start(1.0, list)
         rank.average.finish(is_unchanged=True)
-        rank.transport.land = lambda: None  # type: ignore[method-assign]
-        with torch.cuda.stream(rank.transport.copying):
+        rank.transport.wait_for_snapshot = lambda: None  # type: ignore[method-assign]
+        with torch.cuda.stream(rank.transport.copy_stream):
             torch.cuda._sleep(LONG)
         rank.work(2.0)
         rank.average.start(1.0, list)
@@ -110,12 +112,12 @@ def test_verify_names_a_snapshot_that_had_not_landed() -> None:
             rank.average.finish(is_unchanged=True)
 
 
-@pytest.mark.parametrize("which", ["merged", "change"])
+@pytest.mark.parametrize("which", ["device_average", "delta"])
 def test_verify_names_an_average_that_did_not_arrive(which: str) -> None:
     with closing(Rank(verify=True)) as rank:
         rank.work(1.0)
         rank.average.start(1.0, list)
         rank.average.wait()
-        getattr(rank.transport, which).numbers[3] += 1.0
+        getattr(rank.transport, which).buffer[3] += 1.0
         with pytest.raises(RankError, match="average changed between its arrival and its merge"):
             rank.average.finish(is_unchanged=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.average.test_background import Side, on_ranks
 from tests.average.test_phases import gated
 from tests.ranks import ThreadGroup, on_threads
-from uneven.average.background import Arrived
+from uneven.average.background import RoundResult
 from uneven.comm.group import SoloGroup
 from uneven.comm.work import Work
 from uneven.errors import RankError
@@ -21,7 +21,7 @@ def flip_a_bit(numbers: Tensor) -> None:
 
 
 def test_verify_changes_nothing_where_nothing_is_wrong() -> None:
-    def body(side: Side) -> tuple[Tensor, list[Arrived]]:
+    def body(side: Side) -> tuple[Tensor, list[RoundResult]]:
         arrived = []
         for _ in range(3):
             side.average.start(1.0 + side.rank, lambda: [2.0])
@@ -41,20 +41,20 @@ def test_verify_names_a_snapshot_that_changed_before_it_was_sent() -> None:
     with gated(verify=True) as (side, group):
         side.average.start(1.0, list)
         assert group.gates[0].reached.wait(100)
-        flip_a_bit(side.average.transport.snapshot.numbers)
+        flip_a_bit(side.average.transport.snapshot.buffer)
         group.open()
         with pytest.raises(RankError, match="snapshot changed between its taking and its sending"):
             side.average.finish(is_unchanged=True)
 
 
-@pytest.mark.parametrize("which", ["merged", "change"])
+@pytest.mark.parametrize("which", ["device_average", "delta"])
 def test_verify_names_an_average_that_changed_before_it_was_merged(which: str) -> None:
     """What is added comes from the average too, by the thread, so it is watched as well."""
     with closing(Side(SoloGroup(), verify=True)) as side:
         before = side.params
         side.average.start(1.0, list)
         side.average.wait()
-        flip_a_bit(getattr(side.average.transport, which).numbers)
+        flip_a_bit(getattr(side.average.transport, which).buffer)
         with pytest.raises(RankError, match="average changed between its arrival and its merge"):
             side.average.finish(is_unchanged=False)
         assert torch.equal(side.params, before), "nothing wrong was merged"

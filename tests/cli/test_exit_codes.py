@@ -35,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("UNEVEN_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("uneven.launch.context._solo_settings", {})
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
 
@@ -173,6 +173,15 @@ def test_a_torch_that_is_too_old_is_a_machine_that_cannot(
     code, out, err = call(*line.split())
     assert (code, out) == (3, "")
     assert err.startswith("uneven: this is torch 2.5.0")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_rank_whose_machine_cannot_is_3_too(call: Call) -> None:
+    code, _, err = call("run", "--devices", "cpu,cpu", "full.py")
+    assert code == 3, err
+    last = err.splitlines()[-1]
+    assert last.startswith("uneven: rank ")
+    assert last.endswith(": no space")
 
 
 def test_another_exception_of_the_script_keeps_its_traceback(call: Call, folder: Path) -> None:

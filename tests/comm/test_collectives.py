@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.ranks import ThreadGroup, on_threads
-from uneven.comm.collectives import gather_pieces, reduce_pieces
+from uneven.comm.collectives import all_gather_shards, reduce_scatter_shards
 from uneven.comm.group import SoloGroup
 
 CUTS = [[0, 5, 7], [0, 7, 7], [0, 0, 7], [0, 3, 3, 7], [0, 2, 5, 7]]
@@ -14,7 +14,7 @@ def test_everyone_gets_every_owners_piece(cut: list[int]) -> None:
         flat = torch.full((7,), -1.0)
         start, stop = cut[group.rank], cut[group.rank + 1]
         flat[start:stop] = torch.arange(start, stop, dtype=torch.float32)
-        works = gather_pieces(group, flat, cut)
+        works = all_gather_shards(group, flat, cut)
         works.wait()
         assert works.is_completed()
         return flat, group.traffic.payload_bytes
@@ -30,7 +30,7 @@ def test_every_owner_gets_the_sum_of_its_piece(cut: list[int], over_nccl: bool) 
     def rank(group: ThreadGroup) -> list[float]:
         group.pretends_nccl = over_nccl
         flat = torch.arange(7, dtype=torch.float32) * 10**group.rank
-        reduce_pieces(group, flat, cut).wait()
+        reduce_scatter_shards(group, flat, cut).wait()
         return flat[cut[group.rank] : cut[group.rank + 1]].tolist()
 
     times = sum(10**place for place in range(len(cut) - 1))
@@ -40,12 +40,12 @@ def test_every_owner_gets_the_sum_of_its_piece(cut: list[int], over_nccl: bool) 
 
 def test_a_rank_alone_owns_all_and_sends_nothing() -> None:
     group, flat = SoloGroup(), torch.arange(3.0)
-    gather_pieces(group, flat, [0, 3]).wait()
-    reduce_pieces(group, flat, [0, 3]).wait()
+    all_gather_shards(group, flat, [0, 3]).wait()
+    reduce_scatter_shards(group, flat, [0, 3]).wait()
     assert flat.tolist() == [0, 1, 2]
     assert group.traffic.collectives == 0
 
 
-def test_a_cut_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(AssertionError, match="does not cover"):
-        gather_pieces(SoloGroup(), torch.zeros(3), [0, 2])
+def test_bounds_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(AssertionError, match="do not cover"):
+        all_gather_shards(SoloGroup(), torch.zeros(3), [0, 2])

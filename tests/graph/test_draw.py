@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from uneven.bench.models.resnet_graph import make_graph
 from uneven.errors import InputError
 from uneven.graph.drawing.draw import _Sketch
-from uneven.graph.drawing.layout import Box, Layout, arrange
+from uneven.graph.drawing.layout import arrange
+from uneven.graph.drawing.scene import Box, Layout
 from uneven.graph.drawing.svg import text_width
 from uneven.graph.dryrun import dry_run
 from uneven.graph.flow import FlowBuilder
 from uneven.graph.graph import Graph
-from uneven.graph.profile import Profile, Row
+from uneven.graph.profile import NodeProfile, Profile
 
 
 class Taking(nn.Module):
@@ -276,7 +277,7 @@ def test_many_experts_alike_are_one_card() -> None:
 def profile_of(graph: Graph, hot: str) -> Profile:
     calls = [path for path in node_paths(graph) if not path.endswith("x")]
     inner = {path for path in calls if any(other.startswith(f"{path}.") for other in calls)}
-    rows = [Row(path, "", 9.0 if path == hot else 1.0, 4000, 80, path in inner) for path in calls]
+    rows = [NodeProfile(path, "", 9.0 if path == hot else 1.0, 4000, 80, path in inner) for path in calls]
     return Profile(tuple(rows), 20.0)
 
 

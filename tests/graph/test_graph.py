@@ -180,14 +180,14 @@ def test_a_profile_has_every_node_and_leaves_the_graph_alone() -> None:
         FlowBuilder.from_(nn.Linear(8, 8)).tag("again")
     ).for_n(3).build(X)  # fmt: skip
     profile = graph.profile(X, repeats=2)
-    assert [row.path for row in profile.rows] == ["linear_1", "norm", "loop_1", "loop_1.body.again"]
+    assert [row.path for row in profile.nodes] == ["linear_1", "norm", "loop_1", "loop_1.body.again"]
     assert profile["linear_1"].output_bytes == 3 * 8 * 4
     assert profile["linear_1"].param_bytes == (4 * 8 + 8) * 4
     assert profile["loop_1"].is_inner
     assert profile["loop_1"].ms >= profile["loop_1.body.again"].ms > 0
     loop = profile["loop_1"]
     assert loop.own_ms == pytest.approx(loop.ms - profile["loop_1.body.again"].ms)
-    others = [row.ms for row in profile.rows if not row.is_inner]
+    others = [row.ms for row in profile.nodes if not row.is_inner]
     assert profile.node_ms == pytest.approx(sum(others) + loop.own_ms)
     with pytest.raises(InputError, match="no node 'norm2'"):
         profile["norm2"]

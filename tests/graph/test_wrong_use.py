@@ -57,7 +57,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().input("mask").through(F.relu).tag("mask").using("mask").build(), "the name of an input, too"),
     (lambda: start().loop(nn.Linear(8, 8)).through(F.relu), r"loop\(body\) is not complete.*for_n\(n\)"),
     (lambda: start().loop(nn.Linear(8, 8)).for_n(0), r"for_n\(0\) must be a whole number of at least 1"),
-    (lambda: start().loop(nn.Linear(8, 8)).until(lambda x: x.sum(1)).build(X), "condition must give one bool"),
+    (lambda: start().loop(nn.Linear(8, 8)).until(lambda x: x.sum(1)).build(X), "condition must return one bool"),
     (lambda: start().loop(nn.Linear(8, 7)).for_n(2).build(X), "node 'loop_1'"),
     (lambda: start().gate(nn.Linear(8, 3), [F.relu, F.gelu]).build(X), "3 scores for 2 experts"),
     (lambda: start().gate(nn.Linear(8, 2), [F.relu, F.gelu], weighting="max"), "must be one of softmax, sigmoid, none"),
@@ -170,10 +170,10 @@ def test_a_flow_is_complete_once_it_is_placed() -> None:
         lambda: inner.split([F.relu, F.gelu]).merge("add"),
     ]
     for verb in late:
-        with pytest.raises(InputError, match="complete it before it is placed"):
+        with pytest.raises(InputError, match="complete it first"):
             verb()
     own = FlowBuilder.from_(nn.ReLU())
-    with pytest.raises(InputError, match="complete it before it is placed"):
+    with pytest.raises(InputError, match="complete it first"):
         own.through(own)
 
 

@@ -13,6 +13,8 @@ from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import Visible
 from uneven.launch import preflight
+from uneven.launch.context import ProcessContext
+from uneven.launch.environment import ALONE, LaunchEnvironment
 
 TASK = Task(
     lambda: torch.nn.Linear(4, 1),
@@ -30,7 +32,7 @@ def _everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared(**settings: Any) -> preflight.Prepared:
     config = RunConfig(**{"batch_size": 2, "epochs": 1, "progress": "off", **settings})
-    return preflight.prepare(TASK, config, None)
+    return preflight.prepare(TASK, config, ProcessContext(LaunchEnvironment(ALONE)))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_a_graph_and_nccl_are_fine_where_every_device_is_cuda() -> None:
 
 def test_auto_is_every_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [Device("cuda", 0), Device("cuda", 1)]
-    monkeypatch.setattr(preflight, "usable_devices", lambda: two)
+    monkeypatch.setattr("uneven.launch.context.usable_devices", lambda: two)
     assert prepared().devices == tuple(two)
 
 

@@ -123,7 +123,7 @@ def train_on(case: Case, wrap: Wrap, group: Group, *, drops_grads: bool = True, 
             is_last = place == len(micros) - 1
             with nullcontext() if is_last else strategy.no_sync():
                 if part.stop == part.start:
-                    strategy.sit_out()
+                    strategy.backward_without_samples()
                 else:
                     here = [one.to(device) for one in micro]
                     loss_of(strategy.module, here, part, SAMPLES * case.accumulation).backward()

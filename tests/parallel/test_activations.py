@@ -1,4 +1,4 @@
-"""Activations kept, computed again or on the host: the same gradients, with every strategy."""
+"""Activations kept, recomputed or offloaded: the same gradients, with every strategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from tests.parallel.test_fsdp import Tower, batch, make_adamw
 from tests.ranks import ThreadGroup, on_threads
 from uneven.parallel.activations import Activations
-from uneven.parallel.ddp_bucketed import DDPBucketed
+from uneven.parallel.ddp import DDPBucketed, Zero2
 from uneven.parallel.fsdp import FSDP
-from uneven.parallel.zero2 import Zero2
 
 ROWS = len(batch(0))
 
@@ -22,21 +21,21 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("policy", ["none", "blocks", "offload"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 def test_gradients_are_the_same_and_close_undoes_it(policy: str) -> None:
     model = Tower()
     kept = Activations(model, policy)
     torch.testing.assert_close(gradients(model), gradients(Tower()), rtol=0, atol=0)
-    assert len({one.treatment for one in kept.kept}) == 1
+    assert len({one.policy for one in kept.blocks}) == 1
     kept.close()
     assert all("forward" not in vars(block) for block in model.blocks)
     with torch.no_grad():
         model(batch(0))
 
 
-def test_a_block_that_is_computed_again_runs_twice_and_keeps_little() -> None:
+def test_a_block_that_is_recomputed_runs_twice_and_keeps_little() -> None:
     counts: dict[str, list[int]] = {}
-    for policy in ("none", "blocks"):
+    for policy in ("keep", "recompute"):
         model, calls = Tower(), []
         model.blocks[0].up.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         Activations(model, policy)
@@ -45,28 +44,28 @@ def test_a_block_that_is_computed_again_runs_twice_and_keeps_little() -> None:
             loss = model(batch(0)).sum()
         loss.backward()
         counts[policy] = [len(calls), sum(saved)]
-    assert counts["none"][0] == 1
-    assert counts["blocks"][0] == 2
-    assert counts["blocks"][1] < counts["none"][1] / 2
+    assert counts["keep"][0] == 1
+    assert counts["recompute"][0] == 2
+    assert counts["recompute"][1] < counts["keep"][1] / 2
 
 
-@pytest.mark.parametrize(("fits", "again"), [(0, 3), (1, 2), (2, 1), (3, 0)])
-def test_selective_computes_the_largest_again_until_the_rest_fits(fits: int, again: int) -> None:
+@pytest.mark.parametrize(("fits", "recomputed"), [(0, 3), (1, 2), (2, 1), (3, 0)])
+def test_auto_recomputes_the_largest_until_the_rest_fits(fits: int, recomputed: int) -> None:
     model = Tower()
-    measured = Activations(model, "selective", measure=lambda: model(batch(0)), budget_bytes=10**9)
-    each = measured.kept[0].bytes
+    measured = Activations(model, "auto", measure=lambda: model(batch(0)), budget_bytes=10**9)
+    each = measured.blocks[0].bytes
     assert each
-    assert {one.bytes for one in measured.kept} == {each}, "three equal blocks"
+    assert {one.bytes for one in measured.blocks} == {each}, "three equal blocks"
     assert each >= ROWS * 12 * 8, "at least the inner activations"
-    chosen = Activations(Tower(), "none")
-    assert [one.treatment for one in chosen.kept] == ["keep"] * 3
+    chosen = Activations(Tower(), "keep")
+    assert [one.policy for one in chosen.blocks] == ["keep"] * 3
     model = Tower()
-    found = Activations(model, "selective", measure=lambda: model(batch(0)), budget_bytes=fits * each)
-    assert [one.treatment for one in found.kept].count("again") == again
+    found = Activations(model, "auto", measure=lambda: model(batch(0)), budget_bytes=fits * each)
+    assert [one.policy for one in found.blocks].count("recompute") == recomputed
     torch.testing.assert_close(gradients(model), gradients(Tower()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("policy", ["blocks", "offload"])
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
 @pytest.mark.parametrize("wrap", [DDPBucketed, Zero2, FSDP])
 def test_with_every_strategy(wrap: Callable[..., Any], policy: str) -> None:
     def train(group: ThreadGroup, saves: bool) -> dict[str, Tensor]:
@@ -87,10 +86,34 @@ def test_with_every_strategy(wrap: Callable[..., Any], policy: str) -> None:
 
 
 def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ValueError, match="none, blocks, selective, offload"):
+    with pytest.raises(ValueError, match="keep, recompute, offload, auto"):
         Activations(Tower(), "some")
     for options in ({}, {"budget_bytes": 3}):
         with pytest.raises(ValueError, match="needs both"):
-            Activations(Tower(), "selective", **options)
+            Activations(Tower(), "auto", **options)
     with pytest.raises(ValueError, match="belong to"):
-        Activations(Tower(), "blocks", measure=lambda: None, budget_bytes=1)
+        Activations(Tower(), "recompute", measure=lambda: None, budget_bytes=1)
+
+
+def test_a_recomputed_batchnorm_moves_its_running_statistics_once() -> None:
+    def train(policy: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)))
+        Activations(model, policy, blocks=[model[1]])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.state_dict())
+
+    torch.testing.assert_close(train("recompute"), train("keep"), rtol=0, atol=0)
+
+
+def test_a_measurement_on_few_samples_is_scaled() -> None:
+    model = Tower()
+    each = Activations(model, "auto", measure=lambda: model(batch(0)), budget_bytes=10**9).blocks[0].bytes
+    assert each
+    found = Activations(model, "auto", measure=lambda: model(batch(0)), budget_bytes=5 * each, scale=2.0)
+    assert [block.policy for block in found.blocks] == ["recompute", "keep", "keep"]
+    assert found.blocks[0].bytes == 2 * each

@@ -74,7 +74,7 @@ def test_equals_torch_on_the_whole_batch(
             else:
                 with batchnorm_sync.dummy_batch(
                     True
-                ):  # whatever a phantom holds and whatever its loss, nothing may change
+                ):  # whatever a dummy batch holds and whatever its loss, nothing may change
                     passes.append(one_pass(module, x[:1] * 100, slope[:1]))
         return module, passes
 
@@ -84,7 +84,7 @@ def test_equals_torch_on_the_whole_batch(
         torch.testing.assert_close(torch.cat([passes[step][0] for _, passes in busy]), out, **EXACT)
         torch.testing.assert_close(torch.cat([passes[step][1] for _, passes in busy]), of_input, **EXACT)
         for place, grad in enumerate(of_params):
-            # Gradients accumulate over the passes in both, and ranks' own are summed by the gradient road.
+            # Gradients accumulate over the passes in both, and ranks' own are summed by the reducer.
             torch.testing.assert_close(sum(passes[step][2][place] for _, passes in results), grad, **EXACT)
     for (module, passes), share in zip(results, shares, strict=True):
         if not share:
@@ -215,7 +215,7 @@ def test_training_equals_one_process(size: int, options: dict[str, Any]) -> None
 
 
 def test_unequal_micro_batches_neither_hang_nor_differ_between_ranks() -> None:
-    """Shares of 10 and 2 in micro-batches of at most 5: rank 1 adds a phantom to keep step."""
+    """Shares of 10 and 2 in micro-batches of at most 5: rank 1 adds a dummy batch to run as many."""
     ours = train(2, shares=(5, 1), accumulate=2, batch_size=2)
     for name, value in {**ours[0].state.params, **ours[0].state.buffers}.items():
         assert torch.equal(value, {**ours[1].state.params, **ours[1].state.buffers}[name]), name

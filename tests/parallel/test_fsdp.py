@@ -13,7 +13,7 @@ from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
-from uneven.parallel.units import blocks_of, members
+from uneven.parallel.units import blocks_of, params_by_unit
 
 WIDTH, ROWS, STEPS = 6, 8, 3
 
@@ -93,7 +93,7 @@ def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, sav
 
 def test_units_are_whole_only_while_they_compute() -> None:
     def whole(strategy: FSDP) -> list[bool]:
-        return [all(one.is_whole for one in unit.shards) for unit in strategy._units]
+        return [all(shards.is_unsharded for shards in unit.flat_shards) for unit in strategy._units]
 
     def rank(group: ThreadGroup) -> tuple[list[list[bool]], int, int]:
         model = Tower()
@@ -105,7 +105,7 @@ def test_units_are_whole_only_while_they_compute() -> None:
         seen.append(whole(strategy))
         loss.backward()
         seen.append(whole(strategy))
-        held = sum(one.own.numel() for unit in strategy._units for one in unit.shards)
+        held = sum(shards.own.numel() for unit in strategy._units for shards in unit.flat_shards)
         kept = sum(param.untyped_storage().nbytes() for param in model.parameters())
         return seen, held, kept
 
@@ -130,7 +130,7 @@ def test_units_out_of_order_are_told(order: Sequence[int], words: str) -> None:
         strategy.module(batch(0))
 
 
-def test_evaluation_leaves_nothing_whole_and_training_goes_on() -> None:
+def test_evaluation_leaves_nothing_unsharded_and_training_goes_on() -> None:
     def rank(group: ThreadGroup) -> tuple[Tensor, int]:
         strategy = wrapped(group, Tower())
         strategy.module(batch(0)).sum()  # a forward that nobody follows up
@@ -184,11 +184,11 @@ def test_shared_params_belong_to_the_root_and_units_do_not_overlap() -> None:
     assert blocks_of(nn.Sequential(*layers)) == [layers[1][0]], "of a sequence inside"
     assert blocks_of(nn.Sequential(layers[0], nn.ReLU())) == [layers[0]]
     model.blocks[0].up.weight = model.blocks[1].up.weight
-    root, first, *_ = members(model, blocks_of(model))
+    root, first, *_ = params_by_unit(model, blocks_of(model))
     assert any(param is model.blocks[1].up.weight for param in root[1])
     assert first[0] == "blocks.0"
     assert all(param is not model.blocks[1].up.weight for param in first[1])
     with pytest.raises(ValueError, match="share modules"):
-        members(model, [model.blocks[0], model.blocks])
+        params_by_unit(model, [model.blocks[0], model.blocks])
     with pytest.raises(ValueError, match="requires a gradient"):
         wrapped(SoloGroup(), Tower().requires_grad_(False))

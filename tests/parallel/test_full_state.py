@@ -26,7 +26,7 @@ def step(strategy: Strategy, group: Group, number: int) -> None:
     if group.rank == 0:
         loss_of(strategy.module, batches(Case(1))[number][0], slice(None), 12).backward()
     else:
-        strategy.sit_out()
+        strategy.backward_without_samples()
     strategy.optimizer.step()
     strategy.optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
-from uneven.parallel.ddp_bucketed import DDPBucketed
+from uneven.parallel.ddp import DDPBucketed
 from uneven.parallel.muon_adamw import MuonAdamW
 
 ROWS, STEPS = 12, 3

@@ -26,13 +26,10 @@ from tests.parallel.parity import (
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.errors import InputError
-from uneven.parallel.buckets import BUCKET_BYTES
-from uneven.parallel.ddp_bucketed import DDPBucketed
-from uneven.parallel.ddp_flat import DDPFlat
+from uneven.parallel.ddp import DDPBucketed, DDPFlat, Zero2
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer, Strategy
-from uneven.parallel.zero2 import Zero2
 
 SHARES = (5.0, 0.0, 2.0)
 
@@ -57,7 +54,12 @@ for name, shares, by_tensors in itertools.product(("flat", "bucketed"), (None, S
 for shares, by_tensors in itertools.product((None, SHARES), (False, True)):
     WRAPS[f"zero2 by {'tensors' if by_tensors else 'elements'}{', uneven' if shares else ''}"] = (
         lambda model, make, group, shares=shares, by_tensors=by_tensors: Zero2(
-            model, make, group, shares=shares and shares[: group.world_size], by_tensors=by_tensors, bucket_bytes=200
+            model,
+            make,
+            group,
+            shares=shares and shares[: group.world_size],
+            by_tensors=by_tensors,
+            bucket_mb=200 / (1 << 20),
         )
     )
 for shares in (None, SHARES):
@@ -67,7 +69,7 @@ for shares in (None, SHARES):
         group,
         shares=shares and shares[: group.world_size],
         units=[model.conv, model.inner],
-        bucket_bytes=200 if shares else BUCKET_BYTES,
+        bucket_mb=200 / (1 << 20) if shares else None,
     )
 FACTORS: dict[str, Any] = {
     "wrap": list(WRAPS),
@@ -211,7 +213,7 @@ def test_gradients_inside_the_loss_are_no_sum_of_ranks() -> None:
 
 @pytest.mark.parametrize("wrap", ["zero2 by elements, uneven", "zero2 by tensors", "fsdp, uneven"])
 def test_only_the_owners_get_the_sums_over_nccl(wrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The road that NCCL takes: on threads a piece is NaN wherever it is not its owner's."""
+    """The collectives that NCCL uses: on threads, a shard is NaN on every rank that does not own it."""
     monkeypatch.setattr(ThreadGroup, "pretends_nccl", True)
     check(Case(3, "zero", 2, "unused", "adamw"), WRAPS[wrap])
 

@@ -24,7 +24,7 @@ CASES = [
     Case(2, "equal", 1, "tied", "sgd"),
     Case(2, "zero", 1, "channels_last", "sgd"),
 ]
-ROADS = {
+BACKENDS = {
     "nccl": {"devices": "cuda:0,cuda:0", "backend": "nccl"},
     "host": {"devices": "cuda:0,cuda:0", "backend": "cpu"},
     "mixed": {"devices": "cuda:0,cpu", "backend": "cpu"},
@@ -57,10 +57,18 @@ def trained(**changes: Any) -> dict[str, torch.Tensor]:
     return fit(model=make_model, optimizer=OPTIMIZERS["adamw"], dataset=data, **{**common, **changes}).params
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "sequence"])
-def test_fit_with_a_strategy(road: str, name: str) -> None:
-    ours = trained(strategy=name, batch_size=8, **ROADS[road])
+def test_fit_with_a_strategy(backend: str, name: str) -> None:
+    ours = trained(strategy=name, batch_size=8, **BACKENDS[backend])
+    alone = trained(batch_size=16, devices="cpu")
+    for key, value in alone.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload", "auto"])
+def test_activations_change_no_params(activations: str) -> None:
+    ours = trained(activations=activations, batch_size=8, **BACKENDS["host"])
     alone = trained(batch_size=16, devices="cpu")
     for key, value in alone.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10)

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from tests.parallel.parity import OPTIMIZERS, assert_same_state
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
-from uneven.parallel.sequence_parallel import SequenceParallel
 from uneven.parallel.strategy import FullState
-from uneven.parallel.tensor_loss import vocabulary_cross_entropy
-from uneven.parallel.tensor_parallel import Columns, Places, Rows, TensorParallel, Words
+from uneven.parallel.tensor_layers import sharded_cross_entropy, vocabulary_cross_entropy
+from uneven.parallel.tensor_parallel import Columns, Places, Rows, SequenceParallel, TensorParallel, Words
 from uneven.policy.apportion import apportion, cut_by
 
 WORDS, HEADS, HEAD, WIDTH, INNER, LENGTH, ROWS = 11, 4, 3, 12, 10, 5, 4
@@ -190,7 +189,7 @@ def test_cross_entropy_over_words_that_are_cut(shares: tuple[float, ...]) -> Non
 
     def rank(group: ThreadGroup) -> tuple[Tensor, Tensor]:
         mine = scores[..., cut[group.rank] : cut[group.rank + 1]].clone().requires_grad_()
-        loss = vocabulary_cross_entropy(mine, targets, cut, group)
+        loss = sharded_cross_entropy(mine, targets, cut, group)
         (loss * torch.arange(4)).sum().backward()
         assert mine.grad is not None
         return loss.detach(), mine.grad
@@ -199,6 +198,38 @@ def test_cross_entropy_over_words_that_are_cut(shares: tuple[float, ...]) -> Non
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), whole.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shares", [(1, 1), (5, 2)])
+def test_training_with_a_head_that_stays_sharded(kind: str, shares: tuple[float, ...]) -> None:
+    """One train step for all: `vocabulary_cross_entropy` is plain cross-entropy while the head is whole."""
+
+    def train_step(model: nn.Module, step: int) -> Tensor:
+        return vocabulary_cross_entropy(model.head, model(tokens(step)), tokens(step + 100)).mean()
+
+    def steps(model: nn.Module, optimizer: Any) -> None:
+        for step in range(3):
+            train_step(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = Gpt()
+    steps(whole, OPTIMIZERS["sgd"](whole.parameters()))
+    expected, _ = dense("sgd", False, steps=0)
+    assert not torch.equal(expected.model["head.weight"], whole.head.weight), "it was trained"
+
+    def rank(group: ThreadGroup) -> tuple[FullState, int]:
+        plan = PLAN | {"head": Columns()}
+        strategy = KINDS[kind](Gpt(), OPTIMIZERS["sgd"], group, plan=plan, shares=shares)
+        steps(strategy.module, strategy.optimizer)
+        return strategy.full_state(), strategy.module(tokens(0)).shape[-1]
+
+    found = on_threads(2, rank)
+    assert sum(columns for _, columns in found) == WORDS, "no rank has all scores"
+    for state, _ in found:
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state.model[name], value, rtol=1e-10, atol=NOISE)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +248,10 @@ def test_a_wrong_plan_is_told(plan: Any, words: str) -> None:
         TensorParallel(Gpt(is_tied=True), OPTIMIZERS["sgd"], SoloGroup(), plan=plan)
 
 
-def test_nobody_sits_out() -> None:
+def test_no_rank_can_be_without_samples() -> None:
     strategy = TensorParallel(Gpt(), OPTIMIZERS["sgd"], SoloGroup(), plan=PLAN)
     with pytest.raises(RuntimeError, match="same samples"):
-        strategy.sit_out()
+        strategy.backward_without_samples()
 
 
 def test_what_was_cut_is_not_kept() -> None:

@@ -23,13 +23,14 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed import distributed_test
 from uneven.comm.group import TorchGroup
 from uneven.comm.work import Traffic
-from uneven.parallel.ddp_bucketed import DDPBucketed
+from uneven.parallel.ddp import DDPBucketed
 
 class Joined(TorchGroup):
     "The group that PyTorch's test has formed."
-    def __init__(self, road):
-        self.rank, self.world_size = torch.distributed.get_rank(road), torch.distributed.get_world_size(road)
-        self.traffic, self._nccl, self._process_group = Traffic(), None, road
+    def __init__(self, process_group):
+        self.rank = torch.distributed.get_rank(process_group)
+        self.world_size = torch.distributed.get_world_size(process_group)
+        self.traffic, self._nccl, self._process_group = Traffic(), None, process_group
 
 class Ours(nn.Module):
     "PyTorch's DDP averages where ours sums."

@@ -1,8 +1,8 @@
-"""A cluster on a simulated clock, whose ranks drive `Windows` and `Course` as the ranks of a real run do.
+"""A cluster on a simulated clock, whose ranks drive `Windows` and `SlotSchedule` as the ranks of a real run do.
 
-Every rank is a generator with a course and a copy of the controller of its own. It yields how long it is busy, or the
-round whose average it waits for. What must hold in any run (every slot once, events respected, copies equal, nobody
-stuck) is checked here; tests look at the rest.
+Every rank is a generator with its own slot schedule and its own copy of the controller. It yields how long it is busy,
+or the round whose average it waits for. What must hold in any run (every slot once, events respected, copies equal,
+no rank stuck) is checked here; tests look at the rest.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import Decision, LocalSGDConfig, Row, Windows
+from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
 
 NEVER = float("inf")
 
@@ -56,7 +56,7 @@ class Round:
     """One average: on its way when all ranks have come, and there some time later."""
 
     due: int
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RoundReport] = field(default_factory=dict)
     entered_ms: dict[int, float] = field(default_factory=dict)
     merged_ms: dict[int, float] = field(default_factory=dict)
     met_ms: float = NEVER
@@ -107,11 +107,11 @@ class Simulation:
     def __init__(
         self,
         cluster: Cluster,
-        terms: LocalSGDConfig,
+        config: LocalSGDConfig,
         hints: list[float] | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        self.cluster, self.terms = cluster, terms
+        self.cluster, self.config = cluster, config
         self.now_ms = 0.0
         self.outcome = Outcome(cluster)
         self.claimed = 0
@@ -144,7 +144,7 @@ class Simulation:
         self.outcome.claims += 1
         return first
 
-    def enter(self, rank: int, number: int, due: int, row: Row) -> Round:
+    def enter(self, rank: int, number: int, due: int, row: RoundReport) -> Round:
         rounds = self.outcome.rounds
         if number == len(rounds):
             rounds.append(Round(due))
@@ -173,11 +173,11 @@ class _Rank:
 
     def __init__(self, simulation: Simulation, rank: int, hints: list[float] | None, max_staleness: int | None) -> None:
         self.simulation, self.rank, self.cluster = simulation, rank, simulation.cluster
-        cluster, terms = self.cluster, simulation.terms
+        cluster, config = self.cluster, simulation.config
         hints = None if hints is None else list(hints)
-        self.windows = Windows(terms, cluster.ranks, cluster.slot_size, cluster.next_event, hints)
+        self.windows = Windows(config, cluster.ranks, cluster.slot_size, cluster.next_event, hints)
         self.slot_schedule = SlotSchedule(
-            self.windows, rank, cluster.total, self._claim if terms.is_async else None, max_staleness
+            self.windows, rank, cluster.total, self._claim if config.is_async else None, max_staleness
         )
         self.slot_schedule.claim_ms = cluster.claim_ms
         self.round = Round(0)  # the last one entered
@@ -185,7 +185,7 @@ class _Rank:
         self._rng = random.Random(f"{cluster.seed} {rank}")
         self._owed_ms = 0.0  # spent on claims since the clock last moved
         self._busy_ms = self._samples = 0.0
-        self._costs = Row()
+        self._costs = RoundReport()
         self._has_stopped = False
         self._spell = (0, 1.0)  # slots left, factor
 
@@ -245,7 +245,7 @@ class _Rank:
         if one.arrival_ms > self.simulation.now_ms:
             yield one
         entered_ms, touch_ms = one.entered_ms[self.rank], self.cluster.touch_ms
-        self._costs = Row(transfer_ms=2.0 * touch_ms, latency_ms=one.arrival_ms - entered_ms)
+        self._costs = RoundReport(transfer_ms=2.0 * touch_ms, latency_ms=one.arrival_ms - entered_ms)
         one.merged_ms[self.rank] = self.simulation.now_ms
         self.simulation.note(one, self.windows)
         self.slot_schedule.merged()

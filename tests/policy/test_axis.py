@@ -41,5 +41,5 @@ def test_an_epoch_ends_after_its_last_slot(axis: Axis) -> None:
 
 
 def test_an_empty_axis_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         Axis(samples=0, slot_size=1, epochs=1)

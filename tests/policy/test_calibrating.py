@@ -1,4 +1,4 @@
-"""Shares learned without a warm-up, on simulated clusters."""
+"""Shares calibrated in the first slots, without a warm-up, on simulated clusters."""
 
 import random
 

@@ -54,11 +54,14 @@ def simulate(
 ) -> tuple[list[float], list[int]]:
     """Efficiency of each slot against the best whole split, and the slots at which shares moved."""
     efficiencies, moves = [], []
+    costs: list[Cost] = []
     for slot in range(slots):
         change(slot)
         shares = policy.shares(slot, policy.slot_size)
         assert sum(shares) == policy.slot_size
-        best = finish_ms(cluster.costs, equal_finish(cluster.costs, policy.slot_size, policy.caps, policy.least))
+        if costs != cluster.costs:  # searched for once, not in every slot
+            costs = list(cluster.costs)
+            best = finish_ms(costs, equal_finish(costs, policy.slot_size, policy.caps, policy.least))
         efficiencies.append(best / finish_ms(cluster.costs, shares))
         if policy.note(slot, policy.slot_size, cluster.busy_ms(shares)) is not None:
             moves.append(slot)

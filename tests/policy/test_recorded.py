@@ -12,7 +12,7 @@ from uneven import InputError
 from uneven.data.replay import Log, read_log
 from uneven.policy.axis import Axis
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
-from uneven.policy.windows import Row
+from uneven.policy.windows import RoundReport
 
 START = Round(0, 0, 0, 1.0)
 
@@ -41,7 +41,7 @@ def play(
                 if not slot_schedule.may_merge(has_arrived):
                     break
                 staleness = slot_schedule.staleness
-                assert windows.note([Row(next_slot=slot_schedule.next_slot), Row()]) == []
+                assert windows.note([RoundReport(next_slot=slot_schedule.next_slot), RoundReport()]) == []
                 slot_schedule.merged()
                 trace.append(("merge", staleness, windows.scale))
             elif slot_schedule.is_due():
@@ -101,7 +101,7 @@ def test_a_rank_without_slots_goes_through_every_round() -> None:
 def test_the_scale_before_the_first_round_is_that_of_round_0() -> None:
     windows = RecordedWindows([START._replace(scale=1.6), Round(4, 2, 2, 2.0)], 2, events_at(4), [2.0, 2.0])
     assert windows.scale == 1.6
-    windows.note([Row(next_slot=4), Row(next_slot=4)])
+    windows.note([RoundReport(next_slot=4), RoundReport(next_slot=4)])
     assert (windows.scale, windows.is_over, windows.start) == (2.0, True, 4)
 
 
@@ -114,7 +114,7 @@ def test_what_was_trained_stands_for_the_counts_and_every_rank_has_some() -> Non
 def test_fingerprints_differ_between_rounds_so_that_ranks_out_of_step_are_found() -> None:
     windows = RecordedWindows([START, Round(2, 1, 1, 1.0), Round(4, 2, 2, 1.0)], 2, events_at(4), [2.0, 2.0])
     first = windows.fingerprint()
-    windows.note([Row(next_slot=2), Row(next_slot=2)])
+    windows.note([RoundReport(next_slot=2), RoundReport(next_slot=2)])
     assert windows.fingerprint() != first
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.policy.simulation import Cluster, Outcome, Simulation
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.windows import LocalSGDConfig, Row, Windows
+from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 
 CADENCE, ASYNC = LocalSGDConfig(), LocalSGDConfig(is_async=True)
-POLICIES = pytest.mark.parametrize("terms", [CADENCE, ASYNC], ids=["cadence", "async"])
+POLICIES = pytest.mark.parametrize("config", [CADENCE, ASYNC], ids=["cadence", "async"])
 
 
 def random_cluster(rng: random.Random, ranks: int, windows: int = 12) -> Cluster:
@@ -24,9 +24,9 @@ def random_cluster(rng: random.Random, ranks: int, windows: int = 12) -> Cluster
     return Cluster(slot_ms, total, seed=rng.randrange(10**6))
 
 
-def run(cluster: Cluster, terms: LocalSGDConfig, max_staleness: int | None = None, hint: float = 1.0) -> Outcome:
+def run(cluster: Cluster, config: LocalSGDConfig, max_staleness: int | None = None, hint: float = 1.0) -> Outcome:
     hints = [ms * (hint if rank % 2 else 1.0) for rank, ms in enumerate(cluster.slot_ms)]
-    return Simulation(cluster, terms, hints, max_staleness).run()
+    return Simulation(cluster, config, hints, max_staleness).run()
 
 
 def mean(values: list[float]) -> float:
@@ -78,10 +78,10 @@ def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
 
 
 @POLICIES
-def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: LocalSGDConfig) -> None:
+def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(config: LocalSGDConfig) -> None:
     slot_ms = [10.0 + rank for rank in range(64)]
-    run(Cluster(slot_ms, 130, epoch=50, lookahead=2), terms)
-    Simulation(Cluster(slot_ms, 130, epoch=50), terms).run()
+    run(Cluster(slot_ms, 130, epoch=50, lookahead=2), config)
+    Simulation(Cluster(slot_ms, 130, epoch=50), config).run()
 
 
 # Little waited
@@ -89,10 +89,10 @@ def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(terms: Local
 
 @pytest.mark.parametrize(("ranks", "many"), [(2, 30), (3, 20), (8, 8), (16, 2), (64, 1)])
 @POLICIES
-def test_efficiency_over_random_clusters(terms: LocalSGDConfig, ranks: int, many: int) -> None:
+def test_efficiency_over_random_clusters(config: LocalSGDConfig, ranks: int, many: int) -> None:
     rng = random.Random(ranks)
-    found = [run(random_cluster(rng, ranks), terms).efficiency for _ in range(many)]
-    if terms.is_async:
+    found = [run(random_cluster(rng, ranks), config).efficiency for _ in range(many)]
+    if config.is_async:
         # What is lost: snapshots and claims (1 %), and at the end half a slot of the slowest of 120.
         assert mean(found) > 0.975
         assert min(found) > 0.96
@@ -127,11 +127,11 @@ def test_efficiency_in_trouble(trouble: dict[str, object], least_cadence: float,
 @pytest.mark.parametrize("hint", [None, 0.5, 0.7, 1.5, 3.0])
 def test_wrong_hints_or_none_cost_little(hint: float | None) -> None:
     rng = random.Random(0)
-    for terms, least in ((CADENCE, 0.92), (ASYNC, 0.97)):
+    for config, least in ((CADENCE, 0.92), (ASYNC, 0.97)):
         found = []
         for _ in range(8):
             cluster = random_cluster(rng, 3, 20)
-            outcome = Simulation(cluster, terms).run() if hint is None else run(cluster, terms, hint=hint)
+            outcome = Simulation(cluster, config).run() if hint is None else run(cluster, config, hint=hint)
             found.append(outcome.efficiency)
         assert mean(found) > least
 
@@ -145,10 +145,10 @@ def test_waiting_does_not_make_windows_longer() -> None:
 
 
 @POLICIES
-def test_a_slow_link_sets_the_anchor_once(terms: LocalSGDConfig) -> None:
+def test_a_slow_link_sets_the_anchor_once(config: LocalSGDConfig) -> None:
     for seed in range(4):
         cluster = Cluster([10.0, 14.0, 25.0], 7000, seed=seed, transfer_ms=40.0, jitter=0.1)
-        outcome = run(cluster, terms)
+        outcome = run(cluster, config)
         anchors = [one.anchor for one in outcome.rounds]
         assert anchors == sorted(anchors)
         assert len(set(anchors[10:])) <= 2
@@ -190,7 +190,7 @@ def test_after_a_stop_rounds_do_not_come_in_a_burst(rank: int, lookahead: int) -
     assert outcome.efficiency > 0.9
 
 
-# One course
+# One schedule
 
 
 def alone(total: int, event: int, hints: list[float], claimed: int = 0) -> tuple[Windows, SlotSchedule]:
@@ -212,7 +212,7 @@ def test_a_claim_past_an_event_is_kept_until_it_is_passed() -> None:
     assert slot_schedule.hand() is None
     assert slot_schedule.is_due()
     slot_schedule.enter()
-    windows.note([Row(next_slot=22), Row(next_slot=20)])
+    windows.note([RoundReport(next_slot=22), RoundReport(next_slot=20)])
     slot_schedule.merged()
     assert windows.event == 40
     assert slot_schedule.hand() == 22

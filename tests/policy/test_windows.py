@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uneven.policy.windows import Decision, LocalSGDConfig, Row, Windows
+from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
 
 FAR = 10**9
 
@@ -30,14 +30,14 @@ class Ranks:
         self.transfer_ms = self.latency_ms = self.divergence = 0.0
         self.made: list[tuple[int, Decision]] = []
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RoundReport]:
         cut = self.windows.cut()
         rows = []
         for count, ms in zip(cut, self.ms, strict=True):
             # Independent slots: the error of their sum falls with the root of the count.
             noise = self.rng.uniform(-1, 1) * self.jitter / max(1, count) ** 0.5
             rows.append(
-                Row(
+                RoundReport(
                     next_slot=self.windows.due,
                     samples=64.0 * count,
                     busy_ms=count * ms * (1.0 + noise),
@@ -145,14 +145,14 @@ def test_a_round_before_an_event_does_not_pass_it() -> None:
     # A stop request is such a round: ranks enter it wherever they are.
     windows = make([10.0, 25.0], next_event=every(20, 40))
     assert windows.due == windows.event == 20
-    windows.note([Row(next_slot=20), Row(next_slot=18)])
+    windows.note([RoundReport(next_slot=20), RoundReport(next_slot=18)])
     assert windows.event == 20
     assert not windows.is_over
 
 
 def test_rounds_go_on_from_the_rank_that_is_farthest() -> None:
     windows = make([10.0, 25.0], is_async=True)
-    windows.note([Row(next_slot=90), Row(next_slot=36)])
+    windows.note([RoundReport(next_slot=90), RoundReport(next_slot=36)])
     assert (windows.start, windows.due) == (90, 125)
 
 
@@ -189,7 +189,7 @@ def test_a_rank_that_had_no_slot_yet_is_taken_for_a_slow_one() -> None:
 def test_a_slot_of_few_samples_says_nothing() -> None:
     windows = make([10.0, 25.0])
     for _ in range(5):
-        windows.note([Row(next_slot=windows.due, samples=1, busy_ms=8.0), Row(next_slot=windows.due)])
+        windows.note([RoundReport(next_slot=windows.due, samples=1, busy_ms=8.0), RoundReport(next_slot=windows.due)])
     assert windows.counts == (25, 10)
 
 
@@ -240,14 +240,16 @@ def test_counts_follow_a_changed_speed_within_three_rounds(factor: float) -> Non
         assert ranks.moves("counts", since=16) <= 2
 
 
-def test_copies_fed_the_same_rows_are_equal_and_others_are_not() -> None:
+def test_copies_with_the_same_reports_are_equal_and_others_are_not() -> None:
     rng = random.Random(0)
     copies = [make([10.0, 25.0, 11.0]) for _ in range(3)]
     for _ in range(30):
-        rows = [Row(copies[0].due, 64 * 5, rng.uniform(40, 60), transfer_ms=rng.uniform(0, 9)) for _ in range(3)]
-        other = [row._replace(busy_ms=row.busy_ms * 1.001) for row in rows]
-        for windows, told in zip(copies, (rows, rows, other), strict=True):
-            windows.note(told)
+        same = [
+            RoundReport(copies[0].due, 64 * 5, rng.uniform(40, 60), transfer_ms=rng.uniform(0, 9)) for _ in range(3)
+        ]
+        other = [report._replace(busy_ms=report.busy_ms * 1.001) for report in same]
+        for windows, reports in zip(copies, (same, same, other), strict=True):
+            windows.note(reports)
         assert copies[0].fingerprint() == copies[1].fingerprint() < 2**24
     assert copies[0].fingerprint() != copies[2].fingerprint()
 

@@ -1,4 +1,4 @@
-"""The launcher's view: what the bars show of the ranks' posts. Not on a terminal, rich draws them once, at the end."""
+"""What the launcher shows of its ranks' heartbeats. Not on a terminal, rich draws them once, at the end."""
 
 import io
 import sys
@@ -14,32 +14,32 @@ TOTAL = 10_000
 ENTRY = {"epoch": 1, "samples": TOTAL, "train_loss": 0.5, "lr": 0.1, "train_seconds": 4.0, "samples_per_s": 2500.0}
 
 
-def post(own: int, device: str, **more: Any) -> dict[str, Any]:
+def status(own: int, device: str, **more: Any) -> dict[str, Any]:
     plain = {"phase": "compute", "slot": 3, "total": TOTAL, "epochs": 1, "seconds": 4.0, "loss": 0.25, "rounds": {}}
     return {**plain, "own": own, "device": device, **more}
 
 
 def pair(fast: int, slow: int, **more: Any) -> list[dict[str, Any]]:
-    return [post(fast, "cpu", **more), post(slow, "cpu@0.4", **more)]
+    return [status(fast, "cpu", **more), status(slow, "cpu@0.4", **more)]
 
 
 @pytest.fixture
 def last_frame(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """The rows that stand when a run has closed, after these posts one after the other."""
+    """The rows that stand when a run has closed, after these heartbeats one after the other."""
 
-    def draw(*posts: list[dict[str, Any]], columns: int = 120) -> list[str]:
+    def draw(*heartbeats: list[dict[str, Any]], columns: int = 120) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(columns))
         with bars_only():
             reporter = Reporter("bar", "lenet cpu-async")
-        for one in posts:
-            reporter.ranks(one)
+        for statuses in heartbeats:
+            reporter.ranks(statuses)
         reporter.close()
         return [line.rstrip() for line in capsys.readouterr().err.splitlines() if line.strip()]
 
     return draw
 
 
-def test_a_run_that_is_over_stands_at_a_hundred_percent_though_its_last_steps_were_never_posted(last_frame) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_is_over_stands_at_a_hundred_percent_though_its_last_steps_were_in_no_heartbeat(last_frame) -> None:  # type: ignore[no-untyped-def]
     whole, fast, slow = last_frame(pair(6900, 2700), pair(6900, 2700, history=[ENTRY]))
     assert "100 %" in whole
     assert "2,400 samples/s" in whole
@@ -67,7 +67,7 @@ def test_a_run_in_progress_is_shown_by_device_with_share_and_speed(last_frame) -
 def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) -> None:  # type: ignore[no-untyped-def]
     rounds = {"round": 12, "staleness": 3, "anchor": 13.6, "delay": 0.44}
     _, fast, slow = last_frame(
-        [post(3600, "cpu", rounds=rounds), post(1400, "cpu@0.4", rounds={**rounds, "staleness": 0})]
+        [status(3600, "cpu", rounds=rounds), status(1400, "cpu@0.4", rounds={**rounds, "staleness": 0})]
     )
     assert "round 12 anchor 14 staleness 3 delay 0.4" in fast
     assert "staleness 0" in slow
@@ -93,7 +93,7 @@ def test_a_round_that_has_just_begun_has_no_loss_and_the_last_one_stays(last_fra
     no_loss = pair(3700, 1500, loss=float("nan"))
     assert "loss 0.2500" in last_frame(pair(3600, 1400), no_loss)[0]
     assert "loss -" in last_frame(no_loss)[0]
-    mixed = [post(3000, "cpu", loss=0.1), post(1000, "cpu@0.4", loss=0.5)]
+    mixed = [status(3000, "cpu", loss=0.1), status(1000, "cpu@0.4", loss=0.5)]
     assert "loss 0.2000" in last_frame(mixed)[0]
 
 
@@ -102,12 +102,12 @@ def test_an_evaluation_is_named(last_frame) -> None:  # type: ignore[no-untyped-
 
 
 def test_devices_of_one_name_are_told_apart_by_rank(last_frame) -> None:  # type: ignore[no-untyped-def]
-    _, *devices = last_frame([post(1000, "cpu"), post(1000, "cpu"), post(500, "cpu@0.5")])
+    _, *devices = last_frame([status(1000, "cpu"), status(1000, "cpu"), status(500, "cpu@0.5")])
     assert [line.split("\u2501")[0].strip() for line in devices] == ["cpu #0", "cpu #1", "cpu@0.5"]
 
 
 def test_a_rank_that_trained_nothing_yet_is_shown_too(last_frame) -> None:  # type: ignore[no-untyped-def]
-    _, fast, slow = last_frame([post(0, "cpu", seconds=0.0), post(0, "cpu@0.4", seconds=0.0)])
+    _, fast, slow = last_frame([status(0, "cpu", seconds=0.0), status(0, "cpu@0.4", seconds=0.0)])
     assert "share 0 %" in fast
     assert "share 0 %" in slow
 
@@ -121,6 +121,41 @@ def test_lines_tell_each_epoch_and_note_once(capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["  a word", "epoch 1/1  train_loss 0.5000  2,500 samples/s  4.0 s"]
     assert heard == [ENTRY]
+
+
+def spanning(epoch: int, first: int, last: int, **more: Any) -> dict[str, Any]:
+    """An entry whose loss and speed are known only over the epochs from `first` to `last`."""
+    figures = {"samples": epoch * TOTAL, "train_loss": 0.3293, "train_seconds": 7.5, "samples_per_s": 12345.0}
+    return {"epoch": epoch, "epochs": [first, last], "lr": 0.1, **figures, **more}
+
+
+@pytest.mark.parametrize("way", ["heartbeats", "calls"])
+def test_epochs_that_share_their_figures_are_printed_once(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [ENTRY, spanning(2, 2, 3), spanning(3, 2, 3, accuracy=0.875)]
+    reporter, heard = Reporter("lines"), []
+    reporter.listeners.append(heard.append)
+    if way == "heartbeats":
+        for count in (1, 2, 3):
+            reporter.ranks(pair(5000, 2000, epochs=3, history=entries[:count]))
+    else:
+        reporter.started(Axis(TOTAL, 64, 3), "cpu")
+        for entry in entries:
+            reporter.epoch_done(entry)
+    reporter.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 1/3  train_loss 0.5000  2,500 samples/s  4.0 s",
+        "epochs 2-3 of 3  train_loss 0.3293 (over both)  accuracy 0.8750  12,345 samples/s  7.5 s",
+    ]
+    assert heard == entries  # callbacks still get one entry per epoch
+
+
+def test_a_span_of_more_than_two_epochs_names_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter("lines")
+    reporter.started(Axis(TOTAL, 64, 5), "cpu")
+    for epoch in range(1, 5):
+        reporter.epoch_done(spanning(epoch, 1, 4))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "epochs 1-4 of 5  train_loss 0.3293 (over all 4)  12,345 samples/s  7.5 s"
 
 
 def test_bars_only_keeps_reporters_from_talking_but_not_from_listening(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,10 @@ from uneven import InputError, TensorData
 from uneven.comm.group import SoloGroup
 from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
-from uneven.parallel.gradients import GradientRoad
+from uneven.parallel.buckets import UNLIMITED
+from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros
-from uneven.step.captured import GRID, MOST, CapturedBackward
+from uneven.step.captured import GRID, MAX_GRAPHS, CapturedBackward
 from uneven.step.eager import EagerStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
@@ -47,16 +48,16 @@ class OnCpu(Capture):
         totals = self._eager.meter.totals.clone()
         self._left = run(self.inputs)
         self._eager.meter.totals.copy_(totals)
-        for bucket in self._eager.road._sums.buckets:
+        for bucket in self._eager.reducer.buckets:
             bucket.buffer.zero_()
         self.alive.append(self)
         return self._left
 
     def replay(self, inputs: InputMicros) -> None:
-        self._take(inputs)
-        used = set(self._eager.road._used)
+        self._copy_inputs(inputs)
+        used = set(self._eager.reducer._used)
         left = self._run(self.inputs)
-        self._eager.road._used = used
+        self._eager.reducer._used = used
         if isinstance(self._left, Tensor):
             self._left.copy_(left)
 
@@ -76,7 +77,7 @@ def count_in_numbers(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 class Pair:
-    """The same model trained twice, eagerly and by captured backwards, on a road of its own each."""
+    """The same model trained twice, eagerly and by captured backwards, each with a reducer of its own."""
 
     def __init__(
         self, step: Any, on: torch.device, precision: str = "fp32", dtype: torch.dtype = torch.float64
@@ -90,7 +91,7 @@ class Pair:
         model = Net(dtype).to(on)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
         eager = EagerStep(model, optimizer, step, Precision(precision, on), LossMeter(on), 1.0)
-        eager.road = GradientRoad(list(model.parameters()), SoloGroup(), 1, overlaps=False)
+        eager.reducer = Reducer(model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=1)
         return eager
 
     @staticmethod
@@ -163,16 +164,16 @@ def test_captured_half_precisions_equal_eager_ones(precision: str) -> None:
 
 def check_many_sizes(on: torch.device) -> None:
     pair = Pair(mean_loss, on)
-    for size in (*range(1, MOST + 3), *range(1, MOST + 3), 1, MOST + 2):
-        pair.step([size], 2 * MOST)
-        assert len(pair.captured._graphs) <= MOST
+    for size in (*range(1, MAX_GRAPHS + 3), *range(1, MAX_GRAPHS + 3), 1, MAX_GRAPHS + 2):
+        pair.step([size], 2 * MAX_GRAPHS)
+        assert len(pair.captured._graphs) <= MAX_GRAPHS
     pair.check_params()
 
 
 def test_the_size_used_longest_ago_goes(captures: list[list[int]]) -> None:
     check_many_sizes(CPU)
     # All sizes come twice and are captured the second time; then 1, which had to go, and 10, which is still there.
-    assert captures == [[size] for size in (*range(1, MOST + 3), 1)]
+    assert captures == [[size] for size in (*range(1, MAX_GRAPHS + 3), 1)]
 
 
 @pytest.mark.cuda
@@ -191,23 +192,25 @@ def test_only_a_replay_says_how_fast_a_rank_is(captures: list[list[int]]) -> Non
     assert captures == [[4], [6]]
 
 
-def test_a_rehearsal_leaves_no_road_and_no_graph(captures: list[list[int]]) -> None:
+def test_a_rehearsal_leaves_no_reducer_and_no_graph(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
-    pair.other.road = None
+    pair.other.reducer.close()
+    pair.other.reducer = None
     with pair.captured.rehearsal():
         for _ in range(3):
             pair.captured.rehearse([pair._draw(4)], 4)
         assert captures == [[4]]
-    assert pair.other.road is None
+    assert pair.other.reducer is None
     assert not pair.captured._graphs
-    pair.other.road = GradientRoad(list(pair.other.model.parameters()), SoloGroup(), 1, overlaps=False)
+    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=1)
     pair.other.sum_gradients([pair._draw(4)], 8, lambda: (), pair.captured)
-    assert captures == [[4], [4]], "its kernels are known: captured at once, for the new road"
+    assert captures == [[4], [4]], "its kernels are known: captured at once, for the new reducer"
 
 
 def test_nothing_may_be_sent_while_backward_runs(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
-    pair.other.road = GradientRoad(list(pair.other.model.parameters()), SoloGroup(), 1)
+    pair.other.reducer.close()
+    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, num_stats=1)
     inputs = [pair._draw(4)]
     pair.other.sum_gradients(inputs, 4, lambda: (), pair.captured)
     with pytest.raises(AssertionError, match="cannot hold what is sent"):

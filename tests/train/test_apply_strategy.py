@@ -12,15 +12,32 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.api.test_loop import train_loop
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, params, train
+from tests.ranks import on_threads
+from tests.train.test_gradient_sync import (
+    OPTIMIZERS,
+    Net,
+    X,
+    Y,
+    assert_exact,
+    loss_and_count,
+    mean_loss,
+    params,
+    train,
+)
 from uneven import fit
-from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, resolve
+from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.launch.preflight import settle
+from uneven.parallel.catalog import make_strategy
+from uneven.parallel.reducer import Reducer
 from uneven.parallel.tensor_parallel import Columns, Places, Plan, Rows, Words
 from uneven.results.state import TrainedState
+from uneven.timeline.record import Recorder
+from uneven.train.apply_strategy import choose_activations
+from uneven.train.engine import Engine
+from uneven.train.rank_info import RankInfo
 
 BY_SAMPLES = [name for name in STRATEGIES if name not in ("tensor", "sequence")]
 WORDS, WIDTH = 7, 8
@@ -207,3 +224,105 @@ def test_dropout_and_a_missing_plan_are_told() -> None:
 
 def test_every_name_has_its_place() -> None:
     assert set(REPLICATED) | set(SHARDED) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", [None, *REPLICATED])
+def test_fit_runs_the_reducer_that_the_benchmarks_measure(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both make it by one function: the same buckets, sent in the same way; once it was 4 MB here and 25 MB there."""
+    made: list[tuple[list[list[int]], bool]] = []
+    build = Reducer._build_buckets
+
+    def listen(self: Reducer) -> None:
+        build(self)
+        made.append(([[param.numel() for param in bucket.params] for bucket in self.buckets], self.overlap))
+
+    monkeypatch.setattr(Reducer, "_build_buckets", listen)
+    on_threads(2, lambda group: make_strategy(name or "ddp-bucketed", Net(torch.float64), OPTIMIZERS["sgd"], group))
+    measured, made[:] = list(made), []
+    train(2, strategy=name, shares=(1, 1))
+    assert made == measured
+
+
+def test_bucket_mb_reaches_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    build = Reducer._build_buckets
+
+    def listen(self: Reducer) -> None:
+        build(self)
+        seen.append(len(self.buckets))
+
+    monkeypatch.setattr(Reducer, "_build_buckets", listen)
+    one, each = train(2, shares=(1, 1))[0], train(2, shares=(1, 1), bucket_mb=0)[0]
+    assert seen == [1, 1, *[len(list(Net(torch.float64).parameters()))] * 2]
+    for key, value in params(one).items():
+        torch.testing.assert_close(params(each)[key], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("name", [None, "zero1", "zero2", "fsdp", "tensor"])
+def test_activations_change_no_params(name: str | None, activations: str) -> None:
+    common: dict[str, Any] = {"optimizer": "adamw", "global_batch_size": 24, "strategy": name}
+    if name != "tensor":
+        common["shares"] = (5, 2)
+    kept = train(2, **common)
+    for ours, theirs in zip(train(2, activations=activations, **common), kept, strict=True):
+        for key, value in params(theirs).items():
+            torch.testing.assert_close(params(ours)[key], value, rtol=1e-12, atol=1e-12)
+
+
+def test_activations_of_a_local_policy_and_of_one_device() -> None:
+    for size, options in ((1, {}), (2, {"policy": "cadence", "anchor": 2, "shares": (1, 1)})):
+        kept, ours = train(size, **options), train(size, activations="recompute", **options)  # type: ignore[arg-type]
+        for key, value in params(kept[0]).items():
+            torch.testing.assert_close(params(ours[0])[key], value, rtol=1e-12, atol=1e-12)
+
+
+class Deep(nn.Module):
+    """Three blocks, of which the second keeps most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, n), nn.Tanh(), nn.Linear(n, 6)) for n in (8, 64, 16))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(budget: float | None) -> tuple[list[int], list[str]]:
+        monkeypatch.setattr("uneven.train.apply_strategy.activation_budget", lambda _: budget)
+        config = resolve({"batch_size": 32, "epochs": 1, "activations": "auto"})
+        task = Task(Deep, OPTIMIZERS["sgd"], mean_loss, TensorData(X.double(), Y))
+        engine = Engine(task, config, RankInfo(0, parse_devices(["cpu"])), Recorder(0))
+        before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        lines = choose_activations(engine)
+        torch.testing.assert_close(dict(engine.model.state_dict()), before, rtol=0, atol=0)
+        return [place for place, block in enumerate(engine.model.blocks) if "forward" in vars(block)], lines
+
+    assert chosen(None) == ([], []), "a CPU keeps everything"
+    assert chosen(1e9)[0] == []
+    # 32 samples of 64 doubles are 16 KiB.
+    found, (line,) = chosen(16_000)
+    assert found == [1]
+    assert line.endswith("recomputes blocks.1")
+    assert chosen(0)[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"activations": "some"}, "must be one of keep, recompute, offload, auto"),
+        ({"activations": "recompute", "compile": "graph"}, "use compile='off'"),
+        ({"activations": "auto", "sync_batchnorm": True}, "sync_batchnorm=True"),
+        ({"activations": "auto", "strategy": "tensor"}, "use 'recompute'"),
+        ({"bucket_mb": -1}, "bucket_mb=-1 must be a number"),
+        ({"bucket_mb": 1, "strategy": "ddp-flat"}, "leave bucket_mb out"),
+        ({"bucket_mb": 1, "policy": "async"}, "leave bucket_mb out"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        resolve({"batch_size": 4, "epochs": 1, **settings})

@@ -220,10 +220,10 @@ def test_replicas_whose_devices_round_differently_are_one_model_where_it_is_look
 
     def round_in_its_own_way(self: EagerStep, counts: Any) -> None:
         update(self, counts)
-        if self.road is not None:  # not while a rank measures its speed
+        if self.reducer is not None:  # not while a rank measures its speed
             with torch.no_grad():
                 for param in self.model.parameters():
-                    param.mul_(1.0 + 1e-12 * self.road._rank)
+                    param.mul_(1.0 + 1e-12 * self.reducer._group.rank)
 
     monkeypatch.setattr(EagerStep, "update", round_in_its_own_way)
     monkeypatch.setattr(RankInfo, "has_cuda", property(lambda _: has_cuda))

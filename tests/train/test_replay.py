@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from uneven import Ddp, InputError, TensorData, TrainedState, fit
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced, Move
-from uneven.policy.replayed import Replayed
+from uneven.policy.recorded import RecordedShares
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(150, 6, generator=generator)
@@ -140,9 +140,13 @@ def test_the_builder_has_it_too(run: Path) -> None:
 
 def test_the_policy_looks_up_and_never_decides() -> None:
     plan = ((3, 1), (0, 4), (1, 0))
-    policy = Replayed(plan)
+    policy = RecordedShares(plan)
     axis = Axis(samples=9, slot_size=4, epochs=1)
     assert [policy.shares(slot.index, slot.samples) for slot in axis.slots()] == list(plan)
     assert policy.note(0, 4, [1.0, 100.0]) is None
     assert policy.shares(3, 4) == (1, 0)
-    assert policy.fingerprint() == Replayed(plan).fingerprint() != Replayed(((3, 1), (1, 3), (1, 0))).fingerprint()
+    assert (
+        policy.fingerprint()
+        == RecordedShares(plan).fingerprint()
+        != RecordedShares(((3, 1), (1, 3), (1, 0))).fingerprint()
+    )

@@ -1,11 +1,11 @@
-"""The user's own training loop: batches out, losses in, and a step of all ranks between them.
+"""The user's own training loop: batches out, losses in, and one optimizer step of all ranks in between.
 
     for x, y in ddp.batches(epoch):
         ddp.step(F.cross_entropy(ddp(x), y))
 
-A Worker does the work; its train step is the loss the user has just handed over. Invariant: every rank trains its
-part of every slot, in order. Whoever leaves the road (a break, a batch without its step) tells the others in one last
-sum, and all of them raise; nobody waits for a rank that will not come.
+Made by `Ddp.setup`. A Worker does the work; its train step returns the loss that the user has just passed to `step`.
+Invariant: every rank trains its part of every slot, in order. A rank that leaves this order (a break, a batch without
+its step) sends its status in one last collective, and all ranks raise: none waits for a rank that does not come.
 """
 
 import atexit
@@ -87,6 +87,11 @@ class Loop:
     def world_size(self) -> int:
         return self.worker.rank_info.world_size
 
+    @property
+    def epochs(self) -> int:
+        """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
+        return self.worker.config.epochs
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
         with self.worker.engine.eager.precision.region():
@@ -119,7 +124,7 @@ class Loop:
         (part, micros), self._due = self._due, None
         self._loss = loss
         worker = self.worker
-        if self.world_size == 1:  # among others, the clock of the step starts at the last collective
+        if self.world_size == 1:  # with several ranks the step's clock starts at the last collective
             worker.engine.simulate_slowdown(self._began_ns)
         self._train(part, micros)
 
@@ -135,7 +140,7 @@ class Loop:
             statuses = self._synchronizer.exchange_status(RankStatus.FINISHED)
             training = [rank for rank, status in enumerate(statuses) if status != RankStatus.FINISHED]
             if training:
-                self._end_badly(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
+                self._raise_for_all(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
         return self._complete(was_interrupted=False)
 
     def __enter__(self) -> "Loop":
@@ -154,20 +159,20 @@ class Loop:
             self._synchronizer.reset_timer()
             while self._synchronizer.epoch <= epoch:
                 part, micros = next(self._stream)
-                if not micros:  # a mean over no samples is NaN: the user need not see it
+                if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._train(part, [])
                     continue
                 self._due = (part, micros)
                 self._began_ns = worker.recorder.enter("compute")
                 yield micros[0][0]
-                if self._waits():
+                if self._is_step_due():
                     self._fail("a batch was not trained: call ddp.step(loss) once for every batch before the next one")
                 self._check_usable()
                 worker.recorder.enter("data")
         except GeneratorExit:
-            # Nothing can be raised out of a break: the next use of this loop does, and on the others their step.
+            # Nothing can be raised out of a break: the next call on this loop raises, on the other ranks their step.
             if self._synchronizer.epoch <= epoch:
-                self._break_off(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}")
+                self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}")
             return
         finally:
             self._is_iterating = False
@@ -177,36 +182,36 @@ class Loop:
         try:
             is_stopped = self.worker.train_part(self._synchronizer, part, micros)
         except RankError as error:
-            self._end_badly(str(error))
+            self._raise_for_all(str(error))
         if is_stopped:
             self._complete(was_interrupted=True)
             raise KeyboardInterrupt
 
-    def _waits(self) -> bool:
+    def _is_step_due(self) -> bool:
         return self._due is not None
 
     def _take_loss(self, model: nn.Module, batch: Any) -> Any:
-        """The worker's train step: forward has already been done, by the user."""
+        """The worker's train step: the user has run forward already."""
         del model, batch
         loss, self._loss = self._loss, None
         return loss
 
-    def _break_off(self, why: str) -> None:
+    def _leave_epoch(self, why: str) -> None:
         if self._broken is not None or self._state is not None:
             return
         self._due = None
         self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
         if self.world_size > 1:
-            with suppress(RuntimeError):  # the others may be gone already
+            with suppress(RuntimeError):  # the other ranks may have ended already
                 self._synchronizer.exchange_status(RankStatus.LEFT_EPOCH)
         self._leave()
 
     def _fail(self, message: str) -> NoReturn:
-        """A wrong use on this rank: the others are told, so that they do not wait."""
-        self._break_off(f"rank {self.rank}: {message}")
+        """A wrong use on this rank: raise here, and send the status so that the other ranks do not wait."""
+        self._leave_epoch(f"rank {self.rank}: {message}")
         raise InputError(message)
 
-    def _end_badly(self, message: str) -> NoReturn:
+    def _raise_for_all(self, message: str) -> NoReturn:
         self._broken = message
         self._leave()
         raise RankError(message)
@@ -226,7 +231,7 @@ class Loop:
         return self._state
 
     def _leave(self) -> None:
-        """Without any collective: the group closes, the model is the user's alone again."""
+        """Close the group without any collective; the model is a plain module again."""
         atexit.unregister(self._leave)
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
@@ -236,7 +241,7 @@ class Loop:
 
 
 def check_loop(config: RunConfig, size: int) -> None:
-    """Refuse settings that an own loop cannot obey, with the reason."""
+    """InputError for settings that a loop of the user's own cannot follow."""
     if config.accumulate > 1:
         raise InputError(
             f"accumulate={config.accumulate} with Ddp.setup: one ddp.step is one optimizer step of all ranks; make "
@@ -246,19 +251,21 @@ def check_loop(config: RunConfig, size: int) -> None:
         raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
     if size > 1 and not config.is_replicated:
         raise InputError(
-            f"strategy={config.strategy!r} with Ddp.setup: devices meet inside forward and backward, where a loop of "
-            f"your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
+            f"strategy={config.strategy!r} with Ddp.setup: there devices wait for each other inside forward and "
+            f"backward, where a loop of your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
         )
+    if config.activations == "auto":
+        raise InputError("activations='auto' with Ddp.setup: there is no train step to measure; use 'recompute' or fit")
     _check_caps(config, size)
     if config.sync_batchnorm and size > 1:
         raise InputError(
-            "sync_batchnorm=True with Ddp.setup: BatchNorm meets in every layer, and a rank without samples in a step "
-            "has no batch to pass through them; use fit or Ddp.builder"
+            "sync_batchnorm=True with Ddp.setup: BatchNorm is summed over devices in every layer, and a rank without "
+            "samples in a step has no batch to run through them; use fit or Ddp.builder"
         )
 
 
 def _check_caps(config: RunConfig, size: int) -> None:
-    """A rank's part of a step is one batch here, so caps can bound only shares that move."""
+    """A rank's part of a step is one batch here, so caps can only bound shares that follow the speeds."""
     if config.memory_cap is None:
         return
     if size == 1 or config.policy != "balanced" or config.has_fixed_shares:

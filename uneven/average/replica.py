@@ -1,7 +1,7 @@
-"""A rank's replica as one flat buffer: its params and, where asked for, its optimizer's state.
+"""A rank's replica as one flat buffer: its params and, with optimizer_state='average', its optimizer state.
 
-The layout depends only on the model and the optimizer's class, so it is the same on every rank, whatever they have
-trained; an optimizer that has not stepped yet has no state, and zeros stand in for it.
+Invariant: the layout depends only on the model and the optimizer's class, so it is the same on every rank, whatever it
+has trained; for state that does not exist yet, before the first step, the buffer has zeros.
 """
 
 import copy
@@ -24,17 +24,17 @@ AVERAGED_STATE: dict[type[Optimizer], tuple[str, ...]] = {
 
 
 class Flat:
-    """Numbers side by side in one buffer, with a view per tensor."""
+    """One flat buffer with a view per tensor."""
 
     def __init__(self, like: list[Tensor], dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> None:
         count = sum(tensor.numel() for tensor in like)
-        self.numbers = torch.zeros(count, dtype=dtype, device=device, pin_memory=pinned)
-        pieces = self.numbers.split([tensor.numel() for tensor in like]) if like else ()
-        self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+        self.buffer = torch.zeros(count, dtype=dtype, device=device, pin_memory=pinned)
+        ranges = self.buffer.split([tensor.numel() for tensor in like]) if like else ()
+        self.views = [part.view(tensor.shape) for part, tensor in zip(ranges, like, strict=True)]
 
 
 class Replica:
-    """What is averaged of a rank. `take` copies it out; `put` and `merge` bring numbers of the same layout back."""
+    """What is averaged of a rank: `copy_to` copies it into a Flat, `load` and `merge` write a Flat back."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, with_state: bool = False) -> None:
         self._optimizer = optimizer
@@ -43,48 +43,49 @@ class Replica:
         self._dtype = torch.float32
         for param in self._params:
             self._dtype = torch.promote_types(self._dtype, param.dtype)
-        self._fresh = _copied(optimizer.state)
+        self._initial_state = _copied(optimizer.state)
 
     @property
     def device(self) -> torch.device:
         return self._params[0].device if self._params else torch.device("cpu")
 
-    def flat(self) -> Flat:
-        """Room for all params, then for their state, name by name, beside the params."""
+    def new_flat(self) -> Flat:
+        """A buffer for all params, then for their state, name by name, on the params' device."""
         return Flat(self._layout, self._dtype, self.device)
 
-    def host_flat(self) -> Flat:
-        """The same in host memory that a CUDA device reads and writes by itself."""
+    def new_pinned_flat(self) -> Flat:
+        """The same in pinned host memory."""
         return Flat(self._layout, self._dtype, torch.device("cpu"), pinned=True)
 
     @torch.no_grad()
-    def take(self, into: Flat) -> None:
+    def copy_to(self, into: Flat) -> None:
         pairs = list(zip(into.views, self._tensors(), strict=True))
-        _change(torch._foreach_copy_, [view for view, _ in pairs], [tensor for _, tensor in pairs])
+        _apply_to_pairs(torch._foreach_copy_, [view for view, _ in pairs], [tensor for _, tensor in pairs])
         for view, tensor in pairs:
             if tensor is None:
                 view.zero_()
 
-    def put(self, numbers: Flat) -> None:
-        _change(torch._foreach_copy_, self._tensors(), numbers.views)
+    def load(self, flat: Flat) -> None:
+        """Overwrite params and state."""
+        _apply_to_pairs(torch._foreach_copy_, self._tensors(), flat.views)
 
-    def merge(self, average: Flat, change: Flat) -> None:
-        """Params keep what they learned since the snapshot: they are changed by what the average changes in it.
+    def merge(self, average: Flat, delta: Flat) -> None:
+        """Add average - snapshot to the params, so that what was trained since the snapshot is kept.
 
-        State is overwritten, as running statistics are: it has decayed since, and a mean of squares that a change is
-        taken from may end below 0.
+        State is overwritten by the average: it has decayed since the snapshot, and adding a negative delta to a mean of
+        squares could make it negative.
         """
         tensors, count = self._tensors(), len(self._params)
-        _change(torch._foreach_add_, tensors[:count], change.views[:count])
-        _change(torch._foreach_copy_, tensors[count:], average.views[count:])
+        _apply_to_pairs(torch._foreach_add_, tensors[:count], delta.views[:count])
+        _apply_to_pairs(torch._foreach_copy_, tensors[count:], average.views[count:])
 
-    def clear_state(self) -> None:
-        """What the optimizer gathered is worthless: it begins anew, as it was when the replica was made.
+    def reset_optimizer_state(self) -> None:
+        """Put the optimizer back to how it was when the replica was made, after its params were not finite.
 
-        A tensor that was there then keeps its place: a captured step has its address.
+        A tensor that existed then keeps its address: a captured step reads it there.
         """
         now = self._optimizer.state
-        restored = _copied(self._fresh)
+        restored = _copied(self._initial_state)
         for param, values in restored.items():
             for name, value in values.items():
                 there = now.get(param, {}).get(name)
@@ -103,15 +104,15 @@ class Replica:
 
 
 @torch.no_grad()
-def _change(
-    change: Callable[[list[Tensor], list[Tensor]], object],
-    tensors: Sequence[Tensor | None],
-    by: Sequence[Tensor | None],
+def _apply_to_pairs(
+    foreach: Callable[[list[Tensor], list[Tensor]], object],
+    targets: Sequence[Tensor | None],
+    sources: Sequence[Tensor | None],
 ) -> None:
-    """Pairs with a gap are left alone: an optimizer that has not stepped yet begins by itself."""
-    pairs = [(to, one) for to, one in zip(tensors, by, strict=True) if to is not None and one is not None]
+    """Skips missing state: an optimizer that has not stepped yet makes its own."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
     if pairs:
-        change([to for to, _ in pairs], [one for _, one in pairs])
+        foreach([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:

@@ -249,7 +249,7 @@ def policies(
 ) -> None:
     """Your own script under each policy, on your devices: loss, time, efficiency, and which one to take.
 
-    The epochs given here take precedence over the script's; a loop of your own (Ddp.setup) must iterate over as many.
+    The epochs given here take precedence over the script's; a loop of your own runs over range(ddp.epochs).
 
     Examples:
 

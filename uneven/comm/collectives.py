@@ -1,9 +1,7 @@
-"""Collectives made of a group's own, above all owner pieces: a flat buffer cut among the ranks, unequal, no padding.
+"""All-gather and reduce-scatter of unequal shards of a flat buffer, without padding, from a Group's own collectives.
 
-Pieces are gathered from their owners or summed at them.
-
-`cut` has a border more than there are ranks: rank r owns flat[cut[r]:cut[r + 1]], which may be empty. All ranks must
-know the same cut. PyTorch's own all-gather and reduce-scatter want equal pieces, or refuse unequal ones on Gloo.
+Rank r owns flat[bounds[r]:bounds[r + 1]], which may be empty; all ranks must know the same bounds. PyTorch's own
+all-gather and reduce-scatter want equal shards, or refuse unequal ones on Gloo.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,32 +10,32 @@ from itertools import pairwise
 from torch import Tensor
 
 from uneven.comm.group import Group
-from uneven.comm.work import Works
+from uneven.comm.work import WorkList
 
 
 def broadcast_params(group: Group, tensors: Iterable[Tensor]) -> None:
-    """Rank 0's values of all of them to everyone."""
-    Works([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
+    """Overwrite all tensors by rank 0's values."""
+    WorkList([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
 
 
-def gather_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:
-    """Every owner's piece to everyone: one broadcast per owner, on Gloo faster than an all-gather of equal pieces."""
-    return Works([group.broadcast(piece, owner) for owner, piece in _pieces(flat, cut)])
+def all_gather_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
+    """Every owner's shard to all ranks: one broadcast per owner, on Gloo faster than an all-gather of equal shards."""
+    return WorkList([group.broadcast(shard, owner) for owner, shard in _shards(flat, bounds)])
 
 
-def reduce_pieces(group: Group, flat: Tensor, cut: Sequence[int]) -> Works:
-    """Every piece summed at its owner; what a rank then holds of the others' pieces is undefined.
+def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
+    """Every shard summed at its owner; what a rank then holds of the others' shards is undefined.
 
-    Gloo sums the whole buffer for everyone in less time than it sums pieces at owners, and needs no more memory for it.
+    Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory.
     """
     if not group.is_nccl(flat):
-        return Works([group.all_reduce(flat)] if flat.numel() else [])
-    return Works([group.reduce(piece, owner) for owner, piece in _pieces(flat, cut)])
+        return WorkList([group.all_reduce(flat)] if flat.numel() else [])
+    return WorkList([group.reduce(shard, owner) for owner, shard in _shards(flat, bounds)])
 
 
-def _pieces(flat: Tensor, cut: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    assert flat.dim() == 1, "pieces are cut from a flat buffer"
-    assert (cut[0], cut[-1]) == (0, len(flat)), f"cut {list(cut)} does not cover {len(flat)} elements"
-    for owner, (start, stop) in enumerate(pairwise(cut)):
+def _shards(flat: Tensor, bounds: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    assert flat.dim() == 1, "shards are ranges of a flat buffer"
+    assert (bounds[0], bounds[-1]) == (0, len(flat)), f"bounds {list(bounds)} do not cover {len(flat)} elements"
+    for owner, (start, stop) in enumerate(pairwise(bounds)):
         if stop > start:
             yield owner, flat[start:stop]

@@ -1,7 +1,7 @@
-"""Refuse to start when ranks would train different models: compared before the first collective.
+"""Compare the ranks' models before the first collective, and refuse to start if they differ.
 
-A collective over tensors of different shapes does not fail, it corrupts or hangs; so every rank posts what its
-model looks like, all ranks read all posts, and all of them raise alike.
+A collective over tensors of different shapes does not fail, it corrupts data or hangs. So every rank writes a
+description of its model to the store, all ranks read all of them, and all raise the same error.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from uneven.comm.store import Store
 from uneven.errors import InputError
 
-PATIENCE = timedelta(minutes=30)  # another rank may still compile or read its data; a dead one ends the run
+TIMEOUT = timedelta(minutes=30)  # another rank may still compile or read its data; a dead one ends the run
 
 
 def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -26,16 +26,18 @@ def agree(
 ) -> None:
     """InputError on every rank, naming the first rank that differs from rank 0 and how."""
     store.set(f"fingerprint/{where}/{rank}", json.dumps(lines))
-    store.wait([f"fingerprint/{where}/{other}" for other in range(size)], PATIENCE)
+    store.wait([f"fingerprint/{where}/{other}" for other in range(size)], TIMEOUT)
     refuse_differences([json.loads(store.get(f"fingerprint/{where}/{other}")) for other in range(size)], what, where)
 
 
-def refuse_differences(told: Sequence[list[str]], what: str = "built another model", where: str = "model") -> None:
-    """InputError naming the first rank whose lines are not rank 0's; on every rank alike, since all heard the same."""
-    for rank, lines in enumerate(told):
-        if lines != told[0]:
+def refuse_differences(
+    descriptions: Sequence[list[str]], what: str = "built another model", where: str = "model"
+) -> None:
+    """InputError naming the first rank whose lines are not rank 0's; the same on every rank."""
+    for rank, lines in enumerate(descriptions):
+        if lines != descriptions[0]:
             raise InputError(
-                f"rank {rank} {what} than rank 0: {_difference(told[0], lines)}; "
+                f"rank {rank} {what} than rank 0: {_difference(descriptions[0], lines)}; "
                 f"the {where} must be the same on every rank"
             )
 

@@ -1,4 +1,4 @@
-"""Everyone's bytes to everyone, over the sums that every group has."""
+"""All-gather of bytes, rows of numbers and checksums, by the all-reduce that every group has."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from uneven.comm.group import Group
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """Each rank's data in rank order, whatever the lengths. Sums of disjoint ranges: nothing is ever unpickled."""
+    """Each rank's data in rank order, of any length. A sum of disjoint ranges: nothing is unpickled."""
     lengths = torch.zeros(group.world_size, dtype=torch.int64)
     lengths[group.rank] = len(data)
     sizes: list[int] = group.all_reduce(lengths).wait().tolist()
@@ -24,7 +24,7 @@ def gather_bytes(group: Group, data: bytes) -> list[bytes]:
 
 
 def own_row(group: Group, row: Sequence[float]) -> Tensor:
-    """A table with a row per rank, all zeros but this rank's own: a sum fills in the others'."""
+    """A table with a row per rank, zero except for this rank's own: an all-reduce fills in the others."""
     table = torch.zeros(group.world_size, len(row), dtype=torch.float64)
     table[group.rank] = torch.tensor(row, dtype=torch.float64)
     return table
@@ -42,4 +42,4 @@ def gather_checksums(group: Group, tensors: Iterable[Tensor]) -> list[int]:
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().flatten()
         checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
-    return [int(one) for (one,) in gather_rows(group, [float(checksum)])]
+    return [int(value) for (value,) in gather_rows(group, [float(checksum)])]

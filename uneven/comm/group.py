@@ -1,7 +1,7 @@
-"""The group: this rank's place among the ranks, and the collectives they share.
+"""The process group: this rank, the world size, and the collectives.
 
-Every collective of the project goes through a Group, and this folder is the only importer of torch.distributed.
-All ranks must start the same collectives in the same order; nothing here checks that, the callers' plan does.
+Every collective of the project goes through a Group, and this folder is the only importer of torch.distributed. All
+ranks must start the same collectives in the same order; nothing here checks that.
 """
 
 import copy
@@ -16,37 +16,42 @@ from torch import Tensor
 from uneven.comm.store import Store
 from uneven.comm.work import Traffic, Work
 
-# A dead peer raises at once and a stuck one is found by the watch; this is only the last resort.
-LAST_RESORT = timedelta(minutes=30)
+# A dead peer raises at once, and the launcher finds a rank that hangs; this timeout is the last resort.
+TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Collectives over all ranks, in place and asynchronous: the tensor holds the result after `wait()`."""
+    """Collectives over all ranks, in place and asynchronous: the tensor holds the result after `wait()`.
+
+    `rank` and `world_size` may change when ranks join or leave, and `generation` counts how often they did: read them
+    where they are needed and keep no copy.
+    """
 
     rank: int
     world_size: int
+    generation: int
     traffic: Traffic
 
     def all_reduce(self, tensor: Tensor) -> Work: ...
     def all_reduce_max(self, tensor: Tensor) -> Work: ...
     def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
-        """The owner's values to everyone."""
+        """The owner's values to all ranks."""
         ...
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Everyone's values summed at the owner; what the others then hold is undefined."""
+        """The sum of all ranks' values at the owner; what the others then hold is undefined."""
         ...
 
     def is_nccl(self, tensor: Tensor) -> bool:
-        """Whether this tensor would travel over NCCL."""
+        """Whether collectives on this tensor use NCCL."""
         ...
 
     def new_group(self) -> "Group":
-        """A group of the same ranks whose collectives do not queue behind this one's; called by all ranks alike."""
+        """A group of the same ranks whose collectives do not queue behind this one's. Called on all ranks."""
         ...
 
-    def claim(self, many: int) -> int:
-        """Take the next `many` of a count that all ranks share; returns the first. Nobody waits for anybody."""
+    def claim(self, count: int) -> int:
+        """Claim the next `count` numbers of a counter that all ranks share; returns the first. Does not wait."""
         ...
 
     def close(self) -> None: ...
@@ -55,20 +60,20 @@ class Group(Protocol):
 class TorchGroup:
     """A group of processes, formed through the rendezvous store.
 
-    Tensors of the host are summed over Gloo. Those of a CUDA device too, or over NCCL where `nccl` names this rank's
-    device; then every rank must have one.
+    Host tensors use Gloo. CUDA tensors too, or NCCL if `nccl` is this rank's device; then every rank must have one.
     """
 
     def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
         self.rank = rank
         self.world_size = size
+        self.generation = 0
         self.traffic = Traffic()
         self._store = store
         self._nccl = nccl
         self._backend = "gloo" if nccl is None else "cpu:gloo,cuda:nccl"
         if nccl is not None:
             torch.cuda.set_device(nccl)
-        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=LAST_RESORT)
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self._process_group: Any = dist.group.WORLD
         self._connect()
 
@@ -90,21 +95,20 @@ class TorchGroup:
     def new_group(self) -> "TorchGroup":
         twin = copy.copy(self)
         twin.traffic = Traffic()
-        twin._process_group = dist.new_group(
-            backend=self._backend, timeout=LAST_RESORT
-        )  # it does not inherit the first one's
+        # The timeout is not inherited from the default group.
+        twin._process_group = dist.new_group(backend=self._backend, timeout=TIMEOUT)
         twin._connect()
         return twin
 
-    def claim(self, many: int) -> int:
-        return int(self._store.add("claims", many)) - many
+    def claim(self, count: int) -> int:
+        return int(self._store.add("claims", count)) - count
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _connect(self) -> None:
-        """NCCL connects at the first collective, which must not be a background thread's."""
+        """NCCL connects at the first collective, which must not be one of the averaging thread."""
         if self._nccl is not None:
             dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._process_group)
             torch.cuda.synchronize(self._nccl)
@@ -119,33 +123,34 @@ def has_nccl() -> bool:
 
 
 def form_group(store: Store, rank: int, size: int, device: torch.device, backend: str, is_crowded: bool) -> "Group":
-    """This rank's group; `backend` is 'nccl' or 'cpu'. Where it is crowded two ranks of this machine share a GPU."""
+    """This rank's group; `backend` is 'nccl' or 'cpu'. `is_crowded`: ranks of this machine share a GPU."""
     if size == 1:
         return SoloGroup()
     if backend != "nccl":
         return TorchGroup(store, rank, size)
     if is_crowded:
-        _pretend_to_be_far_apart(rank)
+        _allow_shared_gpu(rank)
     return TorchGroup(store, rank, size, device)
 
 
-def _pretend_to_be_far_apart(rank: int) -> None:
-    """NCCL refuses two ranks on one GPU unless it takes them for two hosts: slow, but the arithmetic is the same."""
+def _allow_shared_gpu(rank: int) -> None:
+    """NCCL refuses two ranks on one GPU unless it takes them for two hosts: slow, but it computes the same."""
     os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
 
 
 class SoloGroup:
-    """One rank alone: every collective is done before it starts, and nothing is sent."""
+    """A group of one rank: collectives return at once and send nothing."""
 
     rank = 0
     world_size = 1
+    generation = 0
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self._claimed = 0
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        return Work(_Done(), tensor, Traffic())
+        return Work(_CompletedWork(), tensor, Traffic())
 
     all_reduce_max = all_reduce
 
@@ -162,14 +167,14 @@ class SoloGroup:
     def new_group(self) -> "SoloGroup":
         return SoloGroup()
 
-    def claim(self, many: int) -> int:
-        self._claimed += many
-        return self._claimed - many
+    def claim(self, count: int) -> int:
+        self._claimed += count
+        return self._claimed - count
 
     def close(self) -> None: ...
 
 
-class _Done:
+class _CompletedWork:
     def wait(self) -> None: ...
 
     def is_completed(self) -> bool:

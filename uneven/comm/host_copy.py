@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to host memory, while the device goes on computing."""
+"""Asynchronous copies from a device to host memory."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 
-def copy_to_host_async(numbers: Tensor) -> Callable[[], Tensor]:
-    """The numbers as they are now, on the host: whoever calls the result waits for them, nobody else does.
+def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy the tensor to pinned memory; the function returned waits for the copy and returns it.
 
-    Later changes of `numbers` in the same stream do not reach the copy.
+    The caller itself does not wait. Changes to `tensor` that are enqueued later on the same stream are not in the copy.
     """
-    if numbers.device.type != "cuda":
-        copied = numbers.detach().clone()
+    if tensor.device.type != "cuda":
+        copied = tensor.detach().clone()
         return lambda: copied
-    host_copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    host_copy.copy_(numbers.detach(), non_blocking=True)
-    arrival = torch.cuda.Event(blocking=True)
-    arrival.record(torch.cuda.current_stream(numbers.device))
+    host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host_copy.copy_(tensor.detach(), non_blocking=True)
+    copy_done = torch.cuda.Event(blocking=True)
+    copy_done.record(torch.cuda.current_stream(tensor.device))
 
     def wait() -> Tensor:
-        arrival.synchronize()
+        copy_done.synchronize()
         return host_copy
 
     return wait

@@ -1,6 +1,6 @@
-"""The rendezvous store: it lives in the launcher, never in a rank, so a dying rank cannot take it along.
+"""The rendezvous store. It runs in the launcher, not in a rank, so that it outlives a rank that dies.
 
-Ranks and threads each have a client of their own: a client that waits blocks its other users.
+Each rank and thread has a client of its own: a client that waits blocks its other users.
 """
 
 from datetime import timedelta
@@ -9,25 +9,25 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # expor
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
-REACH = timedelta(seconds=60)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def open_store() -> tuple[TCPStore, int]:
     """A new store in this process, on a free port of the loopback interface; returns its port too."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=REACH, use_libuv=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, use_libuv=True)
     return store, store.port
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """The store of ranks whose starter has none, at the address it gave them."""
+    """A store at a given address, for ranks that were started by torchrun or another launcher without one of ours."""
     return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=REACH, multi_tenant=True, use_libuv=True
+        host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, multi_tenant=True, use_libuv=True
     )
 
 
 def reach_store(host: str, port: int) -> TCPStore:
     """A client of the launcher's store."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=REACH, use_libuv=True)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT, use_libuv=True)
 
 
 def under(prefix: str, store: Store) -> Store:
@@ -36,5 +36,5 @@ def under(prefix: str, store: Store) -> Store:
 
 
 def get_text(store: Store, key: str) -> str | None:
-    """A key's text, or None while nobody has set it; never waits."""
+    """A key's text, or None while it is not set; does not wait."""
     return store.get(key).decode() if store.check([key]) else None

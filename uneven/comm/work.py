@@ -1,7 +1,6 @@
-"""One Work object for every backend: wait, is_completed, get_future, with bytes and seconds counted.
+"""The Work of a collective, the same for every backend: wait, is_completed, get_future; counts bytes and seconds.
 
-torch's own Works differ: some Gloo collectives raise on `get_future`, and a finished one may hold its tensors.
-Whoever starts a collective gets this object and need not know.
+torch's own Work objects differ: some Gloo collectives raise on `get_future`, and a finished Work may hold its tensors.
 """
 
 import time
@@ -13,7 +12,7 @@ import torch
 
 @dataclass
 class Traffic:
-    """What a rank has put on the wire, and how long its main thread waited for it."""
+    """What a rank has given to collectives, and how long it waited for them."""
 
     collectives: int = 0
     payload_bytes: int = 0
@@ -28,7 +27,7 @@ class TorchWork(Protocol):
 
 
 class Work:
-    """A collective on its way; `wait()` returns when its tensor holds the result, and may be called again."""
+    """A collective that was started; `wait()` returns when its tensor holds the result, and may be called again."""
 
     def __init__(self, inner: TorchWork, tensor: torch.Tensor, traffic: Traffic) -> None:
         self._inner: TorchWork | None = inner
@@ -52,31 +51,31 @@ class Work:
         return self._inner is None or self._inner.is_completed()
 
     def get_future(self) -> "torch.futures.Future[torch.Tensor]":
-        """A future of the result. It is set by `wait()`, or at once where the collective is already done."""
+        """A future of the result, set when the collective completes, at the latest by `wait()`."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._inner is None:
                 self._future.set_result(self._tensor)
             else:
-                _forward(self._inner, self._future, self._tensor)
+                _link_futures(self._inner, self._future, self._tensor)
         return self._future
 
 
-def _forward(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor) -> None:
-    """Set `future` when torch's own is set; a Work without one (Gloo reduce_scatter) leaves it to `wait()`."""
+def _link_futures(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor) -> None:
+    """Set `future` when torch's own is set; a Work without one (Gloo reduce_scatter) has it set by `wait()`."""
     try:
         own = inner.get_future()
     except (RuntimeError, AttributeError):
         return
 
-    def arrived(_: Any) -> None:
+    def completed(_: Any) -> None:
         if not future.done():
             future.set_result(tensor)
 
-    own.add_done_callback(arrived)
+    own.add_done_callback(completed)
 
 
-class Works:
+class WorkList:
     """Several collectives that were started together."""
 
     def __init__(self, works: list[Work]) -> None:

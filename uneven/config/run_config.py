@@ -228,6 +228,7 @@ class RunConfig:
         if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
             raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
         self._check_strategy()
+        self._check_activations()
 
     def _check_strategy(self) -> None:
         """InputError for settings that do not go with what the strategy divides among devices."""
@@ -241,6 +242,25 @@ class RunConfig:
             raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
         if name is not None and not self.is_replicated:
             self._check_sharded_model(name)
+
+    def _check_activations(self) -> None:
+        """InputError where activations cannot be recomputed or offloaded, or no gradient bucket is sent."""
+        if self.bucket_mb is not None and self.strategy in ("ddp-flat", *MODEL_PARALLEL):
+            raise InputError(
+                f"bucket_mb={self.bucket_mb!r} with strategy={self.strategy!r}: it sends no buckets; leave it out"
+            )
+        if self.activations == "keep":
+            return
+        given = f"activations={self.activations!r}"
+        if self.compile != "off":
+            raise InputError(f"{given} with compile={self.compile!r}: use compile='off', or activations='keep'")
+        if self.sync_batchnorm and self.activations != "offload":
+            raise InputError(
+                f"{given} with sync_batchnorm=True: a recomputed BatchNorm would wait for ranks that do not recompute; "
+                "use 'keep' or 'offload'"
+            )
+        if self.activations == "auto" and self.is_model_parallel:
+            raise InputError(f"{given} with strategy={self.strategy!r}: all devices must choose alike; use 'recompute'")
 
     def _check_sharded_model(self, name: str) -> None:
         """InputError for settings that need the whole model on every device."""

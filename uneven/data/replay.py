@@ -12,8 +12,7 @@ from typing import Any
 from uneven.data.ledger import prove_exactly_once
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
-from uneven.policy.recorded import Round
-from uneven.policy.replayed import Replayed
+from uneven.policy.recorded import RecordedShares, Round
 
 # Settings that decide what a slot is and what is computed from it; any other value makes another run.
 SAME = (
@@ -29,13 +28,13 @@ class Log:
     parts: list[list[tuple[int, int, int]]]
     rounds: list[list[Round]]
 
-    def shares(self, slots: int) -> Replayed:
+    def shares(self, slots: int) -> RecordedShares:
         """The policy that repeats an exact run."""
         plan = [[0] * len(self.parts) for _ in range(slots)]
         for rank, log in enumerate(self.parts):
             for slot, _, count in log:
                 plan[slot][rank] = count
-        return Replayed(tuple(tuple(shares) for shares in plan))
+        return RecordedShares(tuple(tuple(shares) for shares in plan))
 
 
 def log_record(log: Any, rounds: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One run of a new graph on an example, so that what does not fit is told with its node."""
+"""Run a new graph once on an example, so that a part that does not fit is reported with its node."""
 
 from typing import Any
 
@@ -24,15 +24,15 @@ def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
         names = ", ".join(graph.plan.inputs)
         raise InputError(f"the example has {len(example)} inputs, the graph {len(graph.plan.inputs)}: {names}")
     modes = [(module, module.training) for module in graph.modules()]
-    memories = [(one, one.value, one.samples) for one in graph.modules() if isinstance(one, Memory)]
+    memories = [(module, module.value, module.samples) for module in graph.modules() if isinstance(module, Memory)]
     buffers = [(buffer, buffer.clone()) for buffer in graph.buffers() if not is_lazy(buffer)]
     graph.eval()
     graph.reset_state()
     try:
-        with torch.random.fork_rng(_cuda_devices(graph, example)), torch.no_grad(), observed(graph, _watch):
+        with torch.random.fork_rng(_cuda_devices(graph, example)), torch.no_grad(), observed(graph, _check_node):
             # State across calls must fit, too.
             for _ in range(2 if memories else 1):
-                graph(*(one.clone() if isinstance(one, Tensor) else one for one in example))
+                graph(*(value.clone() if isinstance(value, Tensor) else value for value in example))
     finally:
         for memory, value, samples in memories:
             memory.value, memory.samples = value, samples
@@ -44,25 +44,25 @@ def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
 
 
 def _cuda_devices(graph: PlanModule, example: tuple[Any, ...]) -> list[int]:
-    """Those whose random state the run can touch; asking for all would open every GPU of the machine."""
-    held = [*graph.parameters(), *graph.buffers(), *(one for one in example if isinstance(one, Tensor))]
-    return sorted({one.device.index or 0 for one in held if one.device.type == "cuda"})
+    """The devices whose random state the run can change; saving all would initialise every GPU of the machine."""
+    held = [*graph.parameters(), *graph.buffers(), *(value for value in example if isinstance(value, Tensor))]
+    return sorted({tensor.device.index or 0 for tensor in held if tensor.device.type == "cuda"})
 
 
-def _watch(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
-    before = [one._version for one in inputs if isinstance(one, Tensor)]
+def _check_node(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
+    before = [value._version for value in inputs if isinstance(value, Tensor)]
     try:
         if node.kind in ("add", "mean"):
             _refuse_broadcast(inputs)
         value = compute()
-        if [one._version for one in inputs if isinstance(one, Tensor)] != before:
+        if [value._version for value in inputs if isinstance(value, Tensor)] != before:
             _refuse_in_place(graph, node)
     except RecursionError:
         raise
     except InputError as error:
-        raise error if str(error).startswith("node ") else _told(path, graph, node, error) from error
+        raise error if str(error).startswith("node ") else _fault(path, graph, node, error) from error
     except Exception as error:
-        raise _told(path, graph, node, error) from error
+        raise _fault(path, graph, node, error) from error
     graph.shapes.pop(node.name, None)
     if isinstance(value, Tensor):
         graph.shapes[node.name] = tuple(value.shape)
@@ -70,7 +70,7 @@ def _watch(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], co
 
 
 def _refuse_in_place(graph: PlanModule, node: Node) -> None:
-    """A part that writes into what it was given spoils it for others who read it."""
+    """InputError where a part changes a value in place that another node or the caller reads."""
     plan = graph.plan
     for source in node.sources:
         users = [other.name for other in plan.nodes if source in other.sources and other.name != node.name]
@@ -81,12 +81,12 @@ def _refuse_in_place(graph: PlanModule, node: Node) -> None:
 
 
 def _refuse_broadcast(inputs: tuple[Any, ...]) -> None:
-    """A sum of (8, 1) and (8, 2) computes something, and hardly ever what was meant."""
+    """A sum of (8, 1) and (8, 2) broadcasts, which is hardly ever intended."""
     if len({tuple(value.shape) for value in inputs if isinstance(value, Tensor)}) > 1:
         raise InputError("their shapes differ")
 
 
-def _told(path: str, graph: PlanModule, node: Node, error: Exception) -> InputError:
+def _fault(path: str, graph: PlanModule, node: Node, error: Exception) -> InputError:
     what = node.kind if not node.target else short(graph.get_submodule(node.target))
     given = ", ".join(
         f"{'the input' if source == ENTRY else repr(source)} {graph.shapes.get(source, '')}".rstrip()
@@ -107,7 +107,7 @@ def _fix(node: Node, graph: PlanModule) -> str:
     recalled = [source for source in node.sources if graph.plan.node(source).kind == "recall"]
     if recalled:
         tag = recalled[0].removeprefix("recall_")
-        return f"If the state {tag!r} starts with another shape than the stream, say how: .using({tag!r}, start=...)"
+        return f"If the state {tag!r} starts with another shape than the stream: .using({tag!r}, start=...)"
     if any(source not in graph.shapes for source in node.sources):
         return "If the part before it gives a tuple, pick one: .through(operator.itemgetter(0))"
     return "Change this part, or the one before it, so that they fit"

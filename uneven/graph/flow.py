@@ -1,30 +1,28 @@
-"""FlowBuilder: a model told as a flow, verb by verb.
+"""FlowBuilder: a model described as a flow, verb by verb.
 
-A flow has a stream, the value that goes from verb to verb. Verbs only take notes; `build` checks them and makes the
-Graph (wiring.py). A part is a module, a function, or another flow: one with a label becomes a sub-graph of that name,
-one without is drawn in as if its verbs stood here.
+A flow has a stream, the value that is passed from verb to verb. Verbs only record notes; `build` checks them and makes
+the Graph (wiring.py). A part is a module, a function, or another flow: a flow with a label becomes a sub-graph of that
+name, a flow without label is inlined.
 """
 
 import keyword
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from torch import Tensor, nn
 
 from uneven.errors import InputError
+from uneven.graph.control_flow import WEIGHTINGS, Gate, Loop, Map, Switch, Weighting
 from uneven.graph.dryrun import dry_run
 from uneven.graph.graph import Graph
-from uneven.graph.loop import Loop
-from uneven.graph.mapping import Map
-from uneven.graph.notes import Branches, Call, Flow, Part, Tag, Use
-from uneven.graph.routing import WEIGHTINGS, Gate, Switch
+from uneven.graph.notes import Branches, Call, Flow, Merge, Part, Tag, Use
 from uneven.graph.wiring import made, wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MERGES = ("add", "mean", "cat")
+MERGES: tuple[Merge, ...] = get_args(Merge)
 RESERVED = ("training", "plan", "shapes", "self", "x")  # names in every graph that its class does not show
 
 
@@ -112,7 +110,7 @@ class FlowBuilder(Flow):
         """A body applied to its own result: `.for_n(3)`, `.while_(condition)` or `.until(condition)`."""
         return LoopVerb(self, as_module(body, "loop"))
 
-    def gate(self, router: Part, experts: Sequence[Part], weighting: str = "softmax") -> "Self":
+    def gate(self, router: Part, experts: Sequence[Part], weighting: Weighting = "softmax") -> "Self":
         """A soft mixture: all experts run, the router's scores weight their results."""
         if weighting not in WEIGHTINGS:
             raise InputError(f"gate(weighting={weighting!r}) must be one of {', '.join(WEIGHTINGS)}")
@@ -137,7 +135,7 @@ class FlowBuilder(Flow):
     def build(self, *example: Any, outputs: Sequence[str] = ()) -> Graph:
         """Check the flow and make its graph.
 
-        With an example of its inputs the graph runs once, in eval mode, and a clash of shapes is told with its node.
+        With an example of its inputs the graph runs once, in eval mode, and a shape mismatch is reported with its node.
         With `outputs` forward returns a tuple: the stream's end, then these tagged values.
         """
         if isinstance(outputs, str):
@@ -156,9 +154,9 @@ class FlowBuilder(Flow):
         return self
 
     def _refuse_if_placed(self, verb: str) -> None:
-        """What a flow is must not depend on when another one took it in."""
+        """A flow must not change after another flow has taken it as a part."""
         if self.is_placed:
-            raise InputError(f"{verb}: this flow is a part of another one by now; complete it before it is placed")
+            raise InputError(f"{verb}: this flow is already a part of another flow; complete it first")
 
 
 class _Open:
@@ -193,7 +191,7 @@ class Split(_Open):
         self._branches.tags = [named(name, "tag") for name in names]
         return self
 
-    def merge(self, how: str | Callable[..., Any], dim: int = 1) -> FlowBuilder:
+    def merge(self, how: Merge | Callable[..., Any], dim: int = 1) -> FlowBuilder:
         """Make one stream of the branches: "add", "mean", "cat" along `dim`, or a function of all of them."""
         if not callable(how) and how not in MERGES:
             raise InputError(
@@ -204,7 +202,7 @@ class Split(_Open):
 
 
 class LoopVerb(_Open):
-    """A loop whose end is not told yet."""
+    """A loop whose number of passes is not given yet."""
 
     _verb = "loop(body)"
     _closing = ".for_n(n), .while_(condition) or .until(condition)"
@@ -232,7 +230,7 @@ class LoopVerb(_Open):
 
 
 class MapVerb(_Open):
-    """A map that is not told yet over what."""
+    """A map whose elements are not given yet."""
 
     _verb = "map(body)"
     _closing = ".each(), .over(tag) or .slices(n)"

@@ -27,7 +27,7 @@ class Function(nn.Module):
 
 
 def identity(function: Any) -> str:
-    """What tells one function from another: its name and module; for a lambda its code, else how it shows itself."""
+    """A text that identifies a function: its module and name; for a lambda a hash of its code, else its repr."""
     if isinstance(function, functools.partial):
         given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
         return f"{identity(function.func)}({', '.join(given)})"
@@ -36,12 +36,14 @@ def identity(function: Any) -> str:
         return repr(function)
     code = getattr(function, "__code__", None)
     if "<" in name and code is not None:
-        # A lambda's name says nothing. The code differs between versions of Python, as a name would not.
-        told = hashlib.sha256(repr((code.co_code, code.co_names, _constants(code.co_consts))).encode()).hexdigest()[:8]
-        return f"{function.__module__}.{name} {told}"
+        # Lambdas share one name. Their code, unlike a name, differs between versions of Python.
+        digest = hashlib.sha256(repr((code.co_code, code.co_names, _constants(code.co_consts))).encode()).hexdigest()[
+            :8
+        ]
+        return f"{function.__module__}.{name} {digest}"
     return f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
 
 
 def _constants(constants: tuple[Any, ...]) -> list[Any]:
-    """Without what shows its address: the code of inner functions counts by its own constants."""
-    return [_constants(one.co_consts) if hasattr(one, "co_consts") else repr(one) for one in constants]
+    """Constants without memory addresses: an inner function counts by its own constants."""
+    return [_constants(value.co_consts) if hasattr(value, "co_consts") else repr(value) for value in constants]

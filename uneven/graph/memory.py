@@ -1,4 +1,4 @@
-"""State across calls: what a tag's value was in the last call."""
+"""State across calls: the value that a tag had in the last call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,19 +39,21 @@ class Memory(nn.Module):
                 f"state '{self.tag}' is of {self.samples} samples and this batch has {_samples(stream)}: "
                 "call graph.reset_state() before batches of another size"
             )
-        # A copy, since the place is written again before backward has run.
+        # A copy, since the kept tensor is overwritten before backward has run.
         return (
-            tree_map_only(Tensor, lambda one: one.to(stream.device).clone(), self.value) if self.detach else self.value
+            tree_map_only(Tensor, lambda tensor: tensor.to(stream.device).clone(), self.value)
+            if self.detach
+            else self.value
         )
 
     def _remember(self, new: Any) -> None:
         if not self.detach:
             self.value = new
-        elif _alike(self.value, new):
-            for place, one in zip(_tensors(self.value), _tensors(new), strict=True):
-                place.copy_(one.detach())
+        elif _fits(self.value, new):
+            for kept, tensor in zip(_tensors(self.value), _tensors(new), strict=True):
+                kept.copy_(tensor.detach())
         else:
-            self.value = tree_map_only(Tensor, lambda one: one.detach().clone(), new)
+            self.value = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), new)
 
     def reset(self) -> None:
         self.value = None
@@ -69,14 +71,14 @@ def _samples(stream: Any) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _alike(old: Any, new: Any) -> bool:
+def _fits(old: Any, new: Any) -> bool:
     """Whether the new value can be written where the old one is."""
     if old is None:
         return False
-    kinds = [[(one.shape, one.dtype, one.device) for one in _tensors(value)] for value in (old, new)]
+    kinds = [[(tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(value)] for value in (old, new)]
     # What was made in inference mode cannot be written outside it; torch.compile cannot ask, and does not need to.
-    is_fixed = not torch.compiler.is_compiling() and any(one.is_inference() for one in _tensors(old))
+    is_fixed = not torch.compiler.is_compiling() and any(tensor.is_inference() for tensor in _tensors(old))
     return kinds[0] == kinds[1] and not is_fixed

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from torch import Tensor, nn
 
+Merge = Literal["add", "mean", "cat"]
 Part = Union[nn.Module, Callable[..., Any], "Flow"]
 
 
@@ -35,7 +36,7 @@ class Branches:
 
     parts: list[Part]
     tags: list[str] = field(default_factory=list)
-    merge: str | Callable[..., Any] = ""
+    merge: Merge | Callable[..., Any] = "add"  # set by `.merge(...)`
     dim: int = 1
 
 

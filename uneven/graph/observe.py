@@ -1,4 +1,4 @@
-"""A graph run node by node, so that somebody can look on: the dry run for faults, the profile for times."""
+"""Run a graph node by node under an observer: the dry run finds faults with it, the profile measures times."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class _Observed(fx.Interpreter):
 
     def __init__(self, graph: PlanModule, path: str, observer: Observer) -> None:
         super().__init__(graph, graph=graph.fx)
-        self.extra_traceback = False  # it would write its own story into the message of an error
+        self.extra_traceback = False  # fx would append its own traceback text to the message of an error
         self._graph, self._path, self._observer = graph, path, observer
 
     def run_node(self, n: fx.Node) -> Any:
@@ -38,22 +38,22 @@ class _Observed(fx.Interpreter):
 @contextmanager
 def observed(graph: PlanModule, observer: Observer) -> Iterator[None]:
     """Inside, calls of the graph and of the graphs in it go through the observer, innermost nodes included."""
-    graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, PlanModule)]
-    saved = [one.__dict__["forward"] for _, one in graphs]
-    for path, one in graphs:
-        one.__dict__["forward"] = _walk(one, f"{path}." if path else "", observer)
+    graphs = [(path, module) for path, module in graph.named_modules() if isinstance(module, PlanModule)]
+    saved = [inner.__dict__["forward"] for _, inner in graphs]
+    for path, inner in graphs:
+        inner.__dict__["forward"] = _observed_forward(inner, f"{path}." if path else "", observer)
     try:
         yield
     finally:
-        for (_, one), forward in zip(graphs, saved, strict=True):
-            one.__dict__["forward"] = forward
+        for (_, inner), forward in zip(graphs, saved, strict=True):
+            inner.__dict__["forward"] = forward
 
 
-def _walk(graph: PlanModule, path: str, observer: Observer) -> Callable[..., Any]:
+def _observed_forward(graph: PlanModule, path: str, observer: Observer) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
         missing = [name for name in graph.plan.inputs[len(inputs) :] if name not in named]
         if missing:
-            raise InputError(f"it takes {', '.join(graph.plan.inputs)}, and {missing[0]!r} is not given")
+            raise InputError(f"the graph takes {', '.join(graph.plan.inputs)}, and {missing[0]!r} is not given")
         places = [*inputs, *(named[name] for name in graph.plan.inputs[len(inputs) :])]
         return _Observed(graph, path, observer).run(*places)
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
+NodeKind = Literal["input", "call", "add", "mean", "cat", "recall", "remember"]
 ENTRY = "x"  # the node where the stream enters, and forward's first argument
 
 
@@ -15,7 +17,7 @@ class Node:
     """
 
     name: str  # unique in its graph
-    kind: str
+    kind: NodeKind
     sources: tuple[str, ...] = ()
     target: str = ""
     dim: int = 0

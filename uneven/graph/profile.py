@@ -1,4 +1,4 @@
-"""Where a graph's forward spends time and memory, node by node."""
+"""Where a graph's forward spends time and memory, node by node. `Graph.profile` calls it."""
 
 import copy
 import statistics
@@ -20,41 +20,41 @@ WARM_UP = 2  # runs that are not counted
 
 
 @dataclass(frozen=True)
-class Row:
-    """One node: the median of its forward time, what its value takes and what its params take."""
+class NodeProfile:
+    """One node: the median of its forward time, and the bytes of its value and of its params."""
 
     path: str
     what: str
     ms: float
     output_bytes: int
     param_bytes: int
-    is_inner: bool  # it holds nodes that have rows of their own
-    own_ms: float = 0.0  # what an inner one takes besides them
+    is_inner: bool  # it contains nodes that are listed themselves
+    own_ms: float = 0.0  # of such a node: the time not spent in its nodes
 
 
 @dataclass(frozen=True)
 class Profile:
-    rows: tuple[Row, ...]
-    forward_ms: float  # of the whole, as it runs without anybody looking on
+    nodes: tuple[NodeProfile, ...]
+    forward_ms: float  # of the whole graph, not observed node by node
 
-    def __getitem__(self, path: str) -> Row:
-        found = next((row for row in self.rows if row.path == path), None)
+    def __getitem__(self, path: str) -> NodeProfile:
+        found = next((row for row in self.nodes if row.path == path), None)
         if found is None:
-            raise InputError(f"the profile has no node {path!r}: it has {', '.join(row.path for row in self.rows)}")
+            raise InputError(f"the profile has no node {path!r}: it has {', '.join(row.path for row in self.nodes)}")
         return found
 
     @property
     def node_ms(self) -> float:
-        """What all nodes take, nothing counted twice."""
-        return sum(row.own_ms if row.is_inner else row.ms for row in self.rows)
+        """The time of all nodes; the time of nested nodes is counted once."""
+        return sum(row.own_ms if row.is_inner else row.ms for row in self.nodes)
 
-    def share(self, row: Row) -> float:
+    def share(self, row: NodeProfile) -> float:
         return row.ms / max(self.node_ms, 1e-9)
 
     def __str__(self) -> str:
         lines = [
             (row.path, row.what, f"{row.ms:.3f}", f"{self.share(row):.1%}", in_bytes(row.output_bytes), _params(row))
-            for row in self.rows
+            for row in self.nodes
         ]
         head = ("node", "module", "ms", "share", "value", "params")
         return table(head, lines) + f"\nforward {self.forward_ms:.3f} ms; node by node {self.node_ms:.3f} ms"
@@ -63,38 +63,45 @@ class Profile:
 def profile(graph: PlanModule, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
     """Run a copy of the graph on a batch, in the mode it is in; the graph itself is left as it was."""
     subject = copy.deepcopy(graph)
-    watch = _Watch()
+    stopwatch = _Stopwatch()
     whole_ms = []
-    batch = tuple(one.clone() if isinstance(one, Tensor) else one for one in batch)
-    devices = sorted({one.device.index or 0 for one in batch if isinstance(one, Tensor) and one.is_cuda})
+    batch = tuple(value.clone() if isinstance(value, Tensor) else value for value in batch)
+    devices = sorted({value.device.index or 0 for value in batch if isinstance(value, Tensor) and value.is_cuda})
     with torch.random.fork_rng(devices), torch.no_grad():
         for run in range(WARM_UP + repeats):
             started = _now(batch)
             subject(*batch)
             whole_ms.append(1e3 * (_now(batch) - started))
-            with observed(subject, watch):
+            with observed(subject, stopwatch):
                 subject(*batch)
-            watch.end_run(is_counted=run >= WARM_UP)
-    ms = {path: 1e3 * statistics.median(times) for path, times in watch.times.items() if times}
+            stopwatch.end_run(is_counted=run >= WARM_UP)
+    ms = {path: 1e3 * statistics.median(times) for path, times in stopwatch.times.items() if times}
     rows = tuple(
-        Row(path, watch.what[path], ms[path], watch.output_bytes[path], watch.param_bytes[path], watch.is_inner[path])
+        NodeProfile(
+            path,
+            stopwatch.what[path],
+            ms[path],
+            stopwatch.output_bytes[path],
+            stopwatch.param_bytes[path],
+            stopwatch.is_inner[path],
+        )
         for path in ms
     )
-    rows = tuple(replace(row, own_ms=_own_ms(row, rows)) if watch.has_own_work[row.path] else row for row in rows)
+    rows = tuple(replace(row, own_ms=_own_ms(row, rows)) if stopwatch.has_own_work[row.path] else row for row in rows)
     return Profile(rows, statistics.median(whole_ms[WARM_UP:]))
 
 
-def _own_ms(row: Row, rows: tuple[Row, ...]) -> float:
-    """What a gate, loop, switch or map does besides the graphs in it: its router, its condition, its plain experts."""
-    inside = [one for one in rows if one.path.startswith(f"{row.path}.")]
-    direct = [one for one in inside if not any(one.path.startswith(f"{other.path}.") for other in inside)]
-    return max(0.0, row.ms - sum(one.ms for one in direct))
+def _own_ms(row: NodeProfile, rows: tuple[NodeProfile, ...]) -> float:
+    """The time of a gate, loop, switch or map outside the graphs in it: router, condition, plain experts."""
+    inside = [inner for inner in rows if inner.path.startswith(f"{row.path}.")]
+    direct = [inner for inner in inside if not any(inner.path.startswith(f"{other.path}.") for other in inside)]
+    return max(0.0, row.ms - sum(inner.ms for inner in direct))
 
 
-class _Watch:
+class _Stopwatch:
     """The observer: seconds of each run by path, and what stays the same from run to run.
 
-    A node in a loop runs several times in one run; they add up.
+    A node in a loop runs several times in one run; its times are added up.
     """
 
     def __init__(self) -> None:
@@ -109,7 +116,7 @@ class _Watch:
     def __call__(self, path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
         if node.kind == "input":
             return compute()
-        before = self._run.setdefault(path, 0.0)  # here already, so that a graph stands before its nodes
+        before = self._run.setdefault(path, 0.0)  # before it runs, so that a graph is listed before its nodes
         started = _now(inputs)
         value = compute()
         self._run[path] = before + _now(inputs) - started
@@ -137,5 +144,5 @@ def _now(values: tuple[Any, ...]) -> float:
     return time.perf_counter()
 
 
-def _params(row: Row) -> str:
+def _params(row: NodeProfile) -> str:
     return in_bytes(row.param_bytes) if row.param_bytes else ""

@@ -1,6 +1,6 @@
 """From a flow's notes to a plan: every value gets a node, every module a name, every tag its place.
 
-What cannot work is told here, with the node and the fix: unknown tags, names given twice, results nobody uses.
+Faults are reported here with the node and the fix: unknown tags, names given twice, results that are not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -212,7 +212,7 @@ class _Wiring:
         """A name that no module has or will have."""
         taken = {*self.modules, *self._coming, *self._labels}
         names = map(numbered or (lambda many: f"{name}_{many}"), range(2, len(taken) + 3))
-        return name if name not in taken else next(one for one in names if one not in taken)
+        return name if name not in taken else next(free for free in names if free not in taken)
 
     def _free(self, name: str) -> str:
         """A node name close to this one."""
@@ -226,7 +226,7 @@ class _Wiring:
 
 
 def made(part: Part) -> nn.Module:
-    """A part as a module of its own; a fault in a flow with a label is told with it."""
+    """A part as a module of its own; a fault in a flow with a label is reported with the label."""
     if not isinstance(part, Flow):
         return part if isinstance(part, nn.Module) else Function(part)
     try:

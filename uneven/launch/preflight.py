@@ -14,9 +14,9 @@ from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
 from uneven.hardware.backend import choose_backend, is_crowded
-from uneven.hardware.device import Device, parse_devices
+from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, read_gpus
-from uneven.hardware.inventory import read_visible, usable_devices
+from uneven.hardware.inventory import read_visible
 from uneven.hardware.match import describe_devices
 from uneven.hardware.mps import check_slices
 from uneven.hardware.precision import choose_precision
@@ -38,44 +38,40 @@ class Prepared:
     reporter: Reporter
 
 
-def prepare(task: Task, config: RunConfig, context: ProcessContext | None, title: str = "train") -> Prepared:
+def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str = "train") -> Prepared:
     """Check a task, print its configuration; InputError or MachineError where it cannot be trained here."""
     refuse_unsupported()
     check_task(task)
-    if context is not None:
-        devices = context.devices(config.devices)
-    elif config.devices == "auto":
-        devices = tuple(usable_devices())
-    else:
-        devices = parse_devices(config.devices)
-    config, notes = settle(config, devices, context)
+    devices = context.devices(config.devices)
+    local = context.of_this_machine(devices)
+    config, notes = settle(config, devices, local)
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
-    is_lead = context is None or context.rank == 0
+    is_lead = context.rank == 0
     if config.out is not None and is_lead:
         make_out_folder(config.out)
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
-        local = devices if context is None else context.of_this_machine(devices)
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
         reporter.say([*describe(task, config, devices, found), *notes])
-    if context is not None and context.note:
+    if context.note:
         reporter.say([f"  {context.note}"])
     return Prepared(config, devices, reporter)
 
 
 def settle(
-    config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None = None
+    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...] | None = None
 ) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
 
+    `local` are the devices of this machine, where the others are elsewhere.
     InputError or MachineError where settings and devices do not fit together.
     """
     for device in devices:
         check_device(device)
     config, precision_notes = _resolve_precision(config, devices)
     _check_together(config, devices)
-    config, backend_notes = _resolve_backend(config, devices, context)
+    config, backend_notes = _resolve_backend(config, devices, devices if local is None else local)
     return config, [*precision_notes, *backend_notes]
 
 
@@ -158,13 +154,12 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 
 
 def _resolve_backend(
-    config: RunConfig, devices: tuple[Device, ...], context: ProcessContext | None
+    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...]
 ) -> tuple[RunConfig, list[str]]:
     """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
-    crowded = is_crowded(devices if context is None else context.of_this_machine(devices))
-    backend, why = choose_backend(config.backend, devices, has_nccl(), crowded)
+    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local))
     has_choice = any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uneven.errors import InputError
+from uneven.errors import USER_ERRORS
 from uneven.launch.cleanup import end_orphaned_run, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
 
@@ -104,7 +104,7 @@ def _report_error(error: BaseException, folder: Path, number: int, member: str) 
     report = {
         "time": time.time(),
         "member": member,
-        "kind": "input" if isinstance(error, InputError) else "other",
+        "kind": next((name for name, kind in USER_ERRORS.items() if isinstance(error, kind)), "other"),
         "message": str(error),
         "what": f"{type(error).__name__}: {error}",
         "traceback": traceback.format_exc(),

@@ -55,7 +55,7 @@ class Run:
         self._error: BaseException | None = None
         self._epochs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         reporter.listeners.append(self._epochs.put)
-        # A daemon: a caller that ends without joining must not leave the process training for nobody.
+        # A daemon: a caller that ends without joining must not leave the process training on.
         self._thread = threading.Thread(target=self._run_body, name="uneven-run", daemon=True)
         atexit.register(self._stop_at_exit)
         self._thread.start()
@@ -102,7 +102,7 @@ class Run:
         return self._state
 
     def _finish_interrupted(self) -> None:
-        """First Ctrl-C: stop after this step and save. A second one ends the process at once."""
+        """First Ctrl-C: stop after this step and save. A second one ends the process at once, with exit code 130."""
         self.stop()
         try:
             self._done.wait()
@@ -118,13 +118,14 @@ class Run:
             save_interrupted(self._state, self._reporter)
 
     def _join_thread(self) -> None:
-        # The interpreter must not shut down under a thread that is still freeing tensors: torch's destructors
-        # would then be unwound in the middle, which aborts the process ("terminate called ...").
+        # The interpreter must not shut down while a thread still frees tensors: torch's destructors would be unwound
+        # halfway, which aborts the process ("terminate called ..."). Held by
+        # test_run.py::test_a_caller_that_never_joins_ends_cleanly.
         self._thread.join()
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
-        """The caller leaves without joining: end after the current step, for the same reason."""
+        """The caller exits without joining: end after the current step, for the reason in `_join_thread`."""
         self.stop()
         self._thread.join()
 
@@ -178,7 +179,7 @@ def _train_in_process(
 
 
 def save_results(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
-    """Say how it went and write `out`; the first rank does it for all."""
+    """Print the summary and write `out`, on the first rank."""
     assert state.timeline is not None, "a finished rank has a timeline"
     reporter.close()
     reporter.say(summary_lines(state, state.timeline))
@@ -191,23 +192,23 @@ def save_results(state: TrainedState, config: RunConfig, reporter: Reporter, is_
 
 
 def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
-    """A stopped run is worth its state: where no folder was named, in one of its own."""
+    """Save a stopped run, in a new folder below runs/ where `out` was not given."""
     folder = state.folder or state.save(Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
     reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
 
 
 def summary_lines(state: TrainedState, timeline: Timeline) -> list[str]:
     """How the run went: totals, and where each rank's time was spent."""
-    longest = max(account.training_s for account in timeline.accounts)
+    training_s = max(account.training_s for account in timeline.accounts)
     done = "trained" if state.finished else "stopped: trained"
-    speed = state.samples / longest if longest else 0.0
-    lines = [f"{done} {state.samples:,} samples in {longest:.1f} s ({speed:,.0f} samples/s)"]
+    speed = state.samples / training_s if training_s else 0.0
+    lines = [f"{done} {state.samples:,} samples in {training_s:.1f} s ({speed:,.0f} samples/s)"]
     for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
         spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
-        apart = account.wall_s - account.training_s
+        outside_s = account.wall_s - account.training_s
         own = sum(samples for _, _, samples in state.log[lane.rank])
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
-        lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {apart:.1f} s")
+        lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s")
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if alone and speed:
         lines.append(

@@ -18,7 +18,7 @@ from uneven.config import RunConfig, Task
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.policy.axis import Axis
-from uneven.results.state import TrainedState, proved
+from uneven.results.state import TrainedState, verified_state
 from uneven.timeline.timeline import Timeline
 from uneven.train.rank_info import RankResult, Report
 from uneven.train.worker import Worker
@@ -49,13 +49,15 @@ def train_as_rank(
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
     if group.world_size == 1:
-        return proved(result.state, axis, [result.log], [result.rounds], [result.timeline])
+        return verified_state(result.state, axis, [result.log], [result.rounds], [result.timeline])
     own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
     logs = [_parts(record["log"]) for record in records]
     rounds = [_rounds(record["rounds"]) for record in records]
-    return proved(result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records])
+    return verified_state(
+        result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records]
+    )
 
 
 def write_state(state: TrainedState, folder: Path) -> None:

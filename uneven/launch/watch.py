@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.comm.store import Store, get_text
-from uneven.errors import InputError, RankError, StoppedError
+from uneven.errors import USER_ERRORS, RankError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
@@ -153,8 +153,8 @@ class Watch:
         by_itself = {number: error for number, error in errors.items() if "peer" not in error["what"]} or errors
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
         error, name = errors[number], self._name(number)
-        if error["kind"] == "input":
-            return InputError(f"{name}: {error['message']}")
+        if error["kind"] in USER_ERRORS:
+            return USER_ERRORS[error["kind"]](f"{name}: {error['message']}")
         return RankError(f"{name} failed: {error['what']}\n\nTraceback of {error['member']}:\n{error['traceback']}")
 
     def _name(self, number: int) -> str:

@@ -1,10 +1,12 @@
-"""What forward keeps for backward: everything, or less memory for more time. Goes with every strategy.
+"""Activation memory: what forward keeps for backward, per block of a model. Goes with every strategy.
 
-Per block of a model: keep all, compute it again in backward, or keep it on the host. `selective` measures how many
-bytes each block keeps and computes the largest again, until what is kept fits.
+A block's activations are kept, recomputed in backward (activation checkpointing) or offloaded to host memory. `auto`
+measures how many bytes each block keeps and recomputes the largest blocks until the rest fits a budget. The setting
+`activations` of a run ends up here (train/apply_strategy.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,22 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 from uneven.parallel.units import blocks_of
 
-POLICIES = ("none", "blocks", "selective", "offload")
+POLICIES = ("keep", "recompute", "offload", "auto")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What becomes of one block's activations: 'keep', 'again' or 'host'; `bytes` where it was measured."""
+class BlockActivations:
+    """What is done with one block's activations: 'keep', 'recompute' or 'offload'; `bytes` if they were measured."""
 
     name: str
-    treatment: str
+    policy: str
     bytes: int | None = None
 
 
 class Activations:
-    """Applies a policy to the blocks of a model, in place; `kept` says what was done, `close()` undoes it.
+    """Applies a policy to the blocks of a model, in place; `blocks` lists what was done, `close()` undoes it.
 
-    `selective` needs `measure`, a function that runs one forward on a batch of the usual size, and `budget_bytes`.
+    `auto` needs `measure`, a function that runs one forward, and `budget_bytes`. Where `measure` runs on fewer samples
+    than training will, `scale` is the ratio of the two.
     """
 
     def __init__(
@@ -40,23 +43,24 @@ class Activations:
         *,
         blocks: Sequence[nn.Module] | None = None,
         measure: Callable[[], Any] | None = None,
-        budget_bytes: int | None = None,
+        budget_bytes: float | None = None,
+        scale: float = 1.0,
     ) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"activation policy {policy!r} must be one of {', '.join(POLICIES)}")
-        if (policy == "selective") != (measure is not None and budget_bytes is not None):
-            raise ValueError("measure and budget_bytes belong to the policy 'selective', which needs both")
+            raise ValueError(f"activations={policy!r} must be one of {', '.join(POLICIES)}")
+        if (policy == "auto") != (measure is not None and budget_bytes is not None):
+            raise ValueError("measure and budget_bytes belong to the policy 'auto', which needs both")
         chosen = blocks_of(model) if blocks is None else list(blocks)
         names = {id(module): name for name, module in model.named_modules()}
         self._changed: list[nn.Module] = []
-        self.kept: list[Kept] = []
-        sizes = [None] * len(chosen) if measure is None else _measure(model, chosen, measure)
-        treatments = _choose(policy, sizes, budget_bytes)
-        for block, treatment, size in zip(chosen, treatments, sizes, strict=True):
-            self.kept.append(Kept(names[id(block)], treatment, size))
-            if treatment != "keep":
-                how = _compute_again if treatment == "again" else _keep_on_host
-                block.forward = partial(how, block.forward)
+        self.blocks: list[BlockActivations] = []
+        sizes: list[int | None] = [None] * len(chosen)
+        if measure is not None:
+            sizes = [int(scale * size) for size in _measure(model, chosen, measure)]
+        for block, choice, size in zip(chosen, _choose(policy, sizes, budget_bytes), sizes, strict=True):
+            self.blocks.append(BlockActivations(names[id(block)], choice, size))
+            if choice != "keep":
+                block.forward = partial(_recompute if choice == "recompute" else _offload, block, block.forward)
                 self._changed.append(block)
 
     def close(self) -> None:
@@ -65,37 +69,53 @@ class Activations:
         self._changed = []
 
 
-def _choose(policy: str, sizes: Sequence[int | None], budget: int | None) -> list[str]:
-    if policy != "selective":
-        return [{"none": "keep", "blocks": "again", "offload": "host"}[policy]] * len(sizes)
+def _choose(policy: str, sizes: Sequence[int | None], budget: float | None) -> list[str]:
+    if policy != "auto":
+        return [policy] * len(sizes)
     assert budget is not None
     known = [size or 0 for size in sizes]
-    treatments = ["keep"] * len(sizes)
-    left = sum(known)
+    choices = ["keep"] * len(sizes)
+    kept = sum(known)
     for place in sorted(range(len(sizes)), key=lambda place: (-known[place], place)):
-        if left <= budget:
+        if kept <= budget:
             break
-        treatments[place] = "again"
-        left -= known[place]
-    return treatments
+        choices[place] = "recompute"
+        kept -= known[place]
+    return choices
 
 
-def _compute_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recompute(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), **kwargs)
 
 
-def _keep_on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    first = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _restored_buffers(block)
+
+
+@contextmanager
+def _restored_buffers(block: nn.Module) -> Iterator[None]:
+    """Undo what a recomputation changes in buffers: BatchNorm would move its running statistics twice a step."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in saved:
+            buffer.data.copy_(before)  # .data: autograd has saved the buffer and must not see another version
+
+
+def _offload(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    del block
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     with torch.autograd.graph.save_on_cpu(pin_memory=first is not None and first.is_cuda):
         return forward(*args, **kwargs)
 
 
-def _measure(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[int | None]:
+def _measure(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any]) -> list[int]:
     """The bytes that each block keeps for backward: every storage once, params not counted."""
     params = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    sizes: list[int | None] = []
+    sizes: list[int] = []
     contexts: dict[int, Any] = {}
 
     def enter(place: int, *_: Any) -> None:
@@ -113,7 +133,7 @@ def _measure(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], An
     def leave(place: int, *_: Any) -> None:
         hooks, seen = contexts[place]
         hooks.__exit__(None, None, None)
-        sizes[place] = (sizes[place] or 0) + sum(seen.values())
+        sizes[place] += sum(seen.values())
 
     handles = []
     for place, block in enumerate(blocks):

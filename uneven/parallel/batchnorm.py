@@ -1,10 +1,10 @@
-"""Synchronised BatchNorm: every rank normalises by the statistics of all ranks' samples. Works on CPU too.
+"""SyncBatchNorm that works on CPUs too: every rank normalises by the statistics of all ranks' samples.
 
 torch's SyncBatchNorm refuses CPU tensors. Here each rank sends (count, mean, sum of squared deviations) per channel,
-each in its own row of one summed tensor, and all ranks merge the rows in rank order: exact for unequal batches, as
-stable as one process, and the same bits everywhere. Backward sums two numbers per channel.
+each in its own row of one all-reduced tensor, and all ranks merge the rows in rank order: exact for unequal batches,
+as stable as one process, and the same bits everywhere. Backward sums two numbers per channel.
 
-All ranks must pass the same layers in the same order; a rank without samples passes a phantom, a sample that is
+All ranks must run the same layers in the same order. A rank without samples runs a dummy batch: one sample that is
 normalised but enters neither statistics nor gradients.
 """
 
@@ -22,33 +22,33 @@ from uneven.comm.group import Group
 class BatchNormSync:
     """What the synchronised layers of one model share. Without a group they are plain BatchNorm.
 
-    `enter` is told the state the rank is in: "wait" while a layer waits for the others, then "compute" again.
+    `enter` is called with the rank's state: "wait" while a layer waits for the other ranks, then "compute" again.
     """
 
     def __init__(self) -> None:
         self.group: Group | None = None
         self.enter: Callable[[str], Any] = lambda _: None
-        self.is_phantom = False
+        self.is_dummy = False
         self.layers: list[nn.Module] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchNormSync":
-        return self  # a copied model (a teacher, a moving average) stays in the same circle
+        return self  # a copied model (a teacher, a moving average) is synchronised with the same ranks
 
     @property
     def is_open(self) -> bool:
         return self.group is not None and self.group.world_size > 1
 
     @contextmanager
-    def dummy_batch(self, is_phantom: bool) -> Iterator[None]:
-        """Inside, a phantom is trained: its values must not count."""
-        self.is_phantom = is_phantom
+    def dummy_batch(self, is_dummy: bool) -> Iterator[None]:
+        """Inside, forward runs a dummy batch if `is_dummy`: its values must not count."""
+        self.is_dummy = is_dummy
         try:
             yield
         finally:
-            self.is_phantom = False
+            self.is_dummy = False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        assert self.group is not None, "asked only while open"
+        assert self.group is not None, "called only with a group"
         self.enter("wait")
         total = self.group.all_reduce(tensor).wait()
         self.enter("compute")
@@ -62,7 +62,7 @@ def synchronise(model: nn.Module) -> BatchNormSync:
     for module in model.modules():
         kind = _KINDS.get(type(module))
         if kind is not None:
-            # The object stays the same, so whoever else holds it (an optimizer's hooks, a list) holds the new one.
+            # Changing the class keeps the object, so that other references to it (hooks, lists) stay valid.
             module.__class__ = kind
             module.batchnorm_sync = batchnorm_sync  # type: ignore[assignment]
             batchnorm_sync.layers.append(module)
@@ -71,12 +71,12 @@ def synchronise(model: nn.Module) -> BatchNormSync:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """torch.compile is not to trace the sums. Said late, since that loads the compiler: two seconds for everybody."""
+    """Keep torch.compile from tracing the collectives. Called late, since it imports the compiler: two seconds."""
     _Synced.forward = torch.compiler.disable(_Synced.forward)  # type: ignore[method-assign]
 
 
 def synced_buffers(model: nn.Module) -> set[str]:
-    """Names of the buffers that synchronised layers keep equal on all ranks by themselves."""
+    """Names of the buffers that synchronised layers keep equal on all ranks."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _Synced)]
     return {f"{name}.{buffer}".lstrip(".") for name, module in layers for buffer, _ in module.named_buffers()}
 
@@ -88,18 +88,18 @@ def has_batchnorm(model: nn.Module) -> bool:
 def describe_batchnorm(
     model: nn.Module, batchnorm_sync: BatchNormSync, is_asked: bool, can_ask: bool, samples: Sequence[int]
 ) -> list[str]:
-    """What to say about BatchNorm before ranks with these samples a step start; often nothing."""
+    """Lines to print about BatchNorm, given each rank's samples per step; often none."""
     if is_asked and not batchnorm_sync.layers:
         return ["  sync_batchnorm=True changes nothing: the model has no BatchNorm layer"]
     if batchnorm_sync.layers or not has_batchnorm(model):
         return []
-    seen = " and ".join(str(one) for one in samples)
+    seen = " and ".join(str(count) for count in samples)
     way_out = f"; sync_batchnorm=True makes it see all {sum(samples)}" if can_ask else ""
     return [f"  BatchNorm sees {seen} samples{way_out}"]
 
 
 class _Synced(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over all ranks while training, once the circle has a group; else what it was."""
+    """BatchNorm over all ranks while training, once there is a group; otherwise plain BatchNorm."""
 
     batchnorm_sync: BatchNormSync
 
@@ -111,16 +111,16 @@ class _Synced(nn.modules.batchnorm._BatchNorm):
         if count <= 1:
             raise ValueError(f"BatchNorm needs more than 1 value per channel in training, got {count:g} over all ranks")
         if self.training and self.track_running_stats:
-            self._follow(count, mean, variance)
-        is_phantom = self.batchnorm_sync.is_phantom
+            self._update_running_stats(count, mean, variance)
+        is_dummy = self.batchnorm_sync.is_dummy
         normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, variance, self.eps, count, is_phantom, self.batchnorm_sync
+            input, self.weight, self.bias, mean, variance, self.eps, count, is_dummy, self.batchnorm_sync
         )
         return normalised
 
     @torch.no_grad()
-    def _follow(self, count: float, mean: Tensor, variance: Tensor) -> None:
-        """The running statistics, as one process would move them: by the unbiased variance of all samples."""
+    def _update_running_stats(self, count: float, mean: Tensor, variance: Tensor) -> None:
+        """As one process would: with the unbiased variance of all samples."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.running_mean is None or self.running_var is None:
@@ -155,7 +155,7 @@ def _statistics(input: Tensor, batchnorm_sync: BatchNormSync) -> tuple[float, Te
     assert batchnorm_sync.group is not None
     channels = input.shape[1]
     rows = torch.zeros(batchnorm_sync.group.world_size, 1 + 2 * channels, dtype=torch.float64, device=input.device)
-    count = 0 if batchnorm_sync.is_phantom else input.numel() // channels
+    count = 0 if batchnorm_sync.is_dummy else input.numel() // channels
     if count:
         variance, mean = torch.var_mean(_wide(input), _all_but_channels(input), correction=0)
         own = rows[batchnorm_sync.group.rank]
@@ -166,7 +166,7 @@ def _statistics(input: Tensor, batchnorm_sync: BatchNormSync) -> tuple[float, Te
     if total == 0:
         return 0.0, means.sum(0), squares.sum(0)
     mean = (counts * means).sum(0) / total
-    # Deviations from the common mean: what each rank saw inside, and how far its own mean lies off.
+    # Deviations from the common mean: those within each rank, and of each rank's mean from it.
     return total, mean, (squares + counts * (means - mean) ** 2).sum(0) / total
 
 
@@ -181,15 +181,15 @@ class _Normalise(torch.autograd.Function):
         variance: Tensor,
         eps: float,
         count: float,
-        is_phantom: bool,
+        is_dummy: bool,
         batchnorm_sync: BatchNormSync,
     ) -> Tensor:
         wide = _wide(input)
-        shape = _beside(input)
+        shape = _channel_shape(input)
         scale = torch.rsqrt(variance + eps).to(wide.dtype).view(shape)
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale
         ctx.save_for_backward(normal, scale, weight)
-        ctx.count, ctx.is_phantom, ctx.batchnorm_sync = count, is_phantom, batchnorm_sync
+        ctx.count, ctx.is_dummy, ctx.batchnorm_sync = count, is_dummy, batchnorm_sync
         ctx.has_bias, ctx.dtype = bias is not None, input.dtype
         if weight is not None:
             normal = normal * weight.view(shape)
@@ -201,17 +201,17 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         normal, scale, weight = ctx.saved_tensors
         grad = _wide(grads[0])
-        if ctx.is_phantom:
+        if ctx.is_dummy:
             grad = torch.zeros_like(grad)
-        dims, shape = _all_but_channels(grad), _beside(grad)
+        dims, shape = _all_but_channels(grad), _channel_shape(grad)
         by_bias, by_weight = grad.sum(dims), (grad * normal).sum(dims)
         sums = ctx.batchnorm_sync.all_reduce(torch.stack([by_bias, by_weight]).double())
-        # How the common mean and variance moved every other sample; a phantom moved nothing and is not moved.
+        # Through mean and variance every sample acts on every other one; a dummy batch does not.
         shift, stretch = (sums / ctx.count).to(grad.dtype)
         of_input = (grad - shift.view(shape) - normal * stretch.view(shape)) * scale
         if weight is not None:
             of_input = of_input * weight.view(shape)
-        if ctx.is_phantom:
+        if ctx.is_dummy:
             of_input = torch.zeros_like(of_input)
         of_weight = by_weight.to(weight.dtype) if weight is not None else None
         of_bias = by_bias if ctx.has_bias else None
@@ -219,7 +219,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Halves are counted in fp32."""
+    """Half precision is computed in fp32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
@@ -227,5 +227,5 @@ def _all_but_channels(tensor: Tensor) -> list[int]:
     return [dim for dim in range(tensor.dim()) if dim != 1]
 
 
-def _beside(tensor: Tensor) -> list[int]:
+def _channel_shape(tensor: Tensor) -> list[int]:
     return [1, -1, *[1] * (tensor.dim() - 2)]

@@ -1,18 +1,29 @@
-"""Flat buckets: gradients of several params side by side in memory, so that one collective carries them all."""
+"""Flat gradient buckets: the gradients of several params side by side in memory, so that one collective sums them.
+
+Used by the Reducer (all-reduce) and by the ShardedReducer (reduce-scatter). There is one default bucket size, so that
+what a benchmark measures is what `fit` runs.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-BUCKET_BYTES = 4 << 20  # small ones leave early, and few full gradients wait in them
-UNLIMITED = 1 << 62  # one bucket for all
+# Small buckets are sent early, and few full gradients wait in them: before FSDP's became smaller, its peak on CUDA was
+# 244.6 MB for 25 M params on four ranks (docs/strategies.md).
+DEFAULT_BUCKET_MB = 4.0
+UNLIMITED = 1 << 62  # bytes: one bucket for each dtype and device
+
+
+def bucket_bytes(bucket_mb: float | None) -> int:
+    """The bucket size in bytes; None is the default, 0 gives every param a bucket of its own."""
+    return int((DEFAULT_BUCKET_MB if bucket_mb is None else bucket_mb) * (1 << 20))
 
 
 class Bucket:
-    """A flat buffer and the params whose gradients are its views; `extra` numbers stand at its end.
+    """A flat buffer and the params whose gradients are views of it; `extra` are further numbers at its end.
 
-    A bucket without params must be told its type and device.
+    A bucket without params needs a dtype and a device.
     """
 
     def __init__(
@@ -35,37 +46,26 @@ class Bucket:
         for param in params:
             self.views.append(view_like(param, self.buffer, start))
             start += param.numel()
-        self.missing = 0
+        self.pending = 0  # gradients that have not been computed yet
 
 
-def view_like(param: Tensor, flat: Tensor, start: int) -> Tensor:
-    """A range of a flat buffer in the shape of the param, and with its strides where these fill a range.
-
-    So a channels_last weight has a channels_last gradient, as autograd would make it.
-    """
-    if is_filled(param):
-        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + start)
-    return flat[start : start + param.numel()].view(param.shape)
-
-
-def is_filled(tensor: Tensor) -> bool:
-    """Whether the tensor's elements lie side by side in memory, in whatever order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def make_buckets(params: Sequence[nn.Parameter], max_bytes: int, extra: int) -> list[Bucket]:
+    """Buckets of at most `max_bytes` (a larger param has its own); the last one has `extra` numbers at its end."""
+    groups = split_params(params, max_bytes)
+    last = groups[-1]
+    if last[0].dtype in (torch.float32, torch.float64):
+        return [*map(Bucket, groups[:-1]), Bucket(last, extra)]
+    # Half precision would round the extra numbers: they get a bucket of their own.
+    return [*map(Bucket, groups), Bucket([], extra, torch.float32, last[0].device)]
 
 
-def cut_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Params in reverse order, the order backward reaches them, cut by size, type and device."""
+def split_params(params: Sequence[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:
+    """Params in reverse order, in which backward reaches them, split by size, dtype and device."""
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for param in reversed(params):
         size = param.numel() * param.element_size()
-        fits = groups and filled + size <= bucket_bytes
+        fits = groups and filled + size <= max_bytes
         if fits and groups[-1][0].dtype == param.dtype and groups[-1][0].device == param.device:
             groups[-1].append(param)
             filled += size
@@ -73,3 +73,24 @@ def cut_buckets(params: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[
             groups.append([param])
             filled = size
     return groups
+
+
+def view_like(param: Tensor, flat: Tensor, start: int) -> Tensor:
+    """A range of a flat buffer with the param's shape, and with its strides if the param is dense in memory.
+
+    So a channels_last weight has a channels_last gradient, as autograd would make it.
+    """
+    if is_dense(param):
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + start)
+    return flat[start : start + param.numel()].view(param.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill one range of memory, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

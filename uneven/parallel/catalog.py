@@ -1,51 +1,84 @@
-"""The strategies by the names that users type."""
+"""The strategies by the names that users type: `fit` and the benchmarks make every strategy here, and nowhere else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from uneven.comm.group import Group
-from uneven.config import STRATEGIES
+from uneven.config import REPLICATED, STRATEGIES
 from uneven.errors import InputError
-from uneven.parallel.ddp_bucketed import DDPBucketed
-from uneven.parallel.ddp_flat import DDPFlat
+from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero2
 from uneven.parallel.fsdp import FSDP
-from uneven.parallel.sequence_parallel import SequenceParallel
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer, Strategy
-from uneven.parallel.tensor_parallel import Plan, TensorParallel
-from uneven.parallel.zero2 import Zero2
+from uneven.parallel.tensor_parallel import Plan, SequenceParallel, TensorParallel
+
+DEFAULT_STRATEGY = "ddp-bucketed"  # of `fit` without a strategy
 
 
 def make_strategy(
-    name: str, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, shares: Sequence[float] | None = None
+    name: str,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    group: Group,
+    shares: Sequence[float] | None = None,
+    *,
+    bucket_mb: float | None = None,
 ) -> Strategy:
-    """`shares` says how much of the bytes each rank holds, of those that the strategy cuts; None is the same for all.
+    """`shares`: how much each rank holds of what the strategy shards; None is the same for all.
 
-    A model for 'tensor' or 'sequence' has a method `tensor_plan()`, which says how its layers are cut. One for 'fsdp'
-    may have `fsdp_units()`: its modules that are made whole one after another, where these are not simply its blocks.
+    A model for 'tensor' or 'sequence' needs a method `tensor_plan()`, see tensor_parallel.py. A model for 'fsdp' may
+    have `fsdp_units()`: the modules that are unsharded one after another, if these are not simply its blocks.
     """
-    if name in ("tensor", "sequence"):
-        cut: Callable[..., Strategy] = TensorParallel if name == "tensor" else SequenceParallel
-        return cut(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
-    if name == "zero1":
-        return DDPBucketed(model, lambda params: ShardedOptimizer(make_optimizer(params), group, shares=shares), group)
+    if name in REPLICATED:
+        return make_replicated(name, model, make_optimizer, group, shares, bucket_mb=bucket_mb)
     if name == "zero2":
-        return Zero2(model, make_optimizer, group, shares=shares)
+        return Zero2(model, make_optimizer, group, shares=shares, bucket_mb=bucket_mb)
     if name == "fsdp":
         fsdp_units: Any = getattr(model, "fsdp_units", None)
-        return FSDP(model, make_optimizer, group, shares=shares, units=fsdp_units() if callable(fsdp_units) else None)
+        units = fsdp_units() if callable(fsdp_units) else None
+        return FSDP(model, make_optimizer, group, shares=shares, units=units, bucket_mb=bucket_mb)
     assert name in STRATEGIES, name
-    return (DDPFlat if name == "ddp-flat" else DDPBucketed)(model, make_optimizer, group)
+    parallel = TensorParallel if name == "tensor" else SequenceParallel
+    return parallel(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
+
+
+def make_replicated(
+    name: str,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    group: Group,
+    shares: Sequence[float] | None = None,
+    *,
+    bucket_mb: float | None = None,
+    overlap: bool = True,
+    num_stats: int | None = None,
+    init_sync: bool = True,
+) -> Replicated:
+    """A strategy with the whole model on every rank; the last three are options of `Replicated`."""
+    if name == "ddp-flat":
+        return DDPFlat(model, make_optimizer, group, num_stats=num_stats, init_sync=init_sync)
+    if name == "zero1":
+        plain = make_optimizer
+        make_optimizer = lambda params: ShardedOptimizer(plain(params), group, shares=shares)  # noqa: E731
+    return DDPBucketed(
+        model,
+        make_optimizer,
+        group,
+        bucket_mb=bucket_mb,
+        overlap=overlap,
+        num_stats=num_stats,
+        init_sync=init_sync,
+    )
 
 
 def plan_of(name: str, model: nn.Module) -> Plan:
-    """How the model wants its layers cut; InputError where it does not say."""
+    """The model's plan for tensor parallelism; InputError if it has none."""
     tensor_plan: Any = getattr(model, "tensor_plan", None)
     if not callable(tensor_plan):
         raise InputError(
-            f"strategy={name!r} cuts single layers, and {type(model).__name__} does not say which: give it a method "
+            f"strategy={name!r} shards single layers, and {type(model).__name__} does not say which: give it a method "
             "tensor_plan() that returns a plan, as in uneven.parallel.tensor_parallel, or use strategy='fsdp'"
         )
     plan: Plan = tensor_plan()

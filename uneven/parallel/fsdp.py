@@ -1,9 +1,9 @@
-"""FSDP (ZeRO-3): params, gradients and optimizer state are cut among ranks; a unit is whole while it computes.
+"""FSDP (ZeRO-3): params, gradients and optimizer state are sharded; a unit is unsharded while it computes.
 
-A unit is a part of the model, a block say; what is in no unit makes the root, which stays whole from the start of
-forward to the end of backward. Every rank calls the units once each and in their order: so all ranks gather in one
-order, known beforehand, and a rank without samples can follow (`sit_out`). The next unit's params are on their way
-while one computes. Gradients go to their owners unit by unit, on a road of their own.
+A unit is a part of the model, such as a block; params in no unit belong to the root, which stays unsharded from the
+start of forward to the end of backward. Every rank calls each unit once and in one order, so all ranks all-gather in
+one order known beforehand, and a rank without samples can take part (`backward_without_samples`). The next unit is
+prefetched while one computes. Gradients are reduced unit by unit, on a process group of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,21 +16,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.parallel.buckets import BUCKET_BYTES
+from uneven.parallel.buckets import bucket_bytes
+from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, flat_memory
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
-from uneven.parallel.owner_reducer import OwnerReducer
-from uneven.parallel.pieces import Pieces, checked_shares, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, MakeOptimizer, held_by_name, start_alike, whole_state
-from uneven.parallel.units import Unit, UnshardOrder, blocks_of, members
+from uneven.parallel.sharded_reducer import ShardedReducer
+from uneven.parallel.strategy import (
+    FullState,
+    MakeOptimizer,
+    check_trainable,
+    full_model_state,
+    sync_initial_state,
+    tensors_by_name,
+)
+from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
 
 
 class FSDP:
-    """`shares` says how much each rank holds. `units` are modules in the order in which they are called; by default the
-    members of the model's lists of modules. `compute_dtype` is that of whole params, and what floating inputs are cast
-    to; pieces and sums of gradients keep the type that the params were made in.
+    """`shares`: how much each rank holds. `units`: modules in the order in which they are called, by default the
+    entries of the model's ModuleLists. `compute_dtype`: of unsharded params and of floating inputs; shards and summed
+    gradients keep the dtype that the params were made in.
 
-    One forward, then its backward; evaluation (without gradients) gathers too, so all ranks evaluate alike.
+    One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks run as many forwards.
     """
 
     def __init__(
@@ -42,37 +49,42 @@ class FSDP:
         shares: Sequence[float] | None = None,
         units: Sequence[nn.Module] | None = None,
         compute_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_mb: float | None = None,
     ) -> None:
-        each = checked_shares(shares, group)
-        start_alike(model, group)
+        share_list = checked_shares(shares, group)
+        check_trainable(model)
+        sync_initial_state(model, group)
         self.module = model
         self._group = group
         self._compute_dtype = compute_dtype
         optimizer = make_optimizer(model.parameters())
         chosen = blocks_of(model) if units is None else list(units)
-        self._units = [Unit(*one, each, group.rank, compute_dtype) for one in members(model, chosen)]
-        self._unshard_order = UnshardOrder(self._units, group)
+        self._units = [
+            Unit(name, params, share_list, group, compute_dtype) for name, params in params_by_unit(model, chosen)
+        ]
+        self._unshard_order = UnshardOrder(self._units)
         self._called = 0
         self._backward: int | None = None
-        trained = [one for unit in reversed(self._units) for one in unit.shards if one.params[0].requires_grad]
-        self._unit_of = {one: unit for unit in self._units for one in unit.shards}
-        road = group.new_group()
-        road.traffic = group.traffic  # one account for both
-        self._reducer = OwnerReducer(trained, road, bucket_bytes, weakly(self._has_gradients))
-        sharded = ShardedOptimizer(optimizer, group, pieces=trained)
+        self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
+        trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
+        reduce_group = group.new_group()
+        reduce_group.traffic = group.traffic  # counted together
+        self._reducer = ShardedReducer(trained, reduce_group, bucket_bytes(bucket_mb), weakly(self._gradients_done))
+        sharded = ShardedOptimizer(optimizer, group, flat_shards=trained)
         sharded.take_gradients_from(self._reducer)
         self.optimizer: Optimizer = sharded
-        self._handles = [handle for place, one in enumerate([model, *chosen]) for handle in self._watch(one, place)]
+        self._handles = [
+            handle for place, unit in enumerate([model, *chosen]) for handle in self._register(unit, place)
+        ]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing changes inside: every backward sums into the owners' pieces, so no full gradients are kept."""
+        """Changes nothing: every backward reduces into the owners' shards, so no full gradients are kept."""
         return nullcontext()
 
-    def sit_out(self) -> None:
+    def backward_without_samples(self) -> None:
         self._unshard_order.reset()
-        self._unshard_order.follow()
-        self._reducer.sit_out()
+        self._unshard_order.run_without_samples()
+        self._reducer.backward_without_samples()
         self._unshard_order.reset()
 
     def scale(self, factor: Tensor) -> None:
@@ -82,19 +94,19 @@ class FSDP:
         return self._reducer.clip(max_norm)
 
     def full_state(self) -> FullState:
-        model = whole_state(self.module, lambda param: self._joined(param).cpu())
+        model = full_model_state(self.module, lambda param: self._gathered(param).cpu())
         return FullState(model, self.optimizer.state_dict())
 
     @torch.no_grad()
     def load_full_state(self, state: FullState) -> None:
-        held = held_by_name(self.module, state.model)
-        values = {one: state.model[key] for key, one in held.items() if isinstance(one, nn.Parameter)}
-        for shards, segment in self._segments():
-            lying = torch.empty_like(segment.param, dtype=shards.own.dtype).copy_(values[segment.param])
-            shards.own_part(segment).copy_(segment.of(lying))
-        for key, one in held.items():
-            if not isinstance(one, nn.Parameter):
-                one.copy_(state.model[key])
+        tensors = tensors_by_name(self.module, state.model)
+        values = {tensor: state.model[key] for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        for shards, shard in self._own_shards():
+            full = torch.empty_like(shard.param, dtype=shards.own.dtype).copy_(values[shard.param])
+            shards.own_part(shard).copy_(shard.of(full))
+        for key, tensor in tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(state.model[key])
         self.optimizer.load_state_dict(state.optimizer)
 
     def close(self) -> None:
@@ -103,32 +115,32 @@ class FSDP:
         self._reducer.close()
         self._unshard_order.reset()
         for param in self.module.parameters():
-            param.data = self._joined(param)
+            param.data = self._gathered(param)
 
-    def _segments(self) -> Iterator[Any]:
+    def _own_shards(self) -> Iterator[tuple[ReshardableShards, Shard]]:
         for unit in self._units:
-            for shards in unit.shards:
-                for segment in shards.segments(self._group.rank):
-                    yield shards, segment
+            for shards in unit.flat_shards:
+                for shard in shards.shards_of(self._group.rank):
+                    yield shards, shard
 
     @torch.no_grad()
-    def _joined(self, param: nn.Parameter) -> Tensor:
-        """A param from everyone's pieces, in the type it was made in; one at a time, so that little is whole."""
-        (shards,) = (one for one in self._unit_of if param in one.starts)
-        whole = torch.zeros_like(param, dtype=shards.own.dtype)
-        for segment in shards.segments(self._group.rank):
-            if segment.param is param:
-                segment.of(whole).copy_(shards.own_part(segment))
-        self._group.all_reduce(flat_memory(whole)).wait()
-        return whole
+    def _gathered(self, param: nn.Parameter) -> Tensor:
+        """A whole param from all ranks' shards, in the dtype it was made in; one at a time, to hold little memory."""
+        (found,) = (shards for unit in self._units for shards in unit.flat_shards if param in shards.starts)
+        full = torch.zeros_like(param, dtype=found.own.dtype)
+        for shard in found.shards_of(self._group.rank):
+            if shard.param is param:
+                shard.of(full).copy_(found.own_part(shard))
+        self._group.all_reduce(flat_memory(full)).wait()
+        return full
 
-    def _watch(self, module: nn.Module, place: int) -> Iterator[Any]:
-        enter, leave = weakly(self._enter), weakly(self._leave)
-        yield module.register_forward_pre_hook(partial(enter, place), with_kwargs=True)
-        yield module.register_forward_hook(partial(leave, place))
+    def _register(self, module: nn.Module, place: int) -> Iterator[Any]:
+        pre_forward, post_forward = weakly(self._pre_forward), weakly(self._post_forward)
+        yield module.register_forward_pre_hook(partial(pre_forward, place), with_kwargs=True)
+        yield module.register_forward_hook(partial(post_forward, place))
 
-    def _enter(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running_backward() is not None:  # computed again from a checkpoint: whole already
+    def _pre_forward(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if running_backward() is not None:  # recomputed from a checkpoint: unsharded already
             return None
         if place == 0:
             self._unshard_order.reset()  # a forward that had no backward
@@ -140,48 +152,48 @@ class FSDP:
                 "order of units=; choose others (in fit: by a method fsdp_units() of the model)"
             )
         self._called += 1
-        self._unshard_order.enter(place, not torch.is_grad_enabled())
+        self._unshard_order.pre_forward(place, not torch.is_grad_enabled())
         if place == 0 and self._compute_dtype is not None:
             cast = partial(_cast, self._compute_dtype)
             return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
         return None
 
-    def _leave(self, place: int, _: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, place: int, _: nn.Module, args: Any, output: Any) -> None:
         del args
         if running_backward() is not None:
             return
-        is_alone = not torch.is_grad_enabled()
-        self._unshard_order.left(place, is_alone)
+        forward_only = not torch.is_grad_enabled()
+        self._unshard_order.post_forward(place, forward_only)
         if place == 0 and self._called < len(self._units):
             raise RuntimeError(
                 f"unit {self._units[self._called].name!r} was not called: every rank must call all units"
             )
-        if place == 0 and is_alone:
-            self._unshard_order.end(is_alone)
-        before_backward = partial(_tell, weakly(self._enter_back), place)
+        if place == 0 and forward_only:
+            self._unshard_order.finish(forward_only)
+        pre_backward = partial(_call_for_gradient, weakly(self._pre_backward), place)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(before_backward)
+                tensor.register_hook(pre_backward)
 
-    def _enter_back(self, place: int) -> None:
+    def _pre_backward(self, place: int) -> None:
         if self._backward != running_backward():
             self._backward = running_backward()
-            at_the_end_of_backward(self._end)
-            self._reducer.begin()
-        self._unshard_order.enter_back(place)
+            at_the_end_of_backward(self._end_of_backward)
+            self._reducer.begin_backward()
+        self._unshard_order.pre_backward(place)
 
-    def _has_gradients(self, pieces: Pieces) -> None:
-        """All nodes that use the trained params have run. Frozen ones may still be needed on the way to the inputs."""
-        unit = self._unit_of[pieces]  # type: ignore[index]
+    def _gradients_done(self, shards: FlatShards) -> None:
+        """Reshard a unit when backward is through with its trained params; frozen ones may be needed further on."""
+        unit = self._unit_of[shards]
         if unit is not self._units[0] and not unit.has_frozen:
-            unit.drop()
+            unit.reshard()
 
-    def _end(self) -> None:
+    def _end_of_backward(self) -> None:
         self._backward = None
-        self._unshard_order.end()
+        self._unshard_order.finish()
 
 
-def _tell(method: Callable[[int], None], place: int, grad: Tensor) -> None:
+def _call_for_gradient(method: Callable[[int], None], place: int, grad: Tensor) -> None:
     del grad
     method(place)
 

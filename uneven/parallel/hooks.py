@@ -1,4 +1,7 @@
-"""Hooks on gradients that keep nobody alive, and the end of backward."""
+"""Autograd hooks for the reducers: before and after each gradient, and at the end of backward.
+
+All hooks hold their object weakly: a strong reference would keep params, hooks and reducer alive for good.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -9,22 +12,22 @@ from torch import Tensor, nn
 
 
 class GradientHooks:
-    """`before(param)` is called when a gradient is about to be added to the param's, `arrived(param)` when it has been.
+    """Calls `before(param)` before a gradient is accumulated into the param's, and `ready(param)` afterwards.
 
-    Both are methods, and held weakly: a hook that held its object would keep params, hooks and object alive for good.
-    Gradients that cannot be summed over ranks are refused.
+    With `before`, gradients that cannot be summed over ranks are refused; None spares every param one call a backward.
     """
 
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        before: Callable[[nn.Parameter], None],
-        arrived: Callable[[nn.Parameter], None],
+        before: Callable[[nn.Parameter], None] | None,
+        ready: Callable[[nn.Parameter], None],
     ) -> None:
         self._handles: list[Any] = []
         for param in params:
-            self._handles.append(param.register_hook(_checking(before, param)))
-            self._handles.append(param.register_post_accumulate_grad_hook(weakly(arrived)))
+            if before is not None:
+                self._handles.append(param.register_hook(_checked(before, param)))
+            self._handles.append(param.register_post_accumulate_grad_hook(weakly(ready)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -33,18 +36,18 @@ class GradientHooks:
 
 
 def running_backward() -> int | None:
-    """Which backward runs in this thread, by a number of its own; None outside. One that failed never comes again."""
+    """The id of the backward that runs in this thread, None outside of one. Ids are not used again."""
     number = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def at_the_end_of_backward(method: Callable[[], None]) -> None:
-    """Call it when the backward that is running has computed everything, before it returns to its caller."""
+    """Call the method when the running backward has computed everything, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(weakly(method))
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Call it while its object lives; RuntimeError afterwards, since a sum over ranks would be missing."""
+    """The method without a reference to its object; RuntimeError once that is gone, since no sum would take place."""
     held = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -56,7 +59,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checking(before: Callable[[nn.Parameter], None], param: nn.Parameter) -> Callable[[Tensor], None]:
+def _checked(before: Callable[[nn.Parameter], None], param: nn.Parameter) -> Callable[[Tensor], None]:
     call, held = weakly(before), weakref.ref(param)
 
     def hook(grad: Tensor) -> None:

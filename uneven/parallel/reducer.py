@@ -1,91 +1,200 @@
-"""Gradients summed over ranks by backward itself: hooks on the params, buckets, and an end that nobody has to call.
+"""The gradient reducer: gradients summed over all ranks in flat buckets while backward is still computing.
 
-Every gradient is a view of a flat bucket. A bucket whose gradients have all arrived leaves at once, in one fixed order
-on every rank; when backward ends, the rest leaves, and backward returns with the sums. The last bucket carries a flag
-per param: one that no rank used has no gradient afterwards, as in a single process.
+DDPFlat, DDPBucketed and zero1 use it, and through them every exact step of `fit`; sequence parallelism uses it for
+the params that are whole on every rank. Each gradient is a view of a bucket (as DDP's gradient_as_bucket_view), and
+a bucket is sent as soon as its gradients are computed.
 
-Gradients that were summed before and not zeroed since (accumulation without `no_sync`) are counted once: each rank
-takes its N-th part of them into the next sum.
+[Note: bucket order] Gradients may be computed in another order on each rank, but bucket k is always sent after
+bucket k - 1: collectives must start in one order on all ranks, or they hang or mix up their data. A bucket that
+backward never reached (an unused layer, a rank without samples) is sent as zeros when the reduction ends. The last
+bucket is sent last of all: it carries one flag per param and the ranks' statistics, which are known only then.
+
+[Note: unused params] A param that no rank used must have no gradient after the sum, as in a single process: weight
+decay and momentum would move it otherwise. The summed flags say which ones that are.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from uneven.comm.group import Group
-from uneven.parallel.bucket_sums import BucketSums
+from uneven.comm.work import Work
+from uneven.parallel.buckets import Bucket, make_buckets
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 
 
 class Reducer:
-    """`is_syncing` says whether the next backward sums over ranks; `close()` takes all hooks away."""
+    """Two ways to end a reduction:
 
-    def __init__(self, params: Iterable[nn.Parameter], group: Group, bucket_bytes: int, *, overlaps: bool) -> None:
-        trained = [param for param in params if param.requires_grad]
-        self._size = group.world_size
-        self._sums = BucketSums(trained, group, bucket_bytes, extra=len(trained), overlaps=overlaps)
-        self._summed: set[nn.Parameter] = set()  # whose gradients hold the sum of an earlier backward
-        self._backward: int | None = None  # that is being summed; one that failed is taken up by none
-        self.is_syncing = True
-        self._hooks = GradientHooks(trained, self._take_part, self._arrived)
+    - Without `num_stats`, backward itself ends it, as in DistributedDataParallel: `loss.backward()` returns with the
+      sums in `.grad`. Gradients that were summed before and not zeroed since are counted once.
+    - With `num_stats`, the caller does: `prepare()`, backward of all micro-batches (all but the last one inside
+      `no_sync()`), `finalize(stats)`. Each rank's row of `num_stats` numbers travels in the last bucket, so exchanging
+      them costs no collective. Between the two calls nothing else may replace `.grad`.
+
+    `overlap=False` sends nothing before the end. `close()` removes all hooks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        group: Group,
+        max_bytes: int,
+        *,
+        overlap: bool = True,
+        num_stats: int | None = None,
+    ) -> None:
+        self.overlap = overlap
+        self.require_sync = True  # False inside no_sync()
+        self._params = [param for param in params if param.requires_grad]
+        self._group = group
+        self._max_bytes = max_bytes
+        self._num_stats = num_stats or 0
+        self._is_manual = num_stats is not None
+        self._build_buckets()
+        self._works: list[Work] = []
+        self._is_prepared = False  # between prepare() and finalize()
+        self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
+        self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
+        self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
+        self._hooks = GradientHooks(
+            self._params, None if self._is_manual else self._keep_own_part_of_sum, self._gradient_ready
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before = self.is_syncing
-        self.is_syncing = False
+        """Inside, backward only accumulates."""
+        before = self.require_sync
+        self.require_sync = False
         try:
             yield
         finally:
-            self.is_syncing = before
+            self.require_sync = before
 
-    def sit_out(self) -> None:
-        """What backward does on the other ranks, from a rank without samples."""
-        if self.is_syncing:
+    def backward_without_samples(self) -> None:
+        """Take part in the reduction in place of backward, on a rank that has no samples."""
+        if self.require_sync:
             self._begin()
-            self._finish()
+            self._end_of_backward()
+
+    def prepare(self) -> None:
+        """Zero all gradients and attach them to their buckets."""
+        if len(self._extra) != self._extra_size:
+            self._build_buckets()  # the world size has changed since
+        self._used.clear()
+        self._is_prepared = True
+        self._begin()
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+        for param, view in self._views.items():
+            param.grad = view
+
+    @property
+    def used(self) -> frozenset[int]:
+        """The params that have had a gradient since `prepare`, by their place in the buckets."""
+        return frozenset(self._used)
+
+    def mark_used(self, used: Iterable[int]) -> None:
+        """Add params whose hooks were not called, because backward was the replay of a CUDA graph."""
+        self._used.update(used)
+
+    def finalize(self, stats: Callable[[], Sequence[float]], device_stat: Tensor | None = None) -> list[list[float]]:
+        """Send what is left and wait for the sums; returns every rank's statistics.
+
+        `stats` is called as late as possible, just before the last bucket is sent. `device_stat` overwrites its last
+        number by one on the device, which so need not be read by the host. One copy goes to the device, one back.
+        """
+        while len(self._unsent) > 1:
+            self._send_next()
+        num_stats, rank = self._num_stats, self._group.rank
+        rows = [0.0] * (self._group.world_size * num_stats)
+        rows[rank * num_stats : (rank + 1) * num_stats] = stats()
+        flags = [float(place in self._used) for place in range(len(self._views))]
+        self._extra.copy_(torch.tensor([*rows, *flags], dtype=self._extra.dtype))
+        if device_stat is not None:
+            self._extra[(rank + 1) * num_stats - 1] = device_stat
+        self._send_and_wait()
+        self._is_prepared = False
+        numbers: list[float] = self._extra.tolist()
+        for param, flag in zip(self._views, numbers[len(rows) :], strict=True):
+            if flag == 0.0:
+                param.grad = None
+        return [numbers[start : start + num_stats] for start in range(0, len(rows), num_stats or 1)]
 
     def close(self) -> None:
         self._hooks.remove()
 
-    def _take_part(self, param: nn.Parameter) -> None:
-        """Of a sum that is still there, this rank's part: the next sum adds them up again."""
+    @property
+    def _extra_size(self) -> int:
+        return self._group.world_size * self._num_stats + len(self._params)
+
+    @property
+    def _unsent(self) -> list[Bucket]:
+        return self.buckets[len(self._works) :]
+
+    def _build_buckets(self) -> None:
+        self.buckets = make_buckets(self._params, self._max_bytes, self._extra_size)
+        self._views = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views, strict=True)}
+        self._place = {param: place for place, param in enumerate(self._views)}
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._extra = self.buckets[-1].extra
+
+    def _keep_own_part_of_sum(self, param: nn.Parameter) -> None:
+        """Divide a sum that is still in `.grad`, so that the next sum over ranks counts it once."""
         if param in self._summed:
             self._summed.remove(param)
-            if param.grad is self._sums.views[param]:
-                param.grad.div_(self._size)
+            if param.grad is self._views[param]:
+                param.grad.div_(self._group.world_size)
 
-    def _arrived(self, param: nn.Parameter) -> None:
-        view = self._sums.views[param]
-        if param.grad is not view:  # zeroed by dropping it, or somebody put another one there
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        if self._is_manual and not self._is_prepared:
+            return
+        view = self._views[param]
+        if param.grad is not view:  # zero_grad(set_to_none=True), or a user's own tensor
             assert param.grad is not None
             view.copy_(param.grad)
             param.grad = view
-        if not self.is_syncing:
+        self._used.add(self._place[param])
+        if not self.require_sync:
             return
-        if self._backward != running_backward():
+        if not self._is_manual and self._backward != running_backward():
             self._begin()
-            at_the_end_of_backward(self._finish)
-        self._sums.arrived(param)
+            at_the_end_of_backward(self._end_of_backward)
+        self._bucket_of[param].pending -= 1
+        while self.overlap and len(self._unsent) > 1 and self._unsent[0].pending <= 0:
+            self._send_next()
 
     def _begin(self) -> None:
         self._backward = running_backward()
-        self._sums.begin()
+        self._works = []
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.params)
 
-    def _finish(self) -> None:
-        """Send what is left, wait for all, and give every param its sum."""
-        for bucket in self._sums.waiting:
+    def _end_of_backward(self) -> None:
+        """Send what is left, wait for the sums, and attach them."""
+        for bucket in self._unsent:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param.grad is None:
                     view.zero_()
-                self._take_part(param)
-        flags, own = self._sums.extra, [float(param.grad is not None) for param in self._sums.views]
-        flags.copy_(torch.tensor(own, dtype=flags.dtype))
-        self._sums.finish()
+                self._keep_own_part_of_sum(param)
+        own = [float(param.grad is not None) for param in self._views]
+        self._extra.copy_(torch.tensor(own, dtype=self._extra.dtype))
+        self._send_and_wait()
         self._backward = None
-        # Whoever used all params knows that they were used; to read what the others say would wait for the device.
-        for (param, view), flag in zip(self._sums.views.items(), own if all(own) else flags.tolist(), strict=True):
+        # A rank that used all params knows the result; reading the flags would make the host wait for the device.
+        flags = own if all(own) else self._extra.tolist()
+        for (param, view), flag in zip(self._views.items(), flags, strict=True):
             param.grad = view if flag else None
             if flag:
                 self._summed.add(param)
+
+    def _send_and_wait(self) -> None:
+        while self._unsent:
+            self._send_next()
+        for work in self._works:
+            work.wait()
+
+    def _send_next(self) -> None:
+        self._works.append(self._group.all_reduce(self._unsent[0].buffer))

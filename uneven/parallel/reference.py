@@ -1,6 +1,6 @@
-"""PyTorch's own strategies behind our contract: what ours are held against. Equal pieces only, no rank without samples.
+"""PyTorch's own strategies behind our Strategy protocol, to compare ours with. Equal shards, no rank without samples.
 
-The only file outside comm/ that touches torch.distributed. All of them average gradients; here they sum, as ours do.
+The only file outside comm/ that imports torch.distributed. All of them average gradients; here they sum, as ours do.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from uneven.parallel.units import blocks_of
 class TorchDdp:
     """DistributedDataParallel with equal batches: gradients averaged over ranks, overlapped with backward.
 
-    The process group must exist and all ranks must bring batches of one size.
+    The process group must exist and the batches of all ranks must have one size.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TorchReplicated:
     def no_sync(self) -> AbstractContextManager[None]:
         return self._no_sync()
 
-    def sit_out(self) -> None:
+    def backward_without_samples(self) -> None:
         raise RuntimeError("PyTorch's DDP has no way for a rank without samples")
 
     def clip(self, max_norm: float) -> Tensor:
@@ -105,7 +105,7 @@ class TorchFsdp:
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def sit_out(self) -> None:
+    def backward_without_samples(self) -> None:
         raise RuntimeError("PyTorch's FSDP has no way for a rank without samples")
 
     def clip(self, max_norm: float) -> Tensor:
@@ -149,8 +149,8 @@ class TorchTensor:
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def sit_out(self) -> None:
-        raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can sit out")
+    def backward_without_samples(self) -> None:
+        raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can be without")
 
     def scale(self, factor: Tensor) -> None:
         for grad in gradients_of(self.module):

@@ -1,4 +1,4 @@
-"""A strategy: who holds what. One contract for all of them, so that a loop need not know which one it trains with.
+"""A strategy decides which rank holds what. One protocol for all, so that a loop works with any of them.
 
     strategy = DDPBucketed(model, make_optimizer, group)
     loss = loss_sum(strategy.module(x), y) / count_of_all_ranks
@@ -7,8 +7,8 @@
     strategy.optimizer.step()
     strategy.optimizer.zero_grad()
 
-Losses are divided by the count of all ranks, gradients are summed: so ranks may bring different numbers of samples, or
-none (`sit_out`). All ranks make the same calls in the same order.
+Losses are divided by the sample count of all ranks and gradients are summed, so ranks may train different numbers of
+samples, or none (`backward_without_samples`). All ranks make the same calls in the same order.
 """
 
 import copy
@@ -33,8 +33,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class FullState:
     """Model and optimizer as one process without any strategy would have them, on the host.
 
-    `model` is what a module's `load_state_dict` takes, `optimizer` what an optimizer's does: so a state goes from any
-    number of ranks and any shares to any other, and into plain PyTorch.
+    Both are what PyTorch's `load_state_dict` takes, so a state can be loaded by any number of ranks with any shares.
     """
 
     model: dict[str, Tensor]
@@ -42,56 +41,56 @@ class FullState:
 
 
 class Strategy(Protocol):
-    """A model and its optimizer over the ranks of a group, wrapped by making one."""
+    """A model and its optimizer over the ranks of a group. Making one changes the model in place; `close` undoes it."""
 
     module: nn.Module
     optimizer: Optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward only accumulates; the first backward outside sums what has come together."""
+        """Inside, backward only accumulates; the first backward outside sums what was accumulated."""
         ...
 
-    def sit_out(self) -> None:
-        """In the place of backward, on a rank that has no samples for this step."""
+    def backward_without_samples(self) -> None:
+        """Take part in the collectives of a step in place of backward, on a rank that has no samples for it."""
         ...
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients, once they are summed."""
+        """Multiply all summed gradients."""
         ...
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm, over the whole model, is at most this; the norm before."""
+        """Scale the gradients so that their norm over the whole model is at most this; returns the norm before."""
         ...
 
     def full_state(self) -> FullState: ...
     def load_full_state(self, state: FullState) -> None: ...
 
     def close(self) -> None:
-        """Give the model back as it was made: no hooks, and nothing is summed any more."""
+        """Remove all hooks; gradients are not summed any more."""
         ...
 
 
 def _check_same_model(model: nn.Module, group: Group) -> None:
-    """Collectives of different models would corrupt or hang."""
+    """InputError on every rank if the ranks' models differ: their collectives would mix up data or hang."""
     params = list(model.named_parameters())
     trained = [f"{name} is trained" for name, param in params if param.requires_grad]
     lines = [*describe_tensors([*params, *model.named_buffers()]), *trained]
     refuse_differences([text.decode().splitlines() for text in gather_bytes(group, "\n".join(lines).encode())])
 
 
-def start_alike(model: nn.Module, group: Group) -> None:
-    """Every rank begins with rank 0's params and buffers.
-
-    ValueError where there is nothing to train, InputError where ranks brought different models: on every rank alike.
-    """
+def check_trainable(model: nn.Module) -> None:
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError("the model has no param that requires a gradient")
+
+
+def sync_initial_state(model: nn.Module, group: Group) -> None:
+    """Check that all ranks have built the same model, then give all of them rank 0's params and buffers."""
     _check_same_model(model, group)
     broadcast_params(group, (*model.parameters(), *model.buffers()))
 
 
 def on_host(state: Any) -> Any:
-    """A copy of nested dicts and lists whose tensors lie on the host, for themselves."""
+    """A copy of nested dicts and lists, with all tensors copied to the host."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -102,30 +101,30 @@ def on_host(state: Any) -> Any:
 
 
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """As torch's clip_grad_norm_ does, for gradients whose norm was found by other means."""
+    """As torch's clip_grad_norm_ does, for a norm that is known already."""
     scale_all(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()
 def scale_all(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    for one in gradients:
-        one.mul_(factor.to(one.device, one.dtype))
+    for grad in gradients:
+        grad.mul_(factor.to(grad.device, grad.dtype))
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:
     return [param.grad for param in module.parameters() if param.grad is not None]
 
 
-def whole_state(module: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """A module's state by name, on the host, of params that `whole` puts together; tied ones only once."""
-    params = {param: whole(param) for param in module.parameters()}
-    held = module.state_dict(keep_vars=True)
-    return {key: params[one] if isinstance(one, nn.Parameter) else on_host(one) for key, one in held.items()}
+def full_model_state(module: nn.Module, gather: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """A module's state dict on the host; `gather` makes a whole param, and is called once for tied ones."""
+    params = {param: gather(param) for param in module.parameters()}
+    tensors = module.state_dict(keep_vars=True)
+    return {key: params[t] if isinstance(t, nn.Parameter) else on_host(t) for key, t in tensors.items()}
 
 
-def held_by_name(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's own tensors, of the very names that the state has; ValueError else."""
-    held: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    if held.keys() != state.keys():
-        raise ValueError(f"the state has other names than the model: {sorted(held.keys() ^ state.keys())}")
-    return held
+def tensors_by_name(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's own tensors; ValueError if the state has other names."""
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    if tensors.keys() != state.keys():
+        raise ValueError(f"the state and the model differ in these names: {sorted(tensors.keys() ^ state.keys())}")
+    return tensors

@@ -1,7 +1,8 @@
 """Whole numbers in proportion to shares: samples, elements, heads, columns or tokens.
 
-Largest remainders, so nobody is off by a whole unit, with a least amount for everybody who has a share at all and
-units that must not be cut. The same numbers come out on every rank.
+The method of largest remainders: nobody is off by a whole unit. Every positive share gets at least a minimum, and
+units that must not be split stay whole. Every rank computes the same numbers. parallel/ cuts params, heads and tokens
+with it.
 """
 
 import math
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 def apportion(total: int, shares: Sequence[float], *, minimum: int = 0, multiple: int = 1) -> list[int]:
     """How much of `total` each gets; the sum is `total`, and a share of 0 gets nothing.
 
-    Whoever has a share gets at least `minimum`. Amounts are multiples of `multiple`; what `total` has beyond one goes
-    to the largest. ValueError where this cannot be.
+    A positive share gets at least `minimum`. Amounts are multiples of `multiple`; the remainder of `total` goes to the
+    largest. ValueError where `total` is too small.
 
     >>> apportion(10, (15, 6))
     [7, 3]
@@ -35,7 +36,7 @@ def apportion(total: int, shares: Sequence[float], *, minimum: int = 0, multiple
 
 
 def cut_by(counts: Sequence[int]) -> list[int]:
-    """Where pieces of these sizes begin, and where the last one ends.
+    """The offsets of consecutive pieces of these sizes, with the end of the last one.
 
     >>> cut_by([7, 3])
     [0, 7, 10]
@@ -47,13 +48,13 @@ def cut_by(counts: Sequence[int]) -> list[int]:
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """ValueError unless these are amounts of something: finite, none negative, not all zero."""
+    """ValueError unless all shares are finite, none is negative and not all are zero."""
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
         raise ValueError(f"shares {tuple(shares)} must be finite, none negative, and not all zero")
 
 
 def _by_remainder(units: int, shares: Sequence[float], least: int) -> list[int]:
-    """Those whose part is below `least` get that; the others share the rest, the largest remainders rounded up."""
+    """Shares below `least` are raised to it; the others divide the rest, largest remainders rounded up."""
     counts = [least] * len(shares)
     free = list(range(len(shares)))
     while True:

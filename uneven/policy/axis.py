@@ -1,7 +1,8 @@
 """The axis: a run's progress as one integer, the slot.
 
-A slot is the place of one optimizer step in the whole run. Slots never cross an epoch, so the last slot of an
-epoch may be short; every sample of an epoch lies in exactly one slot. Pure arithmetic: no torch, no clock.
+A slot is the position of one optimizer step in the whole run. Invariant: slots never cross an epoch, so the last slot
+of an epoch may be short, and every sample of an epoch lies in exactly one slot. Pure arithmetic: no torch, no clock.
+All other rooms count progress with it: policies, feeds, checkpoints, LR schedules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank trains of a slot: `samples` positions from `first`, in micro-batches of at most `batch`."""
+    """One rank's samples of a slot: `samples` positions from `first`, in micro-batches of at most `batch`."""
 
     slot: Slot
     first: int
@@ -43,7 +44,7 @@ class Part:
 
 
 def part_of(slot: Slot, shares: Sequence[int], rank: int, batch: int) -> Part:
-    """The rank's part when a slot is cut by shares in rank order."""
+    """The rank's part of a slot that is divided by shares in rank order."""
     return Part(slot, slot.first + sum(shares[:rank]), shares[rank], batch)
 
 
@@ -57,7 +58,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if min(self.samples, self.slot_size, self.epochs) < 1:
-            raise ValueError(f"an axis needs at least one sample, slot and epoch, got {self}")
+            raise ValueError(f"samples, slot_size and epochs of an axis must be at least 1, got {self}")
 
     @property
     def slots_per_epoch(self) -> int:
@@ -81,12 +82,12 @@ class Axis:
         return epoch * self.samples + place * self.slot_size
 
     def schedule_position(self, index: int) -> int:
-        """The step an LR schedule stands at in this slot: global samples counted in full slots."""
+        """The step of an LR schedule in this slot: global samples counted in full slots."""
         return self.samples_before(index) // self.slot_size
 
     @property
     def schedule_length(self) -> int:
-        """How many positions a schedule passes in the whole run."""
+        """The number of steps of an LR schedule over the whole run."""
         return -(-self.samples * self.epochs // self.slot_size)
 
     def epoch_end(self, epoch: int) -> int:

@@ -1,8 +1,9 @@
 """The exact policies: how a slot's samples are shared out when every step sums gradients over all ranks.
 
-`sync` cuts evenly, `balanced` by speed. Both are pure and replicated: every rank feeds the same numbers to its
-own copy in slot order and gets the same answer, so nothing has to be agreed upon. The answers use only
-+ - * / and comparisons, and `fingerprint()` rides along with the gradients to prove that the copies agree.
+`sync` divides evenly, `balanced` by speed. Both are pure and replicated: every rank passes the same numbers to its own
+copy in slot order and gets the same shares, so no message is needed to agree on them. They use only + - * / and
+comparisons, and `fingerprint()` travels with the gradients to prove that the copies agree. train/gradient_sync.py
+drives them.
 """
 
 import struct
@@ -27,14 +28,14 @@ class Move:
 
 
 class ExactPolicy(Protocol):
-    """Who takes how many samples of a slot."""
+    """How many samples of a slot each rank trains. Call `note` once per slot, in slot order."""
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         """Samples per rank, in rank order; they sum to `samples`."""
         ...
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
-        """Every rank's own compute time of this slot; returns what it changed, if anything."""
+        """Take in every rank's own compute time of this slot; returns the change of shares, if any."""
         ...
 
     def fingerprint(self) -> int:
@@ -44,7 +45,7 @@ class ExactPolicy(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """Shares in a ratio, one number per rank; nothing moves. `sync` is the ratio 1:1, what ordinary DDP does."""
+    """Constant shares in a ratio, one number per rank. `sync` is the ratio 1:1, as in DDP."""
 
     ratio: tuple[float, ...]
 
@@ -69,8 +70,8 @@ class Fixed:
 class Balanced:
     """Shares by measured speed, so that all ranks finish a step together.
 
-    Each rank's cost has the shape measured in warm-up (fixed + per sample) and one factor that follows what its
-    steps really take. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
+    Each rank's cost has the form measured in warm-up (fixed + per sample) and one factor that follows its measured
+    step times. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
     half when the direction reverses. The slot size never changes.
     """
 
@@ -78,7 +79,7 @@ class Balanced:
     slot_size: int
     caps: tuple[int, ...] | None = None
     least: int = 1
-    lookahead: int = 0  # slots whose batches may already be on their way when a decision falls
+    lookahead: int = 0  # slots whose batches may already be loading when shares change
     grid: int = 1  # shares are multiples of it, as far as the slot size allows
     _plan: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (from this slot on, shares)
     _factors: list[float] = field(default_factory=list)
@@ -96,17 +97,17 @@ class Balanced:
         planned = self._planned(slot)
         if samples != self.slot_size:
             return by_ratio(planned, samples, self.least)  # an epoch's short last slot
-        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._few]
+        idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._smallest]
         if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
             return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])
         return planned
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
-        self._follow(self.shares(slot, samples), busy_ms)
+        self._update_factors(self.shares(slot, samples), busy_ms)
         if self._plan[-1][0] > slot + 1:
             return None  # the last move has not taken effect yet
         del self._plan[:-1]
-        costs = self._now()
+        costs = self._current_costs()
         current = self._plan[-1][1]
         target = self._best(costs)
         gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
@@ -124,11 +125,11 @@ class Balanced:
         return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
 
     def _planned(self, slot: int) -> tuple[int, ...]:
-        """The shares in force at a slot: looked up, never stepped, since a feed may ask ahead."""
+        """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""
         return next(shares for start, shares in reversed(self._plan) if start <= slot or start == self._plan[0][0])
 
-    def _follow(self, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
-        """Move each rank's factor towards measured / predicted; two odd steps of five change nothing."""
+    def _update_factors(self, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
+        """Move each rank's factor towards measured / predicted; the median of five ignores two outliers."""
         for rank, (cost, samples, ms) in enumerate(zip(self.costs, shares, busy_ms, strict=True)):
             if samples == 0 or ms <= 0.0:
                 continue
@@ -144,23 +145,23 @@ class Balanced:
         return equal_finish(costs, self.slot_size, self.caps, self.least, self.grid)
 
     @property
-    def _few(self) -> int:
+    def _smallest(self) -> int:
         """The smallest share above 0."""
         return max(self.least, self.grid)
 
-    def _now(self) -> list[Cost]:
+    def _current_costs(self) -> list[Cost]:
         return [cost.scaled(factor) for cost, factor in zip(self.costs, self._factors, strict=True)]
 
     def _cap(self, rank: int) -> int:
         return self.slot_size if self.caps is None else self.caps[rank]
 
     def _with_probe(self, planned: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The planned shares with a few samples of the largest one lent to an idle rank."""
+        """The planned shares with a few samples moved from the largest share to an idle rank, to measure it again."""
         shares = list(planned)
         giver = shares.index(max(shares))
-        if shares[giver] >= 2 * self._few:
-            shares[giver] -= self._few
-            shares[rank] += self._few
+        if shares[giver] >= 2 * self._smallest:
+            shares[giver] -= self._smallest
+            shares[rank] += self._smallest
         return tuple(shares)
 
     def _limited(self, current: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,15 +172,15 @@ class Balanced:
         reversed_ = self._directions[largest] == -direction
         self._damping = max(0.125, self._damping / 2) if reversed_ else min(1.0, self._damping * 2)
         self._directions[largest] = direction
-        way = self._damping
+        fraction = self._damping  # of the step from the current shares to the target
         for old, step in zip(current, steps, strict=True):
             if step > 0:
-                way = min(way, max(old, self._few) / step)
-        if way >= 1.0:
+                fraction = min(fraction, max(old, self._smallest) / step)
+        if fraction >= 1.0:
             return target
-        real = [old + way * step for old, step in zip(current, steps, strict=True)]
+        real = [old + fraction * step for old, step in zip(current, steps, strict=True)]
         shares = [self.grid * int(share / self.grid) for share in real]
-        # Whole steps of the grid: the largest remainders are rounded up. A share may not fall between 0 and `least`.
+        # Multiples of the grid, largest remainders rounded up. A share must not lie between 0 and `least`.
         order = sorted(range(len(real)), key=lambda rank: shares[rank] - real[rank])
         left = self.slot_size - sum(shares)
         for rank in order:

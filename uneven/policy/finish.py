@@ -1,9 +1,10 @@
-"""Equal finish: how many samples each rank takes so that all are done at the same moment.
+"""Equal finish: how many samples each rank takes so that all finish at the same moment.
 
-A rank's time for b samples is fixed + sample * b, and 0 for none. In real numbers all ranks that help at all finish
-at T = (B + sum(a/c)) / sum(1/c), and no whole split can finish sooner: what fits before T is everybody's, and the few
-samples left go one by one to the rank that would finish its next one first. That is the best whole split (rounding
-the real one is not: it ignores what a whole sample costs a slow rank).
+A rank's time for b samples is a + c * b (fixed + per sample), and 0 for none. With divisible samples all ranks that
+take any finish at T = (B + sum(a/c)) / sum(1/c), and no split into whole samples finishes sooner. So each rank gets
+what it finishes before T, and the few samples left go one by one to the rank that would finish its next one first.
+That is the best whole split; rounding the divisible one is not, since it ignores the cost of a whole sample on a slow
+rank (tests/policy/test_finish.py compares with all splits).
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step takes of a rank: `fixed_ms` and per sample `sample_ms` of its own compute time.
+    """The compute time of a rank's step: `fixed_ms`, and `sample_ms` per sample.
 
     `cap` is how many samples its memory holds at once, where that is known.
     """
@@ -49,7 +50,7 @@ def fitted(times: Sequence[tuple[int, float]]) -> Cost:
 
 
 def finish_ms(costs: Sequence[Cost], shares: Sequence[int]) -> float:
-    """When the last rank is done."""
+    """The time at which the last rank finishes."""
     return max(cost.time_ms(samples) for cost, samples in zip(costs, shares, strict=True))
 
 
@@ -59,7 +60,7 @@ def equal_finish(
     """Whole samples per rank with the least possible finish; a share is 0 or between `least` and its cap.
 
     When the caps hold less than `samples`, they bound nothing (a rank then runs its share as several micro-batches).
-    With a `grid` shares are multiples of it, but for the one that takes what is left over.
+    With a `grid` shares are multiples of it, except one that takes the remainder.
     """
     if grid > 1:
         return _on_grid(costs, samples, caps, least, grid)
@@ -71,14 +72,14 @@ def equal_finish(
     for _ in range(sum(shares) - samples):
         shares[max(range(len(shares)), key=lambda rank: costs[rank].time_ms(shares[rank]))] -= 1
     if least > 1:
-        _mend_small(shares, costs, limits, least)
+        _fix_small_shares(shares, costs, limits, least)
     return tuple(shares)
 
 
 def by_ratio(
     ratio: Sequence[float], samples: int, least: int = 1, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Whole samples in the proportions of `ratio`; who has 0 there gets none."""
+    """Whole samples in the proportions of `ratio`; a part of 0 gets none."""
     costs = [Cost(0.0, 1.0 / part) if part > 0 else Cost(0.0, 1.0) for part in ratio]
     helping = [samples if part > 0 else 0 for part in ratio]
     limits = helping if caps is None else [min(pair) for pair in zip(helping, caps, strict=True)]
@@ -86,16 +87,16 @@ def by_ratio(
 
 
 def _on_grid(costs: Sequence[Cost], samples: int, caps: Sequence[int] | None, least: int, grid: int) -> tuple[int, ...]:
-    """The best split in whole steps of the grid; what is left over goes where it is done first.
+    """The best split in multiples of the grid; the remainder goes to the rank that finishes it first.
 
-    No later than one step of the grid after the best whole split: rounding that one up, wherever it is not 0, leaves
-    room for everything.
+    It finishes at most one grid step after the best whole split: rounding that split up, where it is not 0, leaves
+    room for all samples.
     """
     steps, rest = divmod(samples, grid)
     held = [samples] * len(costs) if caps is None else list(caps)
     limits = [steps if cap >= samples else cap // grid for cap in held]
     coarse = [replace(cost, sample_ms=cost.sample_ms * grid) for cost in costs]
-    shares = [grid * many for many in equal_finish(coarse, steps, limits, -(-least // grid))]
+    shares = [grid * count for count in equal_finish(coarse, steps, limits, -(-least // grid))]
     free = [rank for rank, share in enumerate(shares) if share + rest <= held[rank]]
     if not free:  # the caps hold too little, on this grid
         return _on_grid(costs, samples, None, least, grid)
@@ -105,29 +106,29 @@ def _on_grid(costs: Sequence[Cost], samples: int, caps: Sequence[int] | None, le
 
 
 def _earliest_ms(costs: Sequence[Cost], samples: int) -> float:
-    """When all samples could be done if they were divisible and nobody had a cap."""
+    """The finish time if samples were divisible and no rank had a cap."""
     helping = sorted(costs, key=lambda cost: cost.fixed_ms)
-    work, pace = float(samples), 0.0
+    work, speed = float(samples), 0.0
     at_ms = float("inf")
     for cost in helping:
         if cost.fixed_ms >= at_ms:
-            break  # it could not even start before the others are done
+            break  # its fixed part alone takes longer than the others need for everything
         work += cost.fixed_ms / cost.sample_ms
-        pace += 1.0 / cost.sample_ms
-        at_ms = work / pace
+        speed += 1.0 / cost.sample_ms
+        at_ms = work / speed
     return at_ms
 
 
 def _done_by(at_ms: float, costs: Sequence[Cost], limits: Sequence[int]) -> list[int]:
-    """How many samples each rank can finish by then."""
-    # The small addition keeps a sample that ends at this very moment from being lost to rounding.
+    """How many samples each rank can finish by that time."""
+    # 1e-9 keeps a sample that ends exactly at `at_ms` from being lost to rounding.
     return [
         min(limit, max(0, int((at_ms - cost.fixed_ms) / cost.sample_ms + 1e-9)))
         for cost, limit in zip(costs, limits, strict=True)
     ]
 
 
-def _mend_small(shares: list[int], costs: Sequence[Cost], limits: Sequence[int], least: int) -> None:
+def _fix_small_shares(shares: list[int], costs: Sequence[Cost], limits: Sequence[int], least: int) -> None:
     """No share between 0 and `least`: BatchNorm cannot train on one sample. In place; the sum stays.
 
     Each small share is rounded to 0 or to `least`, whichever lets the others finish sooner. Where samples are
@@ -138,16 +139,16 @@ def _mend_small(shares: list[int], costs: Sequence[Cost], limits: Sequence[int],
             continue
         dropped, raised = list(shares), list(shares)
         dropped[rank] = 0
-        _hand_out(dropped, costs, limits, share, least, without=rank)
+        _give(dropped, costs, limits, share, least, without=rank)
         raised[rank] = least
-        _take_back(raised, costs, least - share, least, without=rank)
+        _take(raised, costs, least - share, least, without=rank)
         fit = [split for split in (dropped, raised) if sum(split) == sum(shares)]
         fit.sort(key=lambda split: finish_ms(costs, tuple(split)))
         if fit:
             shares[:] = fit[0]
 
 
-def _hand_out(
+def _give(
     shares: list[int], costs: Sequence[Cost], limits: Sequence[int], samples: int, least: int, without: int
 ) -> None:
     for _ in range(samples):
@@ -157,7 +158,7 @@ def _hand_out(
         shares[min(takers, key=lambda r: costs[r].time_ms(shares[r] + 1))] += 1
 
 
-def _take_back(shares: list[int], costs: Sequence[Cost], samples: int, least: int, without: int) -> None:
+def _take(shares: list[int], costs: Sequence[Cost], samples: int, least: int, without: int) -> None:
     for _ in range(samples):
         givers = [r for r, s in enumerate(shares) if r != without and s > least]
         if not givers:

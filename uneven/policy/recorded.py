@@ -1,14 +1,43 @@
-"""The rounds of an earlier run: who trained what, entered where and merged when. Nothing is measured or decided.
+"""Policies that repeat an earlier run: its shares slot by slot, or its rounds. Nothing is measured or decided.
 
-With the order of slots, entries and merges the same on every rank, a run of a local policy repeats itself bit by bit.
+data/replay.py reads them from a run's folder. With the same slots, entries and merges in the same order on every rank,
+a run of a local policy repeats itself bit by bit (tests/train/test_replay.py).
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from uneven.policy.windows import Decision, Row
+from uneven.policy.exact import Move
+from uneven.policy.windows import Decision, RoundReport
+
+
+@dataclass(frozen=True)
+class RecordedShares:
+    """An exact policy: `plan[slot]` holds every rank's samples.
+
+    Past the end (an evaluation after the last slot) the last entry counts.
+    """
+
+    plan: tuple[tuple[int, ...], ...]
+
+    def shares(self, slot: int, samples: int) -> tuple[int, ...]:
+        del samples
+        return self.plan[min(slot, len(self.plan) - 1)]
+
+    def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
+        del slot, samples, busy_ms
+        return None
+
+    def fingerprint(self) -> int:
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> int:
+        return zlib.crc32(repr(self.plan).encode()) & 0xFFFFFF  # read every step, so computed once
 
 
 class Round(NamedTuple):
@@ -22,9 +51,9 @@ class Round(NamedTuple):
 
 @dataclass
 class RecordedWindows:
-    """Stands in for Windows: rounds are due where they were."""
+    """Takes the place of Windows: rounds are due where they were."""
 
-    rounds_then: Sequence[Round]
+    recorded: Sequence[Round]
     ranks: int
     next_event: Callable[[int], int]
     speeds: list[float]
@@ -33,7 +62,7 @@ class RecordedWindows:
     event: int = 0
     anchor: float = 0.0
     is_over: bool = False
-    is_blocking: bool = False  # the course knows which rounds were
+    is_blocking: bool = False  # RecordedSchedule knows which rounds were
     is_measured: bool = True
 
     def __post_init__(self) -> None:
@@ -41,22 +70,22 @@ class RecordedWindows:
 
     @property
     def due(self) -> int:
-        return self.rounds_then[min(self.rounds + 1, len(self.rounds_then) - 1)].due
+        return self.recorded[min(self.rounds + 1, len(self.recorded) - 1)].due
 
     @property
     def scale(self) -> float:
-        """Of the learning rates, since the last round that is done."""
-        return self.rounds_then[min(self.rounds, len(self.rounds_then) - 1)].scale
+        """The factor on the learning rates since the last round that is done."""
+        return self.recorded[min(self.rounds, len(self.recorded) - 1)].scale
 
     @property
     def counts(self) -> tuple[int, ...]:
         return tuple(max(1, int(speed)) for speed in self.speeds)
 
-    def note(self, rows: Sequence[Row]) -> list[Decision]:
+    def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         if self.due == self.event:
             following = self.next_event(self.event)
             self.is_over, self.event = following == self.event, following
-        self.start = max(int(row.next_slot) for row in rows)
+        self.start = max(int(report.next_slot) for report in reports)
         self.rounds += 1
         return []
 
@@ -66,7 +95,7 @@ class RecordedWindows:
 
 @dataclass
 class RecordedSchedule:
-    """Stands in for Course: the rank's own slots in their order, entries and merges between the same two of them."""
+    """Takes the place of SlotSchedule: the rank's own slots in order, entering and merging between the same slots."""
 
     windows: RecordedWindows
     slots: deque[int]
@@ -114,4 +143,4 @@ class RecordedSchedule:
 
     @property
     def _next(self) -> Round:
-        return self.windows.rounds_then[min(self.windows.rounds + 1, len(self.windows.rounds_then) - 1)]
+        return self.windows.recorded[min(self.windows.rounds + 1, len(self.windows.recorded) - 1)]

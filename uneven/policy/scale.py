@@ -1,12 +1,12 @@
-"""How much larger a learning rate the local policies want: averaging params over ranks damps every rank's step.
+"""The factor on the learning rate in the local policies: averaging params over ranks damps every rank's step.
 
-The scale follows the effective number of ranks, 1 / sum(share^2): two equal ranks are 2, one that does everything is 1.
+The factor follows the effective number of ranks, 1 / sum(share^2): 2 for two equal ranks, 1 if one rank trains all.
 """
 
 from collections.abc import Sequence
 
 WARM_UP_SHARE = 0.1  # of the run, and one epoch at most
-CHANGE = 0.1  # a smaller change of the scale is not worth one
+CHANGE = 0.1  # smaller changes of the factor are not applied
 
 
 def effective_ranks(speeds: Sequence[float]) -> float:
@@ -22,7 +22,7 @@ def lr_scale(rule: str | float, speeds: Sequence[float]) -> float:
 
 
 def ramp(scale: float, samples: int, epoch: int, total: int) -> float:
-    """The scale after so many global samples: it grows from 1 in the warm-up."""
+    """The factor after so many global samples: it grows linearly from 1 during the warm-up."""
     length = min(float(epoch), WARM_UP_SHARE * total)
     if samples >= length:
         return scale

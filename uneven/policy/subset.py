@@ -1,7 +1,7 @@
-"""Does it pay? Which of the devices together train fastest, predicted from what was measured before training.
+"""Which subset of the devices is predicted to train fastest, from the costs measured before training.
 
-A job can be so small, or a device so slow, that sums of gradients cost more than the device brings. Then the honest
-answer is to leave it out, said before training and with the words to type.
+A job can be so small, or a device so slow, that summing gradients costs more than the device contributes. Then the user
+is advised before training to leave it out, with the setting to use. train/ prints the advice.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from itertools import combinations
 from uneven.policy.finish import Cost, equal_finish, finish_ms
 
 WORTH_IT = 1.05  # joint speed over the best single device's, below which distribution does not pay
-MOST_TRIED = 8  # ranks up to which every subset is tried
+MAX_TRIED = 8  # up to so many ranks every subset is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Forecast:
 
 
 def forecast(costs: Sequence[Cost], samples: int, sum_ms: float, least: int = 1) -> Forecast:
-    """For the exact policies: every step sums gradients, which takes `sum_ms`; a rank alone has none to sum."""
+    """For the exact policies: every step sums gradients, which takes `sum_ms`; a single rank does not sum."""
 
     def speed(ranks: tuple[int, ...]) -> float:
         chosen = [costs[rank] for rank in ranks]
@@ -53,19 +53,19 @@ def forecast_local(costs: Sequence[Cost], samples: int, round_ms: float, max_anc
     return _best(len(costs), speed)
 
 
-def _best(size: int, speed: Callable[[tuple[int, ...]], float]) -> Forecast:
-    everyone = tuple(range(size))
+def _best(num_ranks: int, speed: Callable[[tuple[int, ...]], float]) -> Forecast:
+    everyone = tuple(range(num_ranks))
     by_speed = sorted(everyone, key=lambda rank: -speed((rank,)))
-    if size <= MOST_TRIED:
-        tried = [subset for many in everyone for subset in combinations(everyone, many + 1)]
+    if num_ranks <= MAX_TRIED:
+        tried = [subset for last in everyone for subset in combinations(everyone, last + 1)]
     else:
-        tried = [tuple(sorted(by_speed[: many + 1])) for many in everyone]
+        tried = [tuple(sorted(by_speed[: last + 1])) for last in everyone]
     best = max(tried, key=lambda subset: (speed(subset), -len(subset)))
     return Forecast(speed(everyone), speed((by_speed[0],)), by_speed[0], speed(best), best)
 
 
 def advice(found: Forecast, devices: Sequence[str]) -> list[str]:
-    """A line when distribution does not pay, or when fewer devices would be faster; else none."""
+    """One line if a single device, or fewer devices, would be faster; else none."""
     names = ",".join(devices[rank] for rank in found.subset)
     if not found.pays:
         return [

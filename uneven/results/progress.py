@@ -1,8 +1,10 @@
 """What a person sees while a run trains: live bars on a terminal, one line per epoch elsewhere.
 
-On several devices the first bar is the run as a whole, from 0 to 100 %. Below it each device has a piece of that bar,
-as long as the samples it has trained, with its share, its speed and, where params are averaged, where it is among the
-rounds. All of it goes to stderr, so that a script's own output stays clean.
+A Reporter gets its figures in one of two ways: a process that trains calls it directly (it is a Report, see
+train/rank_info.py), and the launcher hands it the heartbeats of its ranks. On several devices the first bar is the run
+as a whole, from 0 to 100 %. Below it each device has a section of that bar, as long as the samples it has trained,
+with its share, its speed and, where params are averaged, its round. All of it goes to stderr: a script's own output
+stays clean.
 """
 
 import math
@@ -22,22 +24,22 @@ from rich.text import Text
 
 from uneven.policy.axis import Axis
 
-_TIMES = ("epoch", "samples", "lr", "train_seconds", "samples_per_s")
+_NOT_METRICS = ("epoch", "epochs", "samples", "lr", "train_seconds", "samples_per_s")
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
-_APART = ("compile", "evaluation", "checkpoint")  # phases in which no bar moves
+_NAMED_PHASES = ("compile", "evaluation", "checkpoint")  # shown in place of the loss: no bar moves in them
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
 
-_is_wordless: ContextVar[bool] = ContextVar("uneven_wordless", default=False)
+_prints_bars_only: ContextVar[bool] = ContextVar("uneven_bars_only", default=False)
 
 
 @contextmanager
 def bars_only() -> Iterator[None]:
-    """Reporters made inside show bars and say nothing: for a program of many runs that has words of its own."""
-    token = _is_wordless.set(True)
+    """Reporters made inside show bars and print no lines: for a program of many runs that prints its own."""
+    token = _prints_bars_only.set(True)
     try:
         yield
     finally:
-        _is_wordless.reset(token)
+        _prints_bars_only.reset(token)
 
 
 class Reporter:
@@ -47,19 +49,19 @@ class Reporter:
         if style == "auto":
             style = "bar" if sys.stderr.isatty() else "lines"
         self.style = style
-        self._is_wordless = _is_wordless.get()
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every finished epoch's entry
+        self._prints_bars_only = _prints_bars_only.get()
         self._title = title
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
         self._epochs = 0
-        self._told = 0
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # told of every finished epoch
-        self._noted = 0
+        self._shown_epochs = 0  # of the history in rank 0's heartbeats
+        self._shown_notes = 0
         self._loss = "-"
-        self._last = (0, 0.0)  # samples and training seconds when the speed was last taken
+        self._last = (0, 0.0)  # samples and training seconds when the speed was last computed
 
     def say(self, lines: Sequence[str]) -> None:
-        if self.style != "off" and not self._is_wordless:
+        if self.style != "off" and not self._prints_bars_only:
             for line in lines:
                 self._console.print(line, markup=False, soft_wrap=True)
 
@@ -69,21 +71,21 @@ class Reporter:
         if self.style == "bar":
             self._open(axis.samples * axis.epochs, [self._title])
 
-    def ranks(self, posts: Sequence[dict[str, Any]]) -> None:
-        """What the ranks of a run last said of themselves; a rank not heard of yet said nothing."""
-        notes = posts[0].get("notes", [])
-        self.say(notes[self._noted :])
-        self._noted = len(notes)
-        for entry in posts[0].get("history", [])[self._told :]:
-            self._told += 1
-            self._epochs = posts[0]["epochs"]
+    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
+        """The last heartbeat of each rank, in rank order; {} for a rank that has not sent one yet."""
+        notes = statuses[0].get("notes", [])
+        self.say(notes[self._shown_notes :])
+        self._shown_notes = len(notes)
+        for entry in statuses[0].get("history", [])[self._shown_epochs :]:
+            self._shown_epochs += 1
+            self._epochs = statuses[0]["epochs"]
             self.epoch_done(entry)
         if self.style != "bar":
             return
         if self._bar is None:
             self._open(None, [self._title])
-        if all("own" in post for post in posts):
-            self._draw_ranks(posts)
+        if all("own" in status for status in statuses):
+            self._draw_ranks(statuses)
 
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
         del own_samples
@@ -102,13 +104,8 @@ class Reporter:
             listener(entry)
         if self._bar is not None and len(self._tasks) == 1:
             self._bar.update(self._tasks[0], completed=entry["samples"])
-        metrics = "  ".join(f"{name} {_figure(value)}" for name, value in entry.items() if name not in _TIMES)
-        self.say(
-            [
-                f"epoch {entry['epoch']}/{self._epochs}  {metrics}  "
-                f"{entry['samples_per_s']:,.0f} samples/s  {entry['train_seconds']:.1f} s"
-            ]
-        )
+        line = epoch_line(entry, self._epochs)
+        self.say([] if line is None else [line])
 
     def close(self) -> None:
         if self._bar is not None:
@@ -116,88 +113,108 @@ class Reporter:
             self._bar = None
 
     def _open(self, total: int | None, titles: Sequence[str]) -> None:
-        """Without a total the run has not begun, and the bar only shows that something is going on."""
+        """Without a total the run has not begun, and the bar only shows that it is starting."""
         self._bar = Progress(
-            _Words(lambda task: task.description),
-            _Lane(),
-            _Words(_portion, is_right=True),
-            _Words(lambda task: str(task.fields["speed"]), is_right=True),
-            _Words(_rest),
+            _TextColumn(lambda task: task.description),
+            _BarColumn(),
+            _TextColumn(_percent_or_share, is_right=True),
+            _TextColumn(lambda task: str(task.fields["speed"]), is_right=True),
+            _TextColumn(_remaining_columns),
             console=self._console,
             refresh_per_second=REFRESHES_PER_S,
         )
         self._tasks = [self._bar.add_task(title, total=total, speed="", loss="") for title in titles]
         self._bar.start()
 
-    def _draw_ranks(self, posts: Sequence[dict[str, Any]]) -> None:
+    def _draw_ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
         assert self._bar is not None, "opened by the caller"
-        total, everybody = posts[0]["total"], sum(post["own"] for post in posts)
+        total, trained = statuses[0]["total"], sum(status["own"] for status in statuses)
         if len(self._tasks) == 1:
             self._bar.reset(self._tasks[0], total=total)  # the time until now was the start's
-            names = _names([post.get("device", "rank") for post in posts])
+            names = _names([status.get("device", "rank") for status in statuses])
             self._tasks += [self._bar.add_task(f"  {name}", total=total, speed="", part=(0.0, 0.0)) for name in names]
-        # Posts are a little old, and the last steps of a run are in none: only its last epoch says that it is over.
-        is_over = len(posts[0].get("history", [])) == posts[0]["epochs"]
-        done = total if is_over else min(everybody, total)
-        seconds = max(post["seconds"] for post in posts)
-        self._bar.update(self._tasks[0], completed=done, speed=_speed(everybody, seconds), loss=self._state_of(posts))
+        # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
+        is_over = len(statuses[0].get("history", [])) == statuses[0]["epochs"]
+        done = total if is_over else min(trained, total)
+        seconds = max(status["seconds"] for status in statuses)
+        self._bar.update(
+            self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses)
+        )
         begin = 0.0
-        for place, (task, post) in enumerate(zip(self._tasks[1:], posts, strict=True)):
-            share = post["own"] / max(1, everybody)
+        for place, (task, status) in enumerate(zip(self._tasks[1:], statuses, strict=True)):
+            share = status["own"] / max(1, trained)
             end = begin + share * done / total
             self._bar.update(
                 task,
                 part=(begin, end),
                 colour=_COLOURS[place % len(_COLOURS)],
                 share=share,
-                speed=_speed(post["own"], post["seconds"]),
-                rest=describe_rounds(post.get("rounds", {})),
+                speed=_speed(status["own"], status["seconds"]),
+                rest=describe_rounds(status.get("rounds", {})),
             )
             begin = end
 
-    def _state_of(self, posts: Sequence[dict[str, Any]]) -> str:
-        """The loss, or what all ranks do instead of training. A rank that has just met the others has no loss yet."""
-        phases = {post.get("phase") for post in posts}
-        if len(phases) == 1 and phases <= set(_APART):
+    def _loss_or_phase(self, statuses: Sequence[dict[str, Any]]) -> str:
+        """The loss, or the phase where no rank trains. A rank that has just merged a round has no loss yet."""
+        phases = {status.get("phase") for status in statuses}
+        if len(phases) == 1 and phases <= set(_NAMED_PHASES):
             return str(phases.pop())
-        known = [post for post in posts if math.isfinite(post["loss"]) and post["own"]]
+        known = [status for status in statuses if math.isfinite(status["loss"]) and status["own"]]
         if known:
-            weighted = sum(post["loss"] * post["own"] for post in known)
-            self._loss = f"{weighted / sum(post['own'] for post in known):.4f}"
+            weighted = sum(status["loss"] * status["own"] for status in known)
+            self._loss = f"{weighted / sum(status['own'] for status in known):.4f}"
         return f"loss {self._loss}"
 
 
+def epoch_line(entry: Mapping[str, Any], epochs: int) -> str | None:
+    """A finished epoch as one line; None for an entry whose figures the last entry of its span repeats.
+
+    Where a window of a local policy holds several epochs, loss and speed are known only over all of them together:
+    such entries name the span in "epochs", and its last one is printed for all. An evaluation ends a window, so only
+    the last entry of a span can have metrics of its own.
+    """
+    first, last = entry.get("epochs", (entry["epoch"], entry["epoch"]))
+    if entry["epoch"] < last:
+        return None
+    name = f"epoch {last}/{epochs}" if first == last else f"epochs {first}-{last} of {epochs}"
+    metrics = {metric: _figure(value) for metric, value in entry.items() if metric not in _NOT_METRICS}
+    if first < last:
+        metrics["train_loss"] += " (over both)" if last == first + 1 else f" (over all {last - first + 1})"
+    figures = "  ".join(f"{metric} {figure}" for metric, figure in metrics.items())
+    return f"{name}  {figures}  {entry['samples_per_s']:,.0f} samples/s  {entry['train_seconds']:.1f} s"
+
+
 def describe_rounds(rounds: Mapping[str, float]) -> str:
-    """Where a rank is among the rounds of a local policy, in one glance; empty for the exact ones."""
+    """A rank's round and window under a local policy; empty for the exact policies, which have none."""
     if not rounds:
         return ""
     place = f"round {rounds['round']:.0f} anchor {rounds['anchor']:.0f}"
     return f"{place} staleness {rounds['staleness']:.0f} delay {rounds['delay']:.1f}"
 
 
-class _Words(ProgressColumn):
+class _TextColumn(ProgressColumn):
     """A column of plain text, made anew at every refresh."""
 
-    def __init__(self, words: Callable[[Task], str], is_right: bool = False) -> None:
-        super().__init__(Column(no_wrap=True))  # where room is short, the bars give way
-        self._words = words
+    def __init__(self, text_of: Callable[[Task], str], is_right: bool = False) -> None:
+        super().__init__(Column(no_wrap=True))  # on a narrow terminal the bars shrink, not the text
+        self._text_of = text_of
         self._is_right = is_right
 
     def render(self, task: Task) -> Text:
-        return Text(self._words(task), justify="right" if self._is_right else "left")
+        return Text(self._text_of(task), justify="right" if self._is_right else "left")
 
 
-class _Lane(ProgressColumn):
-    """The bars: that of the run as rich draws it, and of each device its piece."""
+class _BarColumn(ProgressColumn):
+    """The bars: rich's own for the run, and for each device its section of it."""
 
-    def render(self, task: Task) -> "_Piece":
+    def render(self, task: Task) -> "_BarSection":
         part = task.fields.get("part")
         whole = ProgressBar(total=task.total, completed=task.completed, pulse=task.total is None)
-        return _Piece(whole, part, task.fields.get("colour", _COLOURS[0]))
+        return _BarSection(whole, part, task.fields.get("colour", _COLOURS[0]))
 
 
-class _Piece:
-    """A bar as wide as there is room, up to a limit. `part`: from where to where it is filled, as parts of 1."""
+class _BarSection:
+    """A bar as wide as there is room, up to a limit. `part`: from where to where it is filled, as fractions of 1."""
 
     WIDEST = 40
 
@@ -220,14 +237,15 @@ class _Piece:
         yield Segment(line * (end - begin), console.get_style(self._colour))
 
 
-def _portion(task: Task) -> str:
+def _percent_or_share(task: Task) -> str:
     if "part" in task.fields:
         return f"share {100 * task.fields.get('share', 0.0):.0f} %"
-    # Rounded down: 100 % is said of nothing that is not over.
+    # Rounded down: 100 % means that the run is over.
     return f"{int(task.percentage)} %" if task.total is not None else ""
 
 
-def _rest(task: Task) -> str:
+def _remaining_columns(task: Task) -> str:
+    """After the speed: a device's round, or the run's loss and times."""
     if "part" in task.fields:
         return str(task.fields.get("rest", ""))
     spent = _clock(task.finished_time if task.finished else task.elapsed)
@@ -238,7 +256,7 @@ def _rest(task: Task) -> str:
 
 
 def _names(devices: Sequence[str]) -> list[str]:
-    """The devices by name; those that have it in common, with their rank."""
+    """The devices by name; those that share a name, with their rank."""
     return [name if devices.count(name) == 1 else f"{name} #{rank}" for rank, name in enumerate(devices)]
 
 

@@ -1,9 +1,9 @@
 """TrainedState: what a run leaves behind, in memory and on disk.
 
 A folder holds `state.safetensors` (params and buffers under their plain names: any tool loads it),
-`optimizer.safetensors` (optimizer state by param name, random states) and `state.json` (what safetensors
-cannot hold: tied names, param groups, history, position, a graph's structure). `state.json` is written last: where it
-exists, the other two are whole.
+`optimizer.safetensors` (optimizer state by param name, random states), `log.json` (which rank trained which samples,
+for a replay) and `state.json` (tied names, param groups, history, position, a graph's structure). `state.json` is
+written last: where it exists, the others are complete.
 """
 
 import json
@@ -46,7 +46,7 @@ class TrainedState:
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
     folder: Path | None = None
-    structure: str | None = None  # of a model that says what it computes, line by line
+    structure: str | None = None  # of a model that describes what it computes, line by line
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
@@ -113,14 +113,14 @@ class TrainedState:
         )
 
 
-def proved(
+def verified_state(
     state: TrainedState,
     axis: Axis,
     logs: list[list[tuple[int, int, int]]],
     rounds: list[list[tuple[int, int, int, float]]],
     timelines: list[Timeline],
 ) -> TrainedState:
-    """A rank's state with everybody's logs and timelines, once they prove that every sample was trained once."""
+    """A rank's state with every rank's log and timeline; raises unless every sample was trained exactly once."""
     was_claimed = any(rounds) and not state.finished
     slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
     samples = sum(samples for log in logs for _, _, samples in log)
@@ -128,7 +128,7 @@ def proved(
 
 
 def read_structure(model: nn.Module) -> str | None:
-    """What the model says of its structure, if anything: names and shapes do not tell ReLU from GELU."""
+    """The model's own description of its structure, if it has one: names and shapes do not tell ReLU from GELU."""
     structure = getattr(model, "structure", None)
     return structure if isinstance(structure, str) else None
 
@@ -142,7 +142,7 @@ def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def join_state(
     model: nn.Module, optimizer: Optimizer, whole_model: Mapping[str, Tensor], whole_optimizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The same of a model in pieces, once these were put together: as `state_dict` of both would have it."""
+    """The same for a sharded model, whose full state was gathered: as `state_dict` of model and optimizer give it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {params[place]: found for place, found in whole_optimizer["state"].items()}
     return _fields(model, whole_model, optimizer, state)

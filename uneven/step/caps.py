@@ -1,7 +1,7 @@
-"""Memory caps: how many samples a device can hold at once, found by trying larger and larger batches.
+"""Memory caps: how many samples a device can hold at once, found by running larger and larger batches.
 
-Memory grows by so many bytes a sample, so two sizes tell about all others: a batch that cannot fit is not tried, and
-where it nevertheless does not, the way back is by halves. Every cap is a size that has been run.
+Memory grows linearly with the samples, so a line through two sizes predicts the others: a batch that cannot fit is not
+tried, and one that does not fit after all is halved. Every cap is a size that has been run.
 """
 
 import math
@@ -9,42 +9,42 @@ from collections.abc import Callable
 
 import torch
 
-SHARE = 0.9  # of the memory that may be used: the rest is for what differs from batch to batch
+USABLE = 0.9  # of the memory: the rest is for what differs from batch to batch
 
 
 def room_bytes(device: torch.device, ranks: int) -> float:
-    """What this process may take of a CUDA device's memory, which `ranks` of them have in equal parts."""
+    """The bytes of a CUDA device's memory that this rank may use, if `ranks` of them share the device equally."""
     free, total = torch.cuda.mem_get_info(device)
-    return SHARE * min(free + torch.cuda.memory_reserved(device), total / ranks)
+    return USABLE * min(free + torch.cuda.memory_reserved(device), total / ranks)
 
 
 def probe_cap(run: Callable[[int], None], device: torch.device, limit_bytes: float, first: int, most: int) -> int:
-    """`find_cap` on a CUDA device; `run` leaves nothing there."""
+    """`find_cap` on a CUDA device; `run` must free what it allocates."""
 
-    def run_anew(samples: int) -> None:
+    def run_with_empty_cache(samples: int) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         run(samples)
 
-    cap = find_cap(run_anew, lambda: torch.cuda.max_memory_allocated(device), limit_bytes, first, most)
-    torch.cuda.empty_cache()  # another rank may want it
-    torch.cuda.reset_peak_memory_stats(device)  # the run's own peak begins here
+    cap = find_cap(run_with_empty_cache, lambda: torch.cuda.max_memory_allocated(device), limit_bytes, first, most)
+    torch.cuda.empty_cache()  # for other ranks on the device
+    torch.cuda.reset_peak_memory_stats(device)  # so that the peak reported later is that of training
     return cap
 
 
 def find_cap(
     run: Callable[[int], None], used_bytes: Callable[[], int], limit_bytes: float, first: int, most: int
 ) -> int:
-    """The most samples, up to `most`, that `run` can take within the limit; doubling from `first`.
+    """The most samples, up to `most`, that `run` can take within the limit; starts with `first` and doubles.
 
-    `used_bytes()` is the peak of the last run. A next size that is less than an eighth larger is not worth a run.
-    At least 1: a device that cannot hold a single sample fails by itself.
+    `used_bytes()` is the peak of the last run. A size less than an eighth larger is not worth another run. The result
+    is at least 1: a device that cannot hold a single sample fails with its own error.
     """
     fits, too_many = 0, most + 1
     seen: list[tuple[int, int]] = []
     size = min(first, most)
     while size > fits and (size - fits > fits // 8 or size == most):
-        used = _peak(run, used_bytes, size)
+        used = _peak_bytes(run, used_bytes, size)
         if used is not None:
             seen.append((size, used))
         if used is not None and used <= limit_bytes:
@@ -52,22 +52,22 @@ def find_cap(
         else:
             too_many = size
         larger = 2 * fits if too_many > most else (fits + too_many) // 2
-        size = min(larger, too_many - 1, _predicted(seen, limit_bytes, most))
+        size = min(larger, too_many - 1, _predicted_cap(seen, limit_bytes, most))
     return max(1, fits)
 
 
-def _peak(run: Callable[[int], None], used_bytes: Callable[[], int], samples: int) -> int | None:
-    """What so many samples take; None where there is not as much."""
+def _peak_bytes(run: Callable[[int], None], used_bytes: Callable[[], int], samples: int) -> int | None:
+    """The peak of a run with so many samples; None if it is out of memory."""
     try:
         run(samples)
-    except RuntimeError as error:  # cuBLAS and cuDNN have words of their own for it
+    except RuntimeError as error:  # cuBLAS and cuDNN report it in their own way
         if not isinstance(error, torch.OutOfMemoryError) and "ALLOC_FAILED" not in str(error):
             raise
         return None
     return used_bytes()
 
 
-def _predicted(seen: list[tuple[int, int]], limit_bytes: float, most: int) -> int:
+def _predicted_cap(seen: list[tuple[int, int]], limit_bytes: float, most: int) -> int:
     """How many samples fit by the line through the two largest sizes that ran."""
     if len(seen) < 2:
         return most

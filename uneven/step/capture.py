@@ -1,7 +1,7 @@
-"""A run over inputs at fixed addresses, captured as one CUDA graph: what every captured form of a step is made of.
+"""One CUDA graph over inputs at fixed addresses: both captured forms of a step (graph.py, captured.py) use it.
 
-A replay repeats the very kernels of the capture on the very same addresses, so whatever changes between steps is
-copied into the fixed inputs before it, and nothing of the host's is run again.
+A replay repeats the captured kernels on the same addresses. What changes between steps is copied into the fixed inputs
+before it, and no host code runs again.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,35 +21,35 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def can_capture(device: torch.device) -> bool:
-    """A CPU among CUDA devices has nothing to capture, and nothing to gain from it."""
+    """Whether this device has CUDA graphs; a CPU rank beside CUDA ranks runs eagerly."""
     return device.type == "cuda"
 
 
 class Capture:
-    """Life cycle: made with inputs of the sizes to come, `record` once, then `replay` with every step's inputs."""
+    """Life cycle: made with inputs of the sizes to capture, `record` once, then `replay` with every step's inputs."""
 
     def __init__(self, inputs: InputMicros) -> None:
-        self.inputs = [(pytree.tree_map(torch.clone, one), samples) for one, samples in inputs]
+        self.inputs = [(pytree.tree_map(torch.clone, micro), samples) for micro, samples in inputs]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def fits(self, inputs: InputMicros) -> bool:
         return [samples for _, samples in inputs] == [samples for _, samples in self.inputs]
 
     def record(self, run: Callable[[InputMicros], T], beside: "Capture | None" = None) -> T:
-        """Capture `run` on the fixed inputs; its kernels are only noted down, so nothing is computed yet.
+        """Capture `run` on the fixed inputs; nothing is computed yet.
 
-        Captures `beside` each other share their memory: right where they are replayed in turn, and what one leaves
-        is read before the next replay.
+        The capture shares its memory pool with `beside`. That is safe if the two are replayed in turn and the results
+        of one are read before the next replay.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         side = _streams.setdefault(stream.device, torch.cuda.Stream(stream.device))
         pool = None if beside is None or beside._graph is None else beside._graph.pool()
         try:
-            # thread_local: a call of another thread (a sampler, a logger) must not break the capture.
+            # thread_local: CUDA calls of other threads (the sampler, a logger) must not break the capture.
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 result = run(self.inputs)
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that broke off leaves its own behind
+            torch.cuda.set_stream(stream)  # a capture that failed leaves its own stream current
             raise InputError(
                 "compile='graph' could not capture the train step, which must not read tensors on the host "
                 f"(.item(), print, if on a tensor): {str(error).splitlines()[0]}; use compile='off'"
@@ -59,11 +59,10 @@ class Capture:
 
     def replay(self, inputs: InputMicros) -> None:
         assert self._graph is not None, "recorded before it is replayed"
-        self._take(inputs)
+        self._copy_inputs(inputs)
         self._graph.replay()
 
-    def _take(self, inputs: InputMicros) -> None:
-        """Copy them into the fixed ones."""
+    def _copy_inputs(self, inputs: InputMicros) -> None:
         for (fixed, _), (fresh, _) in zip(self.inputs, inputs, strict=True):
             for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):
                 to.copy_(source, non_blocking=True)

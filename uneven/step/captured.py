@@ -1,10 +1,10 @@
-"""Forward and backward as CUDA graphs, for steps of several ranks: the sum over ranks and the update stand outside.
+"""Forward and backward as CUDA graphs, for steps of several ranks; the sum over ranks and the update stay eager.
 
 The gather, the augmentation, the loss scale and the loss meter are captured with them; gradients are added into the
-road's buckets, whose addresses never change. There is one graph per cut: the sizes of the micro-batches and the slot's
-samples, since both are numbers inside the kernels' calls. Sizes seen for the first time run eagerly. That step is the
-warm-up which a capture needs (cuDNN chooses its kernels, the loss scaler makes its tensors), so no step is computed
-twice, nothing has to be put back, and sizes that never come again cost nothing.
+reducer's buckets, whose addresses do not change. There is one graph for each combination of micro-batch sizes and the
+slot's samples, since both are constants in the captured kernels. Sizes seen for the first time run eagerly. That step
+is the warm-up which a capture needs (cuDNN chooses its kernels, the loss scaler makes its tensors), so no step is
+computed twice, nothing has to be restored, and sizes that do not come again cost nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,88 +18,91 @@ from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
-from uneven.parallel.gradients import GradientRoad
+from uneven.parallel.buckets import UNLIMITED, Bucket
+from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
 
-MOST = 8  # graphs kept; the one used longest ago goes
-GRID = 8  # samples: what shares are multiples of, so that few sizes occur
+MAX_GRAPHS = 8  # kept; the least recently used one is dropped
+GRID = 8  # samples: shares are multiples of it, so that few sizes occur
 
-Cut = tuple[tuple[int, ...], int]  # (sizes of the micro-batches, samples of the slot)
+Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slot)
 
 
 @dataclass(frozen=True)
 class _Graph:
     capture: Capture
-    used: frozenset[int]  # params that had a gradient, by their places on the road: a replay calls no hooks
-    counts: Tensor | None  # where the replay leaves the count
+    buckets: list[Bucket]  # that the graph adds gradients into
+    used: frozenset[int]  # params that had a gradient, see Reducer.mark_used: a replay calls no hooks
+    counts: Tensor | None  # written by the replay
 
 
 class CapturedBackward:
     """Stands in for `EagerStep.backward`, with inputs in place of batches.
 
-    Invariant: all graphs write into the road that `eager` has. Nothing leaves it while a backward is captured or
-    replayed, so it must be one that does not overlap.
+    Invariant: all graphs write into the buckets of `eager.reducer`, which must not overlap: a graph cannot hold
+    collectives that are started while backward runs.
     """
 
     def __init__(self, eager: EagerStep, open_batch: Callable[[Inputs], Batch]) -> None:
         self._eager = eager
-        self._open = open_batch
-        self._graphs: dict[Cut, _Graph] = {}  # the one used longest ago comes first
+        self._open_batch = open_batch
+        self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
         self._seen: set[tuple[int, ...]] = set()  # sizes
-        self.is_replayed = False  # whether the last one was a replay and nothing else
+        self.is_replayed = False  # whether the last call was a replay and nothing else
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
         sizes = tuple(samples for _, samples in inputs)
+        if any(graph.buckets is not self._reducer.buckets for graph in self._graphs.values()):
+            self._graphs.clear()  # the world size has changed, and the buckets with it
         self.is_replayed = (sizes, slot_samples) in self._graphs
         if not sizes or sizes not in self._seen:
             self._seen.add(sizes)
             return self._run_eagerly(inputs, slot_samples)
-        cut = (sizes, slot_samples)
-        graph = self._graphs.pop(cut, None) or self._record(inputs, slot_samples)
-        self._graphs[cut] = graph
-        if len(self._graphs) > MOST:
+        graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
+        self._graphs[sizes, slot_samples] = graph
+        if len(self._graphs) > MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         graph.capture.replay(inputs)
-        self._road.mark(graph.used)
+        self._reducer.mark_used(graph.used)
         return graph.counts
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Inside, this rank has a road to itself, so that steps can be captured before the group forms."""
-        road = GradientRoad(list(self._eager.model.parameters()), SoloGroup(), 1, overlaps=False)
-        self._eager.road = road
+        """Inside, this rank has a reducer of its own, so that steps can be captured before the group forms."""
+        reducer = Reducer(self._eager.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=1)
+        self._eager.reducer = reducer
         try:
             yield
         finally:
-            road.close()
-            self._eager.road = None
-            self._graphs.clear()  # they write into the road that is gone
+            reducer.close()
+            self._eager.reducer = None
+            self._graphs.clear()  # they write into buckets that are gone
 
     def rehearse(self, inputs: InputMicros, slot_samples: int) -> None:
-        """A step of this rank alone, in the form that it will train in."""
+        """A step of this rank alone, captured as the steps to come."""
         _, counts = self._eager.sum_gradients(inputs, slot_samples, lambda: (), self)
         self._eager.update(counts)
 
     @property
-    def _road(self) -> GradientRoad:
-        road = self._eager.road
-        assert road is not None, "captured only where gradients are summed"
-        assert not road.overlaps, "a graph cannot hold what is sent while backward runs"
-        return road
+    def _reducer(self) -> Reducer:
+        reducer = self._eager.reducer
+        assert reducer is not None, "captured only where gradients are summed over ranks"
+        assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
+        return reducer
 
     def _record(self, inputs: InputMicros, slot_samples: int) -> _Graph:
         capture = Capture(inputs)
         beside = next((graph.capture for graph in self._graphs.values()), None)
         counts = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
-        return _Graph(capture, self._road.used, counts)
+        return _Graph(capture, self._reducer.buckets, self._reducer.used, counts)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
-        return self._eager.backward([(self._open(one), samples) for one, samples in inputs], slot_samples)
+        return self._eager.backward([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
 
 
 def check_capturable(batchnorm_sync: BatchNormSync) -> None:
-    """InputError where ranks meet inside forward: a graph holds kernels of one rank, not a meeting of several."""
+    """InputError if forward contains collectives, which a CUDA graph cannot hold here."""
     if batchnorm_sync.layers:
         raise InputError(
             "compile='graph' with sync_batchnorm=True: on several devices BatchNorm waits for the others in every "

@@ -1,4 +1,4 @@
-"""What a step costs: on this rank fixed + per sample, measured at two sizes before the group forms; and the sum."""
+"""Measures what a step costs: this rank's fixed and per-sample time, before the group forms, and the gradient sum."""
 
 import time
 from collections.abc import Callable
@@ -13,9 +13,9 @@ REPEATS = 3
 
 
 def measure_cost(run_step: Callable[[int], None], samples: int, least: int = 1, untimed: int = 1) -> Cost:
-    """`run_step(n)` trains n samples and returns when it is done; timed at the expected share and at half of it.
+    """Time `run_step(n)`, which trains n samples and waits for the device, at the expected share and at half of it.
 
-    `least` is what a step needs: BatchNorm cannot train on one sample. The first `untimed` steps of a size warm it up.
+    `least`: the smallest step (BatchNorm cannot train on one sample). The first `untimed` steps of a size are warm-up.
     """
     half = max(min(least, samples), samples // 2)
     return fitted([timing for size in {samples, half} for timing in _timed(run_step, size, untimed)])
@@ -33,7 +33,7 @@ def _timed(run_step: Callable[[int], None], samples: int, untimed: int) -> list[
 
 
 def measure_sum_ms(group: Group, model: nn.Module) -> float:
-    """What one sum of the model's gradients takes when nobody has to be waited for; the same value on all ranks."""
+    """The time of one all-reduce of the model's gradients when all ranks start together; the same on all ranks."""
     trained = [param for param in model.parameters() if param.requires_grad]
     device = trained[0].device if trained else torch.device("cpu")
     gradients = torch.zeros(sum(param.numel() for param in trained), device=device)
@@ -42,6 +42,6 @@ def measure_sum_ms(group: Group, model: nn.Module) -> float:
         began = time.perf_counter()
         group.all_reduce(gradients).wait()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # NCCL's wait is the stream's, not the host's
+            torch.cuda.synchronize(device)  # NCCL's wait blocks the stream, not the host
         times.append((time.perf_counter() - began) * 1e3)
     return float(group.all_reduce_max(torch.tensor([min(times)], dtype=torch.float64)).wait())

@@ -1,4 +1,4 @@
-"""Evaluation: total sums over the total count, each rank on its own range of the data set."""
+"""Evaluation: each rank evaluates its own range of the data set; a metric is the total sum over the total count."""
 
 import threading
 from typing import Any
@@ -22,10 +22,10 @@ def evaluate(
     stop: threading.Event | None = None,
     least_batches: int = 0,
 ) -> dict[str, float]:
-    """Metrics over a whole data set, of which this rank does its own range: total sums over total count.
+    """Metrics over a whole data set, of which this rank evaluates the range `own`.
 
-    A stop request on any rank cuts it short, and then there are no metrics at all. `least_batches` is for models whose
-    ranks meet in forward: one that has fewer runs its last one again, for nothing.
+    A stop request on any rank ends it early, and then there are no metrics. `least_batches` is for models with
+    collectives in forward: a rank with fewer batches repeats its last one, without counting it.
     """
     sums: dict[str, Any] = {}
     total = 0

@@ -1,8 +1,8 @@
 """The whole step as one CUDA graph: gather, augmentation, forward, backward, clip and optimizer.
 
 Small models spend most of their time launching kernels; a captured step launches once. What changes between
-steps lives at fixed addresses: the picked samples (or the batch itself) and the learning rates. A slot of
-another size (an epoch's tail) runs eagerly on the same params and optimizer state.
+steps is at fixed addresses: the sample indices (or the batch itself) and the learning rates. A slot of another
+size (the last of an epoch) runs eagerly on the same params and optimizer state.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class GraphStep:
     def __init__(self, eager: EagerStep, open_batch: Callable[[Inputs], Batch], device: torch.device) -> None:
         prepare_optimizer(eager)
         self._eager = eager
-        self._open = open_batch
+        self._open_batch = open_batch
         self._device = device
         self._capture: Capture | None = None
         self._rates = [torch.tensor(float(group["lr"]), device=device) for group in eager.optimizer.param_groups]
@@ -36,7 +36,7 @@ class GraphStep:
         capture = Capture(inputs)
         side = torch.cuda.Stream(self._device)
         with no_trace(self._eager, self._device, keep_optimizer_tensors=True):
-            side.wait_stream(torch.cuda.current_stream(self._device))  # also for what no_trace has saved there
+            side.wait_stream(torch.cuda.current_stream(self._device))  # it may still copy what no_trace has saved
             with torch.cuda.stream(side):
                 for _ in range(WARMUP_STEPS):
                     self._run_eagerly(capture.inputs, slot_samples)
@@ -48,7 +48,7 @@ class GraphStep:
         try:
             capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples))
         finally:
-            # Schedulers go on with plain numbers; the captured step reads the tensors.
+            # Schedulers go on with plain floats; the captured step reads the tensors.
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number
         self._capture = capture
@@ -58,20 +58,20 @@ class GraphStep:
             self._run_eagerly(inputs, slot_samples)
             return
         for place, group in enumerate(self._eager.optimizer.param_groups):
-            rate = float(group["lr"])  # of a tensor the value: the schedule fills it in place
+            rate = float(group["lr"])  # also of a tensor, which the schedule fills in place
             if rate != self._written[place]:
                 self._written[place] = rate
                 self._rates[place].fill_(rate)
         self._capture.replay(inputs)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> None:
-        self._eager([(self._open(one), samples) for one, samples in inputs], slot_samples)
+        self._eager([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
 
 
 def prepare_optimizer(step: EagerStep) -> None:
-    """Switch an optimizer to the form a graph can hold: state and learning rate on the device."""
+    """Switch an optimizer to its capturable form: state and learning rate on the device."""
     optimizer = step.optimizer
-    if type(optimizer) not in (SGD, Adam, AdamW, RMSprop) or _is_damped(optimizer):
+    if type(optimizer) not in (SGD, Adam, AdamW, RMSprop) or _has_dampening(optimizer):
         raise InputError(
             f"compile='graph' cannot capture {_describe(optimizer)}: it takes SGD without dampening, Adam, "
             "AdamW and RMSprop; use compile='off' or 'default'"
@@ -85,15 +85,15 @@ def prepare_optimizer(step: EagerStep) -> None:
         if "capturable" in group:
             group["capturable"] = True
         if isinstance(optimizer, SGD) or step.precision.name == "fp16":
-            # SGD's other forms read a learning-rate tensor on the host; a scaler's skip needs the fused form.
+            # SGD's other forms read a learning-rate tensor on the host; GradScaler skips steps only in the fused form.
             group["fused"], group["foreach"] = True, False
     if step.precision.name == "fp16":
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-def _is_damped(optimizer: Optimizer) -> bool:
+def _has_dampening(optimizer: Optimizer) -> bool:
     return any(group.get("dampening", 0) for group in optimizer.param_groups)
 
 
 def _describe(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__ + (" with dampening" if _is_damped(optimizer) else "")
+    return type(optimizer).__name__ + (" with dampening" if _has_dampening(optimizer) else "")

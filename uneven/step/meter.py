@@ -1,4 +1,4 @@
-"""The loss meter: sums losses on the device, so that reading a loss never stalls training."""
+"""The loss meter: adds up losses on the device, so that reading a loss does not stall training."""
 
 from collections.abc import Callable
 
@@ -36,21 +36,21 @@ class LossMeter:
             self._pending = (copied, arrived)
         return self._latest
 
-    def leave(self) -> Callable[[], tuple[float, float]]:
-        """Starts anew; this rank's sum and count until now, for whoever asks: only then the device is waited for."""
-        landing = copy_to_host_async(self.totals)
+    def pop_async(self) -> Callable[[], tuple[float, float]]:
+        """Reset the meter; the function returned waits for the device and gives this rank's sum and count until now."""
+        copied = copy_to_host_async(self.totals)
         self.totals.zero_()
         self._pending = None
 
         def read() -> tuple[float, float]:
-            loss_sum, count = landing().tolist()
+            loss_sum, count = copied().tolist()
             return loss_sum, count
 
         return read
 
     def take(self, group: Group) -> float:
-        """The mean loss of all ranks since the last take; waits for the device and starts anew."""
-        return self._mean(group.all_reduce(torch.tensor(self.leave()(), dtype=torch.float64)).wait())
+        """The mean loss of all ranks since the last take; waits for the device and resets the meter."""
+        return self._mean(group.all_reduce(torch.tensor(self.pop_async()(), dtype=torch.float64)).wait())
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

@@ -1,6 +1,6 @@
-"""Arithmetic of a step: fp32, bf16 by autocast, fp16 by autocast with a loss scaler.
+"""Precision of a step: fp32, bf16 by autocast, fp16 by autocast with a loss scaler.
 
-Params and optimizer state stay fp32 whatever the precision, so averages and checkpoints never see halves.
+Params and optimizer state stay fp32 in each, so averages and checkpoints are never in half precision.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Precision:
 
 @contextmanager
 def device_flags(device: torch.device) -> Iterator[None]:
-    """CUDA arithmetic of a run: TF32, and kernels chosen by measuring; put back afterwards."""
+    """CUDA flags of a run, restored afterwards: TF32, and cuDNN kernels chosen by measuring."""
     if device.type != "cuda":
         yield
         return

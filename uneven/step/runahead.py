@@ -1,8 +1,8 @@
 """Run-ahead: the host enqueues at most a few steps beyond what its CUDA device has finished.
 
-So speeds, decisions and stop requests follow the device's time and not the host's. On CPU a step is done when
-it returns, and this does nothing. On the way it learns when the device was busy with steps, for the timeline; gaps
-between the kernels of one step count as work.
+So measured speeds, decisions and stop requests follow the device's progress, not the host's. On a CPU a step is done
+when it returns, and this does nothing. It also records when the device was busy with steps, for the timeline; gaps
+between the kernels of one step count as busy.
 """
 
 import time
@@ -11,28 +11,28 @@ from collections import deque
 import torch
 
 DEPTH = 2
-# Where enqueuing takes less than this part of a step, one step ahead keeps the device busy, and averages are merged
-# sooner by the time of another one.
-SHORT = 0.4
-AGED_NS = 10_000_000_000  # after which the host's clock and the device's are compared anew
+# If enqueuing takes less than this part of a step, one step ahead keeps the device busy, and averages are merged
+# one step sooner.
+SHORT_ENQUEUE = 0.4
+MAX_BASE_AGE_NS = 10_000_000_000  # then the clocks of host and device are compared again
 
 
 class RunAhead:
     """Call `after_step` once per step and `drain` before anything that must see a finished device.
 
-    `busy` holds when the device was at work on steps, as (start, end) in ns of `perf_counter`, in order and apart.
+    `busy` holds when the device was busy with steps, as ordered and disjoint (start, end) in ns of `perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._in_flight: deque[tuple[torch.cuda.Event, int | None]] = deque()
-        self._host_s = self._step_s = 0.0  # of a step: what enqueuing takes, and all of it
+        self._host_s = self._step_s = 0.0  # moving averages over steps: time to enqueue, and in all
         self._left_s = time.perf_counter()
         self.busy: list[tuple[int, int]] = []
-        self._base: tuple[torch.cuda.Event, int] | None = None  # an event, and when it was
+        self._base: tuple[torch.cuda.Event, int] | None = None  # an event, and its time on the host's clock
 
     def after_step(self, began_ns: int | None = None) -> None:
-        """`began_ns`: since when the step was enqueued; without it the device's work is not noted."""
+        """`began_ns`: when the host began to enqueue the step; None leaves the step out of `busy`."""
         if self._device.type != "cuda":
             return
         arrived_s = time.perf_counter()
@@ -41,7 +41,7 @@ class RunAhead:
         finished = torch.cuda.Event(enable_timing=True, blocking=True)
         finished.record(torch.cuda.current_stream(self._device))
         self._in_flight.append((finished, began_ns))
-        while len(self._in_flight) > (1 if self._host_s < SHORT * self._step_s else DEPTH):
+        while len(self._in_flight) > (1 if self._host_s < SHORT_ENQUEUE * self._step_s else DEPTH):
             self._finish()
         left_s = time.perf_counter()
         self._host_s += 0.1 * (arrived_s - self._left_s - self._host_s)
@@ -50,13 +50,13 @@ class RunAhead:
 
     @property
     def behind(self) -> int:
-        """Steps that the device has still to do."""
+        """Enqueued steps that the device has not finished."""
         return sum(not finished.query() for finished, _ in self._in_flight)
 
     def catch_up(self) -> None:
-        """Wait for what is enqueued on the compute stream, and not for collectives and copies on other ones.
+        """Wait for the compute stream, but not for collectives and copies on other streams.
 
-        Before the rank's own work is timed: up to then the host has only asked for it.
+        Called before the rank's own work is timed: until then the host has only enqueued it.
         """
         if self._device.type == "cuda":
             reached = torch.cuda.Event(blocking=True)
@@ -73,10 +73,10 @@ class RunAhead:
         while self._in_flight:
             self._finish()
         if self._base is not None:
-            self._set_base()  # two clocks drift apart: the device has nothing to do, so now is a good moment
+            self._set_base()  # the two clocks drift; the device is idle now, so this costs nothing
 
     def _finish(self) -> None:
-        """Wait for the oldest step, and note when the device was at work on it."""
+        """Wait for the oldest step, and record when the device was busy with it."""
         finished, began_ns = self._in_flight.popleft()
         was_waited_for = not finished.query()
         finished.synchronize()
@@ -84,7 +84,7 @@ class RunAhead:
         if began_ns is None or self._base is None:
             return
         base, base_ns = self._base
-        if was_waited_for and now_ns - base_ns > AGED_NS:
+        if was_waited_for and now_ns - base_ns > MAX_BASE_AGE_NS:
             self._base = (finished, now_ns)
         end_ns = base_ns + int(base.elapsed_time(finished) * 1e6)
         last_ns = self.busy[-1][1] if self.busy else 0

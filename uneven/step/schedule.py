@@ -1,4 +1,4 @@
-"""A torch LR scheduler, stepped by global progress instead of by local steps, and a scale on top of it."""
+"""A torch LR scheduler that is stepped by global progress instead of local steps, times a scale."""
 
 import inspect
 import warnings
@@ -14,9 +14,9 @@ from uneven.errors import InputError
 
 
 class Schedule:
-    """Keeps the optimizer's learning rates at a position of the schedule; positions only grow.
+    """Sets the optimizer's learning rates to a position of the schedule; positions only increase.
 
-    Schedulers compute a rate from the one before, so the scale is taken off before they step and put on afterwards.
+    Schedulers compute a rate from the previous one, so the scale is removed before they step and applied afterwards.
     """
 
     def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
@@ -42,11 +42,11 @@ class Schedule:
         if self._scheduler is None and scale == 1.0 and self.plain == self._written:
             return
         now = self.rates
-        # A rate that is not the one we wrote was set by the user: it is the new plain one.
+        # A rate other than the one written here was set by the user: it replaces the schedule's.
         pairs = zip(now, self._written, self.plain, strict=True)
         self._write([plain if rate == written else rate for rate, written, plain in pairs])
         if self._scheduler is not None:
-            with _no_word_of_order() if self._position == 0 else nullcontext():
+            with _no_order_warning() if self._position == 0 else nullcontext():
                 for _ in range(position - self._position):
                     self._scheduler.step()
         self._position = max(position, self._position)
@@ -61,14 +61,14 @@ class Schedule:
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # whoever made it one reads that very tensor
+                group["lr"].fill_(rate)  # a captured step reads this tensor
             elif float(group["lr"]) != rate:
                 group["lr"] = rate
 
 
 @contextmanager
-def _no_word_of_order() -> Iterator[None]:
-    """A rank's first slot may lie further on, and torch warns of schedulers that move before the first step."""
+def _no_order_warning() -> Iterator[None]:
+    """A rank's first slot may be a later one, and torch warns of schedulers that step before the optimizer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
         yield

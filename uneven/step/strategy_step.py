@@ -1,4 +1,8 @@
-"""A step of all ranks whose gradients a strategy sums while backward runs, and leaves where it wants to."""
+"""A step of several ranks under a strategy that shards the model or its gradients (zero2, fsdp, tensor, sequence).
+
+The strategy sums gradients while backward runs and keeps them where it wants, so statistics need a collective of
+their own.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,9 +17,9 @@ from uneven.step.eager import Backward, EagerStep
 
 
 class StrategyStep(EagerStep):
-    """Takes the place of the step it is made of. A micro-batch of None sits out.
+    """Takes the place of the EagerStep it is made from. A micro-batch of None is a rank's step without samples.
 
-    `is_together`: all ranks train the same samples, so what they count is counted once.
+    `is_model_parallel`: all ranks train the same samples, so only rank 0's count is added up.
     """
 
     def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool) -> None:
@@ -23,20 +27,21 @@ class StrategyStep(EagerStep):
             strategy.module, strategy.optimizer, eager.train_step, eager.precision, eager.meter, eager.max_grad_norm
         )
         self._strategy, self._group = strategy, group
-        self._counts_here = group.rank == 0 or not is_model_parallel
+        self._is_model_parallel = is_model_parallel
 
     def sum_gradients(
         self,
         batches: Sequence[tuple[Batch | None, int]],
         slot_samples: int,
-        row: Callable[[], Sequence[float]],
+        stats: Callable[[], Sequence[float]],
         backward: Backward | None = None,
     ) -> tuple[list[list[float]], Tensor | None]:
-        assert backward is None, "what is captured has whole params"
+        assert backward is None, "captured steps need whole params"
         self.optimizer.zero_grad()
         counts = self.backward(batches, slot_samples)
-        own = float(counts) if counts is not None and self._counts_here else 0.0
-        return self.counted(gather_rows(self._group, [*row(), own]))
+        is_counted = counts is not None and (self._group.rank == 0 or not self._is_model_parallel)
+        own = float(counts) if is_counted and counts is not None else 0.0
+        return self.split_counts(gather_rows(self._group, [*stats(), own]))
 
     def update(self, counts: Tensor | None) -> None:
         if counts is not None:
@@ -45,11 +50,11 @@ class StrategyStep(EagerStep):
             self._strategy.clip(self.max_grad_norm)
         self.optimizer.step()
 
-    def summing(self, is_last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self._strategy.no_sync()
 
     def backward_of(self, batch: Batch | None, samples: int, slot_samples: int) -> Tensor | None:
         if batch is None:
-            self._strategy.sit_out()
+            self._strategy.backward_without_samples()
             return None
         return super().backward_of(batch, samples, slot_samples)

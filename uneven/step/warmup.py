@@ -1,6 +1,6 @@
-"""Warm-up without a trace: compile and tune kernels on real batches, then put everything back.
+"""Warm-up without a trace: compile and tune kernels on real batches, then restore everything.
 
-Restored: params, buffers, optimizer state, loss scaler, loss meter, and the random state of CPU and device.
+Restored are params, buffers, optimizer state, loss scaler, loss meter, and the random state of CPU and device.
 """
 
 import copy
@@ -19,8 +19,8 @@ from uneven.step.eager import EagerStep
 def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: bool = False) -> Iterator[None]:
     """Undo everything that happens inside.
 
-    Tensors that were there before keep their addresses, which a captured graph may hold. Before a capture the
-    optimizer's new ones are kept too and zeroed, which for the optimizers that may be captured equals a fresh start.
+    Tensors that existed before keep their addresses, which a captured graph may hold. With `keep_optimizer_tensors`,
+    before a capture, new optimizer state is zeroed and kept; for optimizers that can be captured that is a fresh start.
     """
     tensors = [*step.model.parameters(), *step.model.buffers()]
     saved = [t.detach().clone() for t in tensors]

@@ -1,59 +1,130 @@
-"""Who holds what, when the group has formed: the strategy takes its place in the rig of every rank.
+"""Apply the run's strategy to a rank's engine, and choose what it does with activations.
 
-Samples go by speed and bytes by memory, and the two have nothing to do with each other.
+`choose_activations` runs on each rank by itself before anything is measured. `apply_strategy` runs on all ranks alike
+once the group has formed. Samples are shared by speed and bytes by memory, independently.
 """
 
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.errors import InputError
-from uneven.parallel.buckets import BUCKET_BYTES, UNLIMITED
-from uneven.parallel.catalog import make_strategy
-from uneven.parallel.gradients import GradientRoad
-from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, on_host
+from uneven.parallel.activations import Activations
+from uneven.parallel.catalog import DEFAULT_STRATEGY, make_replicated, make_strategy
+from uneven.policy.axis import Part
+from uneven.step.caps import room_bytes
 from uneven.step.strategy_step import StrategyStep
+from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
 
+MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
 
-def apply_strategy(engine: Engine, group: Group, columns: int) -> list[str]:
-    """Lay the road that gradients are summed by, or give the model to a strategy; returns what is to be said of it.
 
-    `columns` is the length of the row that each rank sends along with every sum.
+def apply_strategy(engine: Engine, group: Group, num_stats: int) -> list[str]:
+    """Make the strategy and give its reducer, optimizer or step to the engine; returns lines to print.
+
+    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum.
     """
-    name = engine.config.strategy
-    shares = _shares(engine, group) if name in SHARDED else None
-    if engine.config.is_replicated:
-        # Layers that wait for each other in backward keep their order only if nothing is sent in between.
-        overlaps = not engine.batchnorm_sync.layers and engine.captured is None and name != "ddp-flat"
-        bucket_bytes = UNLIMITED if name == "ddp-flat" else BUCKET_BYTES
-        engine.eager.road = GradientRoad(
-            list(engine.model.parameters()), group, columns, bucket_bytes, overlaps=overlaps
+    config = engine.config
+    shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
+    if config.is_replicated:
+        _apply_replicated(engine, group, num_stats, shares)
+    else:
+        assert config.strategy is not None
+        if config.is_model_parallel:
+            _refuse_dropout(config.strategy, engine.model)
+        make_optimizer = engine.task.make_optimizer
+        strategy = make_strategy(
+            config.strategy, engine.model, make_optimizer, group, shares, bucket_mb=config.bucket_mb
         )
-    if name == "zero1":
-        _shard_optimizer(engine, group, shares)
-    elif name is not None and not engine.config.is_replicated:
-        if engine.config.is_model_parallel:
-            _refuse_dropout(name, engine.model)
-        strategy = make_strategy(name, engine.model, engine.task.make_optimizer, group, shares)
-        step = StrategyStep(engine.eager, strategy, group, is_model_parallel=engine.config.is_model_parallel)
+        if config.is_model_parallel:
+            Activations(engine.model, config.activations)
+        step = StrategyStep(engine.eager, strategy, group, is_model_parallel=config.is_model_parallel)
         engine.use_strategy(strategy.optimizer, strategy.full_state, step)
     if shares is None:
         return []
-    return [f"  {name}: bytes {'by memory' if engine.config.memory_shares is None else 'as given'}, {_percent(shares)}"]
+    source = "by memory" if config.memory_shares is None else "as given"
+    return [f"  {config.strategy}: bytes {source}, {_percent(shares)}"]
 
 
-def _shard_optimizer(engine: Engine, group: Group, shares: Sequence[float] | None) -> None:
-    model = engine.model
-    optimizer = ShardedOptimizer(engine.task.make_optimizer(model.parameters()), group, shares=shares)
-    engine.use_strategy(optimizer, lambda: FullState(on_host(dict(model.state_dict())), optimizer.state_dict()))
+def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequence[float] | None) -> None:
+    name = engine.config.strategy or DEFAULT_STRATEGY
+    is_sharded = name in SHARDED
+
+    def make_optimizer(params: object) -> Optimizer:
+        # The engine's own may be compiled into a step already; a sharded one must be made from fresh param groups.
+        return engine.task.make_optimizer(params) if is_sharded else engine.optimizer
+
+    strategy = make_replicated(
+        name,
+        engine.model,
+        make_optimizer,
+        group,
+        shares,
+        bucket_mb=engine.config.bucket_mb,
+        # SyncBatchNorm's collectives in backward need one order on all ranks, so no bucket may be sent in between;
+        # and a captured backward cannot send anything.
+        overlap=not engine.batchnorm_sync.layers and engine.captured is None,
+        num_stats=num_stats,
+        init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
+    )
+    engine.use_reducer(strategy.reducer)
+    if is_sharded:
+        engine.use_strategy(strategy.optimizer, strategy.full_state)
 
 
-def _shares(engine: Engine, group: Group) -> Sequence[float]:
+def choose_activations(engine: Engine) -> list[str]:
+    """With activations='auto', recompute the largest blocks until the rest fits the device; returns lines to print.
+
+    On a CPU everything is kept: there the operating system has no fixed budget to go by.
+    """
+    if engine.config.activations != "auto":
+        return []
+    budget_bytes = activation_budget(engine)
+    if budget_bytes is None:
+        return []
+    slot = engine.axis.slot(0)
+    samples = min(engine.config.batch_size, slot.samples)
+    measured = min(samples, MEASURED_SAMPLES)
+
+    def run_forward() -> None:
+        _, ((inputs, _),) = next(engine.feed.stream([Part(slot, 0, measured, measured)]))
+        with engine.eager.precision.region():
+            engine.task.train_step(engine.model, engine.feed.open(inputs))
+
+    with no_trace(engine.eager, engine.device):
+        found = Activations(
+            engine.model, "auto", measure=run_forward, budget_bytes=budget_bytes, scale=samples / measured
+        )
+    recomputed = [block.name for block in found.blocks if block.policy == "recompute"]
+    total = sum(block.bytes or 0 for block in found.blocks)
+    kept = sum(block.bytes or 0 for block in found.blocks if block.policy == "keep")
+    return [
+        f"  activations='auto': keeps {kept / 1e6:,.0f} of {total / 1e6:,.0f} MB, with {budget_bytes / 1e6:,.0f} MB "
+        f"free; recomputes {', '.join(recomputed) or 'nothing'}"
+    ]
+
+
+def activation_budget(engine: Engine) -> float | None:
+    """Bytes of a CUDA device that are left beside params, gradients and optimizer state; None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
+    config, rank_info = engine.config, engine.rank_info
+    names = [device.torch_name for device in rank_info.devices]
+    room = room_bytes(engine.device, names.count(rank_info.device.torch_name))
+    shares = config.memory_shares or (1.0,) * rank_info.world_size
+    own = shares[rank_info.rank] / sum(shares)
+    # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share.
+    copies = {"zero1": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(config.strategy or "", 4.0)
+    params = sum(param.numel() * param.element_size() for param in engine.model.parameters())
+    return max(0.0, room - copies * params)
+
+
+def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:
     """As given, or by the memory of the devices."""
     if engine.config.memory_shares is not None:
         return engine.config.memory_shares
@@ -61,7 +132,7 @@ def _shares(engine: Engine, group: Group) -> Sequence[float]:
 
 
 def _refuse_dropout(name: str, model: nn.Module) -> None:
-    """Each rank would drop other elements of what all of them hold, and their models would part."""
+    """Each rank would drop other elements of activations that must be equal on all ranks."""
     kinds = (nn.modules.dropout._DropoutNd,)
     found = [where for where, module in model.named_modules() if isinstance(module, kinds) and module.p > 0]
     if found:

@@ -19,7 +19,9 @@ from uneven.data.tensors import Batch
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
+from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
+from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
@@ -58,6 +60,10 @@ class Engine:
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
         self.model = task.make_model().to(self.device)
         self.model.train()
+        if config.activations in ("recompute", "offload") and not (
+            config.is_model_parallel and rank_info.world_size > 1  # applied to the sharded layers, when these are made
+        ):
+            Activations(self.model, config.activations)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
         # On one device BatchNorm sees all samples of the batch anyway.
         self.batchnorm_sync = (
@@ -118,6 +124,10 @@ class Engine:
         self.full_state = full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
+
+    def use_reducer(self, reducer: Reducer) -> None:
+        """Sum gradients over the ranks with this reducer."""
+        self.eager.reducer = reducer
 
     def use_step(self, step: EagerStep) -> None:
         """Train with this step in place of our own."""

@@ -8,7 +8,7 @@ all ranks pass them in that order, so nothing else has to be agreed upon.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from uneven.average.background import Arrived, BackgroundAverage
+from uneven.average.background import BackgroundAverage, RoundResult
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
@@ -22,7 +22,7 @@ from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.subset import advice, forecast_local
-from uneven.policy.windows import Row, Windows
+from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
 from uneven.train.events import local_sgd_config, make_slot_schedule
@@ -41,7 +41,7 @@ class LocalSGD:
         self.buffers = BufferAverage(engine.model)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
-        self._costs = Row()  # what this rank's last round cost
+        self._costs = RoundReport()  # what this rank's last round cost
         self._samples = 0  # trained since this rank last entered a round: its weight in the next average
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
@@ -130,11 +130,11 @@ class LocalSGD:
         if self.slot_schedule.in_flight:
             self._receive()
         self._enter(status)
-        return [RankStatus(int(row.word)) for row in self._receive()]
+        return [RankStatus(int(row.status)) for row in self._receive()]
 
     def average_buffers(self) -> None:
         """Float buffers were averaged in the round; integer ones take their maximum, by a collective of their own."""
-        self.buffers.take_maximum(self.group)
+        self.buffers.all_reduce_max_integers(self.group)
 
     def ratio(self) -> tuple[int, ...]:
         return self.windows.counts
@@ -191,12 +191,12 @@ class LocalSGD:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
-        losses = engine.meter.leave()
+        losses = engine.meter.pop_async()
         known = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
             busy_ms=self._busy_ms * self._enqueued_over_done(),
-            word=float(status),
+            status=float(status),
             fingerprint=float(self.windows.fingerprint()),
         )
         self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
@@ -212,7 +212,7 @@ class LocalSGD:
         done = enqueued + before - self._enqueued
         return enqueued / done if done > 0 else 1.0
 
-    def _receive(self) -> list[Row]:
+    def _receive(self) -> list[RoundReport]:
         """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
         recorder = self.engine.recorder
         began_ns = recorder.enter("wait")
@@ -220,17 +220,17 @@ class LocalSGD:
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
         # Until all ranks had entered the round this was waiting; then transfer, then the merge.
-        recorder.enter("communication", min(here_ns, max(began_ns, arrived.met_ns)))
+        recorder.enter("communication", min(here_ns, max(began_ns, arrived.joined_ns)))
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
-        rows = [Row(*row) for row in arrived.rows]
+        rows = [RoundReport(*row) for row in arrived.rows]
         self._check_finite(arrived.broken, rows)
         return rows
 
     def _merge(self) -> None:
         due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
         rows = self._receive()
-        statuses = [RankStatus(int(row.word)) for row in rows]
+        statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         decisions = self.windows.note(rows)
@@ -263,7 +263,7 @@ class LocalSGD:
         self._end_epochs(rows)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
 
-    def _end_epochs(self, rows: Sequence[Row]) -> None:
+    def _end_epochs(self, rows: Sequence[RoundReport]) -> None:
         """End every epoch that all ranks have passed, with the losses that arrived until now.
 
         A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
@@ -317,18 +317,18 @@ class LocalSGD:
         self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
         return first
 
-    def _note_costs(self, arrived: Arrived, began_ns: int, here_ns: int, now_ns: int) -> None:
+    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int) -> None:
         own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
         is_async = self.engine.config.policy == "async"
-        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.met_ns - arrived.left_ns)) / 1e6
-        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.back_ns - arrived.met_ns) / 1e6)
-        self._costs = Row(
+        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.joined_ns - arrived.snapshot_ns)) / 1e6
+        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.done_ns - arrived.joined_ns) / 1e6)
+        self._costs = RoundReport(
             transfer_ms=own_ms,
-            latency_ms=(arrived.back_ns - arrived.left_ns) / 1e6,
+            latency_ms=(arrived.done_ns - arrived.snapshot_ns) / 1e6,
             divergence=arrived.divergence,
         )
-        self._delay = (here_ns - arrived.left_ns) / 1e6 * min(self.windows.speeds)
-        self._trip_ns = (arrived.left_ns, arrived.met_ns, arrived.back_ns)
+        self._delay = (here_ns - arrived.snapshot_ns) / 1e6 * min(self.windows.speeds)
+        self._trip_ns = (arrived.snapshot_ns, arrived.joined_ns, arrived.done_ns)
         self._sent_bytes = [self._sent_bytes[1], self.average.traffic.payload_bytes]
 
     def _trip(self) -> dict[str, float]:
@@ -338,7 +338,7 @@ class LocalSGD:
         before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
-    def _check_finite(self, not_finite: list[int], rows: Sequence[Row]) -> None:
+    def _check_finite(self, not_finite: list[int], rows: Sequence[RoundReport]) -> None:
         """Params that are not finite were left out of the average: note it once, end the run the second time."""
         for rank in not_finite:
             if rank in self._not_finite:
@@ -355,5 +355,5 @@ class LocalSGD:
         self._not_finite = not_finite
 
 
-def _with_losses(row: Row, losses: tuple[float, float]) -> Row:
+def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
     return row._replace(loss_sum=losses[0], loss_count=losses[1])

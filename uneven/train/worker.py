@@ -28,6 +28,7 @@ from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
+from uneven.train.apply_strategy import choose_activations
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -105,6 +106,8 @@ class Worker:
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
+        if lines := choose_activations(self.engine):
+            self.report.say(lines)
         if not self.engine.can_warm_up:
             return self.initialize(UNMEASURED)
         self.engine.warm_up()

@@ -12,10 +12,11 @@ class PairsBar(Reporter):
     def __init__(self, style: str, expected: int) -> None:
         super().__init__(style)
         self._expected = expected
+        self._shown_pairs = 0
 
     def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
         history = statuses[0].get("history", [])
-        if len(history) == self._told:
+        if len(history) == self._shown_pairs:
             return
         last = history[-1]
         mean, half = last["interval"]
@@ -31,6 +32,6 @@ class PairsBar(Reporter):
                 speed="-",
                 loss=f"efficiency {mean:.3f} +- {half:.3f}",
             )
-        elif last["pairs"] // 10 > self._told // 10:
+        elif last["pairs"] // 10 > self._shown_pairs // 10:
             self.say([f"{last['pairs']} pairs: efficiency {mean:.3f} +- {half:.3f}"])
-        self._told = len(history)
+        self._shown_pairs = len(history)

@@ -7,7 +7,7 @@ as JSON. Rank 0 measures the trained state and completes the run folder. See mod
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,19 +16,17 @@ from uneven import Ddp
 from uneven.bench.single.modes import resolve_mode
 from uneven.bench.single.run import Order, finish_run, make_config, make_task
 
-if TYPE_CHECKING:
-    from uneven.api.settings import Settings
-
 
 def train(order: Order) -> None:
     task, config = make_task(order), make_config(order, resolve_mode(order.mode, order.devices))
     torch.manual_seed(config.seed)  # the start of every other mode
+    settings: Any = config.to_json()
     ddp = Ddp.setup(
         task.make_model(),
         task.make_optimizer,
         dataset=task.dataset,
         scheduler=task.make_scheduler,
-        **cast("Settings", config.to_json()),
+        **settings,
     )
     model = cast("nn.Module", ddp)  # called as the model is, in the run's precision
     for epoch in range(config.epochs):

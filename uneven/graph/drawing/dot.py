@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from uneven.graph.drawing.layout import Item, Scene
+from uneven.graph.drawing.scene import Item, Scene
 from uneven.graph.drawing.svg import Piece, Sheet
 
 SHAPES = {"ring": "shape=circle", "pill": "shape=ellipse", **dict.fromkeys(("port", "dot", "turn"), "shape=point")}

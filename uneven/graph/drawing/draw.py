@@ -1,7 +1,7 @@
-"""A graph as a picture: what is drawn of it, and the texts SVG and DOT.
+"""Which items and lines a picture of a graph has; layout.py places them, svg.py and dot.py write them.
 
 A chain of nodes is one card with a row for each, a merge is a ring, a sub-graph or a verb with parts of its own is a
-frame around them. Where things stand is layout.py's matter, how they look is svg.py's.
+frame around them.
 """
 
 import re
@@ -14,17 +14,30 @@ from textwrap import wrap
 from torch import nn
 
 from uneven.errors import InputError
+from uneven.graph.control_flow import Gate, Loop, Map, Switch
 from uneven.graph.describe import count, in_bytes, is_inner, short
 from uneven.graph.drawing.dot import to_dot
-from uneven.graph.drawing.layout import Edge, Item, Scene, arrange
-from uneven.graph.drawing.svg import SMALL, Row, Sheet, card, cut, dot, frame, pill, port, ring, text_width, to_svg
+from uneven.graph.drawing.layout import arrange
+from uneven.graph.drawing.scene import Edge, EdgeKind, Item, Scene
+from uneven.graph.drawing.svg import (
+    SMALL,
+    Look,
+    RowText,
+    Sheet,
+    card,
+    cut,
+    dot,
+    frame,
+    pill,
+    port,
+    ring,
+    text_width,
+    to_svg,
+)
 from uneven.graph.function import Function
-from uneven.graph.loop import Loop
-from uneven.graph.mapping import Map
 from uneven.graph.plan import ENTRY, Node
 from uneven.graph.plan_module import PlanModule
 from uneven.graph.profile import Profile
-from uneven.graph.routing import Gate, Switch
 
 MOST_ROWS = 24  # of a card; a longer chain goes on in the next one
 MOST_LINES = 8  # of a Sequential in its row
@@ -48,7 +61,7 @@ def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
 
 
 class _Wires:
-    """Who uses what in a plan, seen as a drawing needs it.
+    """The users of every node's value, as a drawing needs them.
 
     An Identity on its way into a merge is no node of the drawing but a plain line, and what one call remembers for
     the next is a line from the value to its user.
@@ -81,7 +94,7 @@ class _Wires:
                 trunk.update(_main_sources(node))
         return trunk
 
-    def kind(self, node: Node, place: int, source: str) -> str:
+    def kind(self, node: Node, place: int, source: str) -> EdgeKind:
         if node.kind == "call" and node.verb != "merge" and place > 0:
             return "further"
         if node.name not in self.trunk:
@@ -102,17 +115,17 @@ def _main_sources(node: Node) -> tuple[str, ...]:
 
 
 class _Sketch:
-    """Makes scenes of graphs and of the parts in them, with what the whole knows: paths, shapes, times."""
+    """Makes the scenes of a graph and of the graphs inside it, with their paths, shapes and times."""
 
     def __init__(self, root: PlanModule, profile: Profile | None) -> None:
         self._root, self._profile = root, profile
         self._prefix = {id(module): f"{path}." if path else "" for path, module in root.named_modules()}
-        self._times = {row.path: row for row in profile.rows} if profile else {}
-        graphs = [one for one in root.modules() if isinstance(one, PlanModule)]
-        known = {self._prefix[id(one)] + node.name for one in graphs for node in one.plan.nodes}
-        if strange := next((path for path in self._times if path not in known), None):
-            raise InputError(f"draw(profile=...): the profile is of another graph: this one has no node {strange!r}")
-        shares = [profile.share(row) for row in profile.rows if not row.is_inner] if profile else []
+        self._times = {row.path: row for row in profile.nodes} if profile else {}
+        graphs = [module for module in root.modules() if isinstance(module, PlanModule)]
+        known = {self._prefix[id(graph)] + node.name for graph in graphs for node in graph.plan.nodes}
+        if unknown := next((path for path in self._times if path not in known), None):
+            raise InputError(f"draw(profile=...): the profile is of another graph: this one has no node {unknown!r}")
+        shares = [profile.share(row) for row in profile.nodes if not row.is_inner] if profile else []
         self._hottest = max(shares, default=0.0)
 
     def sheet(self) -> Sheet:
@@ -135,7 +148,7 @@ class _Sketch:
         for number, name in enumerate(plan.outputs):
             edges.append(Edge(owner[name], exits[number * is_whole], "aside" if number else "stream"))
             tags = " ".join(plan.tags_of(name)) if number else ""
-            row = Row("", (cut(f"output {tags}".strip(), 40),), shape=_shape(graph, name), title=prefix + name)
+            row = RowText("", (cut(f"output {tags}".strip(), 40),), shape=_shape(graph, name), title=prefix + name)
             items.extend([pill(exits[number], row)] if is_whole else [port(EXIT)] * (not number))
         return Scene(tuple(items), tuple(dict.fromkeys(edges)), plan.inputs, exits)
 
@@ -146,40 +159,47 @@ class _Sketch:
         if node.kind == "input":
             name = "" if node.name == ENTRY else node.name
             if not is_whole:
-                return port(node.name, Row(path, (), cut(name, 24), title=f"{path}: input"))
-            return pill(node.name, Row(path, (cut(f"input {name}".strip(), 40),), shape=shape, title=f"{path}: input"))
+                return port(node.name, RowText(path, (), cut(name, 24), title=f"{path}: input"))
+            return pill(
+                node.name, RowText(path, (cut(f"input {name}".strip(), 40),), shape=shape, title=f"{path}: input")
+            )
         if node.kind != "call":
             what = f"cat along dimension {node.dim}" if node.kind == "cat" else node.kind
             return ring(node.name, self._row(path, ("+" if what == "add" else node.kind,), what, shape=shape))
         module = graph.get_submodule(node.target)
         if _is_row(module):
-            return card(node.name, tuple(self._node_row(graph, one) for one in group))
+            return card(node.name, tuple(self._node_row(graph, member) for member in group))
         names = [source.removeprefix("recall_") for source in node.sources]
         return self._frame(node.name, path, _name(graph, node), module, names, shape)
 
-    def _node_row(self, graph: PlanModule, node: Node) -> Row:
+    def _node_row(self, graph: PlanModule, node: Node) -> RowText:
         path, module = self._prefix[id(graph)] + node.name, graph.get_submodule(node.target)
         return self._row(path, _lines(module), module, _name(graph, node), _shape(graph, node.name))
 
-    def _row(self, path: str, lines: tuple[str, ...], what: nn.Module | str, name: str = "", shape: str = "") -> Row:
+    def _row(
+        self, path: str, lines: tuple[str, ...], what: nn.Module | str, name: str = "", shape: str = ""
+    ) -> RowText:
         """The words of a node, in full as its title, with its time where there is a profile."""
         many = 0 if isinstance(what, str) else count(what)
         title = [path, what if isinstance(what, str) else _in_full(what)]
         title += [f"value {shape}"] * bool(shape) + [f"{many:,} params"] * bool(many)
         time, ms, heat = self._times.get(path), "", None
         if time is not None and self._profile is not None:
-            inside = [one.ms for one in self._profile.rows if one.path.startswith(f"{path}.") and not one.is_inner]
-            own = sum(inside) if time.is_inner and inside else time.ms  # as its rows say: by itself it has overhead
+            inside = [row.ms for row in self._profile.nodes if row.path.startswith(f"{path}.") and not row.is_inner]
+            own = (
+                sum(inside) if time.is_inner and inside else time.ms
+            )  # the sum of its rows: measured from outside it includes overhead
             share = own / max(self._profile.node_ms, 1e-9)
             title.append(f"{own:.4g} ms, {100 * share:.1f} % of the time")
             title.append(f"value {in_bytes(time.output_bytes)}, params {in_bytes(time.param_bytes)}")
             ms = f"{own:.{3 if own < 1 else 2 if own < 10 else 1}f}"
             heat = 0.0 if time.is_inner else share / max(self._hottest, 1e-9)
         name = name or "Sequential" * (len(lines) > 1)
-        return Row(path, lines, cut(name, 24), shape, "\n".join(title), ms, heat, many > 0)
+        return RowText(path, lines, cut(name, 24), shape, "\n".join(title), ms, heat, many > 0)
 
     def _frame(self, item: str, path: str, name: str, module: nn.Module, names: Sequence[str], shape: str = "") -> Item:
         """A module with parts of its own, `names` being those of the values it takes."""
+        look: Look
         if isinstance(module, PlanModule):
             look, scene, what = "graph", self.scene(module), name or module.plan.label
         else:
@@ -188,7 +208,7 @@ class _Sketch:
         return frame(item, look if what else "bare", self._row(path, (cut(what, 60),), module, shape=shape), scene)
 
     def _part(self, item: str, name: str, part: object, names: Sequence[str]) -> Item:
-        """A part of a verb; one made by hand may hold a plain function."""
+        """A part of a verb; a verb that was made by hand may hold a plain function."""
         module = part if isinstance(part, nn.Module) else Function(part)  # type: ignore[arg-type]
         path = self._prefix.get(id(module), "").removesuffix(".")
         if _is_row(module):
@@ -209,7 +229,7 @@ class _Sketch:
             assert isinstance(module, Map), module
             items = [port(inputs[0]), self._part("body", "body", module.body, names), port(EXIT)]
             edges = [*_given(inputs, "body"), Edge("body", EXIT)]
-        further = [port(one, Row("", (), cut(name, 24))) for one, name in zip(inputs[1:], names[1:], strict=True)]
+        further = [port(item, RowText("", (), cut(name, 24))) for item, name in zip(inputs[1:], names[1:], strict=True)]
         return Scene((items[0], *further, *items[1:]), tuple(edges), inputs, (EXIT,))
 
     def _loop(self, loop: Loop, inputs: Sequence[str], names: Sequence[str]) -> tuple[list[Item], list[Edge]]:
@@ -230,13 +250,13 @@ class _Sketch:
         return [port(inputs[0]), asked, body, dot("turn", "turn"), port(EXIT)], edges
 
     def _gate(self, gate: Gate, inputs: Sequence[str], names: Sequence[str]) -> tuple[list[Item], list[Edge]]:
-        told = f"the experts' results, weighted by the router ({gate.weighting})"
+        title = f"the experts' results, weighted by the router ({gate.weighting})"
         items = [port(inputs[0]), self._part("router", "router", gate.router, names[:1])]
         edges = [Edge(inputs[0], "router", "aside")]
         for number, expert in _numbered(gate.experts):
             items.append(self._part(f"expert.{number}", f"expert {number}", expert, names))
             edges += [*_given(inputs, f"expert.{number}"), Edge(f"expert.{number}", "sum")]
-        items += [ring("sum", Row("", ("sum",), title=told)), port(EXIT)]
+        items += [ring("sum", RowText("", ("sum",), title=title)), port(EXIT)]
         return items, [*edges, Edge("router", "sum", "further", label="weights"), Edge("sum", EXIT)]
 
     def _switch(self, switch: Switch, inputs: Sequence[str], names: Sequence[str]) -> tuple[list[Item], list[Edge]]:
@@ -251,7 +271,7 @@ class _Sketch:
 
 def _numbered(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Parts with their numbers; many modules alike are one, since side by side they would be too wide to read."""
-    for _, run in groupby(enumerate(parts), key=lambda one: repr(one[1]) if _is_row(one[1]) else one[0]):
+    for _, run in groupby(enumerate(parts), key=lambda pair: repr(pair[1]) if _is_row(pair[1]) else pair[0]):
         numbers, alike = zip(*run, strict=True)
         is_one = len(alike) > MANY_ALIKE
         yield from [(f"{numbers[0]}-{numbers[-1]}", alike[0])] if is_one else zip(map(str, numbers), alike, strict=True)
@@ -259,7 +279,7 @@ def _numbered(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def _given(inputs: Sequence[str], part: str) -> list[Edge]:
     """What a part of a frame gets: the stream, and the frame's further inputs."""
-    return [Edge(one, part, "further" if place else "stream", place) for place, one in enumerate(inputs)]
+    return [Edge(name, part, "further" if place else "stream", place) for place, name in enumerate(inputs)]
 
 
 def _is_row(module: nn.Module) -> bool:
@@ -300,9 +320,9 @@ def _edges(wires: _Wires, node: Node, owner: dict[str, str], prefix: str) -> Ite
 
 
 def _name(graph: PlanModule, node: Node) -> str:
-    """A node's name where somebody gave it, or where its module runs elsewhere, too."""
+    """A node's name if the user gave it, or if its module is used by several nodes."""
     module = graph.get_submodule(node.target)
-    if sum(one.target == node.target and one.kind == "call" for one in graph.plan.nodes) > 1:
+    if sum(other.target == node.target and other.kind == "call" for other in graph.plan.nodes) > 1:
         return f"{node.target} (shared)"
     kind = module.name if isinstance(module, Function) else type(module).__name__
     is_numbered = re.fullmatch(re.sub(r"\W", "_", kind.lower()) + r"_\d+", node.name)
@@ -327,8 +347,9 @@ def _steps(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _verb(module: nn.Module) -> str:
-    return next(kind.__name__.lower() for kind in (Loop, Gate, Switch, Map) if isinstance(module, kind))
+def _verb(module: nn.Module) -> Look:
+    verbs: dict[type[nn.Module], Look] = {Loop: "loop", Gate: "gate", Switch: "switch", Map: "map"}
+    return next(verb for kind, verb in verbs.items() if isinstance(module, kind))
 
 
 def _heading(module: nn.Module) -> str:
@@ -340,7 +361,7 @@ def _heading(module: nn.Module) -> str:
 
 
 def _in_full(module: nn.Module) -> str:
-    """A module as a reader who asks for more wants it; of one that holds nodes, which are drawn, only itself."""
+    """A module's full repr, for a tooltip; without its children if these are drawn themselves."""
     return cut(f"{type(module).__name__}({module.extra_repr()})" if is_inner(module) else repr(module), 600)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from uneven.graph.drawing.scene import Box, Edge, Item, Layout, Line, Point, Scene
+
 PAGE_WIDTH, PAGE_HEIGHT = 1100.0, 1500.0  # a scene is broken into columns so that it fits best into this
 MOST_COLUMNS = 8
 WORTH_A_COLUMN = 1.1  # how much better it must fit, since a column that goes on elsewhere is harder to follow
@@ -22,92 +24,6 @@ LANE = 10.0  # width of a lane, for lines that pass a level
 
 # What keeps a line straight against another: the stream against a line that passes levels, and both against the rest.
 STREAM, PASSING, ASIDE, OTHER = 1e6, 1e3, 30.0, 1.0
-
-
-@dataclass(frozen=True)
-class Item:
-    """A box to be placed; with a scene it is a frame around it, and its size is the least it takes."""
-
-    name: str  # unique in its scene
-    width: float
-    height: float
-    content: object = None
-    anchor: float | None = None  # where lines meet it, from its left edge; None: in the middle
-    spread: float = 0.0  # how far apart lines end that come in together
-    is_round: bool = False
-    scene: "Scene | None" = None
-    head: float = 0.0  # height of a frame's title
-    padding: float = 0.0
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A line to be drawn.
-
-    `kind` is "stream", "skip", "aside" or "further" for lines downwards, "again" for one back up at the left and
-    "state" for one back up at the right. `place` says at which of a frame's entries it ends.
-    """
-
-    source: str
-    target: str
-    kind: str = "stream"
-    place: int = 0
-    label: str = ""
-    title: str = ""
-    label_width: float = 0.0  # counts only beside lines that go back
-
-    @property
-    def is_back(self) -> bool:
-        return self.kind in ("again", "state")
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Items such that every edge downwards goes to a later one; entries stand at the top, exits at the bottom."""
-
-    items: tuple[Item, ...]
-    edges: tuple[Edge, ...]
-    entries: tuple[str, ...]
-    exits: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A placed item. Its entries and its exit are where lines meet it, from its left edge."""
-
-    item: Item
-    x: float
-    y: float
-    width: float
-    height: float
-    entries: tuple[float, ...]
-    exit: float
-    inside: "Layout | None" = None
-    inset: float = 0.0  # where the inside begins, from the left edge; its top is under the head
-
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Line:
-    """An edge's way, upright or level but for the pieces between two levels, which are meant as curves."""
-
-    edge: Edge
-    points: tuple[Point, ...]
-    label: Point  # where its label begins
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Boxes and lines of one scene, from its own upper left corner."""
-
-    width: float
-    height: float
-    boxes: tuple[Box, ...]
-    lines: tuple[Line, ...]
-    entries: tuple[float, ...]
-    exit: float
 
 
 @dataclass(frozen=True)
@@ -125,7 +41,7 @@ def arrange(scene: Scene) -> Layout:
     """The layout of a scene, in as many columns as fit a page best."""
     net = _Net(scene)
     layouts = [_Placing(net, columns).layout() for columns in net.ways_to_break()]
-    fits = [min(1.0, PAGE_WIDTH / one.width, PAGE_HEIGHT / one.height) for one in layouts]
+    fits = [min(1.0, PAGE_WIDTH / layout.width, PAGE_HEIGHT / layout.height) for layout in layouts]
     return layouts[max(range(len(layouts)), key=lambda number: fits[number] / WORTH_A_COLUMN**number)]
 
 
@@ -172,7 +88,7 @@ class _Net:
                 if edge.kind != "further" or lower in self.lanes:
                     uppers[lower].append(upper)
         for row in self.rows:
-            means = {key: sum(self.place[one] for one in uppers[key]) / max(len(uppers[key]), 1) for key in row}
+            means = {key: sum(self.place[upper] for upper in uppers[key]) / max(len(uppers[key]), 1) for key in row}
             row.sort(key=lambda key: (means[key], key not in reached))
             self.place.update({key: number for number, key in enumerate(row)})
 
@@ -269,7 +185,7 @@ def _abscissas(net: _Net, column: range) -> dict[str, float]:
             wishes = []
             for key in row:
                 most = max((weight for weight, _, _ in (*uppers[key], *lowers[key])), default=OTHER)
-                places = [(x[one] + offset, 1.0) for weight, one, offset in near[key] if weight == most]
+                places = [(x[other] + offset, 1.0) for weight, other, offset in near[key] if weight == most]
                 wishes.append((_median(places) if places else x[key], most, net.boxes[key].width))
             x.update(zip(row, _spaced(wishes), strict=True))
     left = min(x.values())
@@ -332,7 +248,7 @@ class _Placing:
         net = self._net
         below = [link for link in net.below[level] if link.lower in x]
         bent = [link for link in below if not _is_from_side(net.boxes[link.lower], link.lower_offset)]
-        bends = [abs(x[one.upper] + one.upper_offset - x[one.lower] - one.lower_offset) for one in bent]
+        bends = [abs(x[link.upper] + link.upper_offset - x[link.lower] - link.lower_offset) for link in bent]
         ends = [net.boxes[key] for link in below for key in (link.upper, link.lower)]
         is_seamless = any(box.inside and not box.item.head for box in ends)  # its frame is not seen
         least = 2.0 if is_seamless else 14.0 if level in (0, len(net.rows) - 2) else 16.0

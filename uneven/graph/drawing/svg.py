@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 from xml.sax.saxutils import escape, quoteattr
 
-from uneven.graph.drawing.layout import Box, Item, Layout, Line, Point, Scene
+from uneven.graph.drawing.scene import Box, Item, Layout, Line, Point, Scene
 
 LETTER, SMALL, LARGE, BOLD = 11.5, 10.5, 16.0, 1.1  # sizes of text, and how much wider it is in bold
 ROW = 18.0
@@ -30,9 +31,12 @@ WIDTHS = (  # of letters, in parts of their size
 HOTTEST = 0.75  # how much the warm colour covers where the largest share of the time goes
 
 
+Look = Literal["card", "ring", "pill", "port", "dot", "turn", "bare", "graph", "loop", "gate", "switch", "map"]
+
+
 @dataclass(frozen=True)
-class Row:
-    """A node in words. `name` is empty where it says nothing new; `share` is None without a profile."""
+class RowText:
+    """The texts of a node. `name` is empty where the module's kind says it all; `share` is None without a profile."""
 
     path: str
     lines: tuple[str, ...]
@@ -44,20 +48,20 @@ class Row:
     has_params: bool = False
 
 
-NOTHING = Row("", ())
+NOTHING = RowText("", ())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What stands in a box.
+    """The content of a box.
 
     `look` is "card" (rows of a chain), "ring" (a merge), "pill" (an input or output), "port" (where a value enters or
     leaves a frame), "dot" (a port where lines meet), "turn" (a dot where one goes back), the kind of a frame, or
     "bare" (a frame that is not seen).
     """
 
-    look: str
-    rows: tuple[Row, ...] = ()
+    look: Look
+    rows: tuple[RowText, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _columns(rows: Sequence[Row]) -> tuple[float, float, float]:
+def _columns(rows: Sequence[RowText]) -> tuple[float, float, float]:
     """Where the words of a card's rows begin, where their shapes end, and how wide the card is."""
     names = max((text_width(row.name, SMALL) + 8.0 for row in rows if row.name and len(row.lines) == 1), default=0.0)
     ms = max((text_width(row.ms, SMALL) + 10.0 for row in rows if row.ms), default=0.0)
@@ -100,39 +104,39 @@ def _columns(rows: Sequence[Row]) -> tuple[float, float, float]:
     return PADDING + names, PADDING + wide, wide + ms + 2 * PADDING
 
 
-def _height(row: Row) -> float:
+def _height(row: RowText) -> float:
     return ROW if len(row.lines) == 1 else ROW * (len(row.lines) + 1)
 
 
-def card(name: str, rows: tuple[Row, ...]) -> Item:
+def card(name: str, rows: tuple[RowText, ...]) -> Item:
     height = sum(map(_height, rows)) + 6.0
     return Item(name, _columns(rows)[-1], height, Piece("card", rows), spread=26.0)
 
 
-def ring(name: str, row: Row) -> Item:
+def ring(name: str, row: RowText) -> Item:
     beside = max(text_width(row.shape, SMALL), text_width(row.ms, SMALL))
     half = max(RADIUS, text_width(row.lines[0]) / 2 + 5.0)
     width = 2 * half + (beside + 6.0 if beside else 0.0)  # beside at the left: a skip comes in from the right
     return Item(name, width, 2 * RADIUS, Piece("ring", (row,)), width - half, 8.0, is_round=half == RADIUS)
 
 
-def pill(name: str, row: Row) -> Item:
+def pill(name: str, row: RowText) -> Item:
     shape = text_width(row.shape, SMALL) + 10.0 if row.shape else 0.0
     return Item(name, text_width(row.lines[0]) * BOLD + shape + 28.0, 26.0, Piece("pill", (row,)))
 
 
-def port(name: str, row: Row = NOTHING) -> Item:
+def port(name: str, row: RowText = NOTHING) -> Item:
     """A place at a frame's upper or lower edge, with a label where it is not the stream's."""
     if not row.name:
         return Item(name, 4.0, 0.0, Piece("port", (row,)))
     return Item(name, text_width(row.name, SMALL) + 12.0, 16.0, Piece("port", (row,)), 4.0)
 
 
-def dot(name: str, look: str = "dot") -> Item:
+def dot(name: str, look: Look = "dot") -> Item:
     return Item(name, 8.0, 18.0, Piece(look, (NOTHING,)))
 
 
-def frame(name: str, look: str, row: Row, scene: Scene) -> Item:
+def frame(name: str, look: Look, row: RowText, scene: Scene) -> Item:
     if look == "bare":
         return Item(name, 0.0, 0.0, Piece(look, (row,)), scene=scene)
     least = 2 * PADDING + text_width(row.lines[0]) * BOLD + (text_width(row.ms, SMALL) + 20.0 if row.ms else 0.0)
@@ -204,7 +208,7 @@ def _header(sheet: Sheet, kinds: set[str]) -> tuple[list[str], float, float]:
     x, y = MARGIN, MARGIN + 54.0
     parts = [_text(x, MARGIN + 14, sheet.title, "h1"), _text(x, MARGIN + 34, sheet.subtitle, "small")]
     samples = [(3.0, '<rect class="bar" y="-10" width="3" height="12"/>', "has params")]
-    samples += [(16.0, f'<path class="line {one}" d="M0 -4H16"/>', LINES[one]) for one in LINES if one in kinds]
+    samples += [(16.0, f'<path class="line {kind}" d="M0 -4H16"/>', LINES[kind]) for kind in LINES if kind in kinds]
     if sheet.hottest is not None:
         shade = '<rect class="heat" x="{}" y="-10" width="9" height="13" fill-opacity="{:.3f}"/>'
         shades = [shade.format(9 * step, HOTTEST * step / 10) for step in range(11)]
@@ -280,7 +284,7 @@ def _frame(box: Box, piece: Piece) -> Iterator[str]:
     yield "</g>"
 
 
-def _card(box: Box, rows: Sequence[Row]) -> Iterator[str]:
+def _card(box: Box, rows: Sequence[RowText]) -> Iterator[str]:
     words_x, shape_x, width = _columns(rows)
     yield f'<rect class="card" width="{_n(box.width)}" height="{_n(box.height)}" rx="5"/>'
     y = 3.0
@@ -304,7 +308,7 @@ def _card(box: Box, rows: Sequence[Row]) -> Iterator[str]:
         y += height
 
 
-def _ring(box: Box, row: Row) -> Iterator[str]:
+def _ring(box: Box, row: RowText) -> Iterator[str]:
     half = box.width - box.exit
     size = f'x="{_n(box.exit - half)}" width="{_n(2 * half)}" height="{_n(2 * RADIUS)}" rx="{_n(RADIUS)}"'
     yield f'<rect class="ring" {size}/>'
@@ -316,14 +320,14 @@ def _ring(box: Box, row: Row) -> Iterator[str]:
         yield _text(box.exit - half - 6, y, text, f"{look} end")
 
 
-def _pill(box: Box, row: Row) -> Iterator[str]:
+def _pill(box: Box, row: RowText) -> Iterator[str]:
     yield f'<rect class="pill" width="{_n(box.width)}" height="{_n(box.height)}" rx="13"/>'
     yield _text(14, 17, row.lines[0], "head-text")
     if row.shape:
         yield _text(box.width - 14, 17, row.shape, "shape end")
 
 
-def _port(box: Box, row: Row) -> Iterator[str]:
+def _port(box: Box, row: RowText) -> Iterator[str]:
     if box.height:
         kind = "further" if row.name else "stream"
         is_turn = isinstance(box.item.content, Piece) and box.item.content.look == "turn"
@@ -355,8 +359,8 @@ def _path(points: Sequence[Point]) -> str:
     return "".join(parts)
 
 
-def _is_corner(one: Point, corner: Point, other: Point) -> bool:
-    is_level, is_upright = abs(one[1] - corner[1]) <= 0.5, abs(one[0] - corner[0]) <= 0.5
+def _is_corner(start: Point, corner: Point, other: Point) -> bool:
+    is_level, is_upright = abs(start[1] - corner[1]) <= 0.5, abs(start[0] - corner[0]) <= 0.5
     return (is_level and abs(other[0] - corner[0]) <= 0.5) or (is_upright and abs(other[1] - corner[1]) <= 0.5)
 
 
@@ -371,7 +375,7 @@ def _text(x: float, y: float, text: str, look: str = "") -> str:
     return f'<text x="{_n(x)}" y="{_n(y)}"{style}>{_t(text)}</text>'
 
 
-def _node(row: Row) -> str:
+def _node(row: RowText) -> str:
     return f" data-node={quoteattr(_clean(row.path))}" if row.path else ""
 
 

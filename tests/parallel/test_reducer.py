@@ -1,4 +1,7 @@
-"""The gradient road: what arrives is the sum over ranks, sent in one order, with a row of numbers per rank."""
+"""The reducer ended by its caller: gradients are summed, buckets sent in one order, with statistics per rank.
+
+That it is right when backward ends it is held by test_strategies.py and by PyTorch's own DDP tests.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import SoloGroup
 from uneven.comm.work import Work
-from uneven.parallel.gradients import GradientRoad
+from uneven.parallel.reducer import Reducer
 
 TINY = 20  # bytes: almost every param has a bucket of its own
 
@@ -55,13 +59,12 @@ def summed(orders: list[list[int]], bucket_bytes: int = TINY, **options: Any) ->
 
     def rank(group: ThreadGroup) -> tuple[Any, ...]:
         net, watched = Net(), Watched(group)
-        road = GradientRoad(list(net.parameters()), watched, 2, bucket_bytes, **options)
-        road.start()
+        reducer = Reducer(net.parameters(), watched, bucket_bytes, num_stats=2, **options)
+        reducer.prepare()
         if orders[group.rank]:
-            road.open()
             net(orders[group.rank], 1.0 + group.rank).backward()
         sent_early = len(watched.sizes)
-        rows = road.finish(lambda: [group.rank, 10.0 + group.rank])
+        rows = reducer.finalize(lambda: [group.rank, 10.0 + group.rank])
         grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         return grads, rows, watched.sizes, sent_early
 
@@ -103,20 +106,20 @@ def test_buckets_leave_in_one_order_while_backward_runs() -> None:
     assert sizes[0] == sizes[1]
     # Bias and weight of the last layer first; the last bucket carries 2 x 2 numbers and 6 flags.
     assert [count for count, _ in sizes[0]] == [1, 4, 1, 3, 1, 2 + 4 + 6]
-    assert all(early >= 1 for *_, early in found), "something left before finish()"
-    assert all(early == 0 for *_, early in summed([[0, 1, 2], [2, 1, 0]], overlaps=False))
+    assert all(early >= 1 for *_, early in found), "something left before finalize()"
+    assert all(early == 0 for *_, early in summed([[0, 1, 2], [2, 1, 0]], overlap=False))
 
 
 def test_micro_batches_add_up_and_only_the_last_one_sends() -> None:
     def rank(group: ThreadGroup) -> tuple[list[Tensor], int]:
         net, watched = Net(), Watched(group)
-        road = GradientRoad(list(net.parameters()), watched, 1, TINY)
-        road.start()
-        net([0, 1, 2], 1.0).backward()
+        reducer = Reducer(net.parameters(), watched, TINY, num_stats=1)
+        reducer.prepare()
+        with reducer.no_sync():
+            net([0, 1, 2], 1.0).backward()
         early = len(watched.sizes)
-        road.open()
         net([0, 1, 2], 2.0).backward()
-        road.finish(lambda: [0.0])
+        reducer.finalize(lambda: [0.0])
         return [p.grad for p in net.parameters() if p.grad is not None], early
 
     net = Net()
@@ -142,11 +145,10 @@ def test_tied_and_frozen_params() -> None:
 
     def rank(group: ThreadGroup) -> list[Tensor | None]:
         net = make()
-        road = GradientRoad(list(net.parameters()), group, 1, TINY)
-        road.start()
-        road.open()
+        reducer = Reducer(net.parameters(), group, TINY, num_stats=1)
+        reducer.prepare()
         net(x[group.rank : group.rank + 1]).square().sum().backward()
-        road.finish(lambda: [0.0])
+        reducer.finalize(lambda: [0.0])
         return [p.grad for p in net.parameters()]
 
     net = make()
@@ -167,11 +169,10 @@ def test_types_are_not_mixed_and_numbers_never_travel_as_halves() -> None:
     def rank(group: ThreadGroup) -> tuple[list[Tensor], list[list[float]], list[Any]]:
         params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
         watched = Watched(group)
-        road = GradientRoad(params, watched, 1)
-        road.start()
-        road.open()
+        reducer = Reducer(params, watched, 1 << 20, num_stats=1)
+        reducer.prepare()
         sum((p.float() * (2.0 + group.rank)).sum() for p in params).backward()  # type: ignore[union-attr]
-        rows = road.finish(lambda: [16777215.0 - group.rank])
+        rows = reducer.finalize(lambda: [16777215.0 - group.rank])
         return [p.grad for p in params if p.grad is not None], rows, watched.sizes
 
     for grads, rows, sizes in on_threads(2, rank):
@@ -181,23 +182,21 @@ def test_types_are_not_mixed_and_numbers_never_travel_as_halves() -> None:
         assert [dtype for _, dtype in sizes] == [*reversed(dtypes), torch.float32]
 
 
-def test_a_second_step_starts_from_zero_and_a_closed_road_lets_go() -> None:
+def test_a_second_step_starts_from_zero_and_a_closed_reducer_has_no_hooks() -> None:
     def rank(group: ThreadGroup) -> None:
         net, watched = Net(), Watched(group)
-        road = GradientRoad(list(net.parameters()), watched, 1, TINY)
+        reducer = Reducer(net.parameters(), watched, TINY, num_stats=1)
         for _ in range(2):
-            road.start()
-            road.open()
+            reducer.prepare()
             net([0, 1, 2], 1.0).backward()
-            road.finish(lambda: [0.0])
+            reducer.finalize(lambda: [0.0])
         right = reference([[0, 1, 2]])
         for param, one in zip(net.parameters(), right, strict=True):
             assert param.grad is not None
             assert one is not None
             torch.testing.assert_close(param.grad, 2 * one, rtol=1e-13, atol=1e-13)
-        road.start()
-        road.open()
-        road.close()
+        reducer.prepare()
+        reducer.close()
         sent = len(watched.sizes)
         net([0, 1, 2], 1.0).backward()
         assert len(watched.sizes) == sent, "no hook is left"
@@ -208,29 +207,47 @@ def test_a_second_step_starts_from_zero_and_a_closed_road_lets_go() -> None:
 def test_a_number_of_the_device_takes_the_last_place_of_the_row() -> None:
     def rank(group: ThreadGroup) -> list[list[float]]:
         net = Net()
-        road = GradientRoad(list(net.parameters()), group, 2, TINY)
-        road.start()
+        reducer = Reducer(net.parameters(), group, TINY, num_stats=2)
+        reducer.prepare()
         number = torch.tensor(0.1 + group.rank, dtype=torch.float64) if group.rank else None
-        return road.finish(lambda: [7.0 + group.rank, 0.5], number)
+        return reducer.finalize(lambda: [7.0 + group.rank, 0.5], number)
 
     for rows in on_threads(3, rank):
         assert rows == [[7.0, 0.5], [8.0, 1.1], [9.0, 2.1]]
 
 
 def test_params_whose_hooks_were_not_called_can_be_marked() -> None:
-    """As after the replay of a graph: the gradients are there, and the road has not seen them come."""
+    """As after the replay of a graph: the gradients are there, but no hook was called."""
 
     def rank(group: ThreadGroup) -> list[bool]:
         net = Net()
-        road = GradientRoad(list(net.parameters()), group, 1, TINY)
-        road.start()
+        reducer = Reducer(net.parameters(), group, TINY, num_stats=1)
+        reducer.prepare()
         net([0, 2], 1.0).backward()
-        used = road.used
-        road.start()
-        assert not road.used
+        used = reducer.used
+        reducer.prepare()
+        assert not reducer.used
         if group.rank == 1:
-            road.mark(used)
-        road.finish(lambda: [0.0])
+            reducer.mark_used(used)
+        reducer.finalize(lambda: [0.0])
         return [param.grad is None for param in net.parameters()]
 
     assert on_threads(2, rank) == [[False, False, True, True, False, False]] * 2
+
+
+def test_a_changed_world_size_makes_room_for_the_new_ranks_statistics() -> None:
+    """Ranks come and go during a run: the reducer reads them from its group at every step."""
+
+    class Growing(SoloGroup):
+        rank = 0
+        world_size = 1
+
+    group, net = Growing(), Net()
+    reducer = Reducer(net.parameters(), group, TINY, num_stats=2)
+    for group.rank, group.world_size in ((0, 1), (2, 3), (1, 2)):
+        reducer.prepare()
+        net([0, 1, 2], 1.0).backward()
+        rows = reducer.finalize(lambda: [4.0, 5.0])
+        assert rows == [[4.0, 5.0] if rank == group.rank else [0.0, 0.0] for rank in range(group.world_size)]
+        for param, right in zip(net.parameters(), reference([[0, 1, 2]]), strict=True):
+            torch.testing.assert_close(param.grad, right, rtol=1e-14, atol=1e-14)

@@ -1,0 +1,81 @@
+"""The process context: one member per process, one run at a time, and stop requests that reach the run that is on."""
+
+import threading
+
+import pytest
+import torch
+
+from uneven import InputError
+from uneven.hardware.device import Device
+from uneven.launch.context import ProcessContext
+from uneven.launch.environment import ALONE, LaunchEnvironment, new_member_id
+
+MODEL = torch.nn.Linear(2, 1)
+
+
+def launched() -> ProcessContext:
+    return ProcessContext(LaunchEnvironment("uneven run", member="host/cpu/1"), (Device("cpu"),))
+
+
+def test_a_member_has_an_identity_that_is_not_its_rank() -> None:
+    first, second = new_member_id("cpu"), new_member_id("cpu")
+    assert first != second
+    assert first.split("/")[1] == "cpu"
+    context = launched()
+    rank_info = context.make_rank_info()
+    assert (rank_info.member, rank_info.rank, rank_info.generation) == ("host/cpu/1", 0, 0)
+
+
+def test_the_rank_is_read_from_the_run_that_is_on() -> None:
+    context = launched()
+    rank_info = context.make_rank_info((Device("cpu"), Device("cpu")))
+    context.join(MODEL, context.make_rank_info())
+    assert context.rank == 0
+    context.end_run()
+    rank_info.rank = 1
+    context._rank_info = rank_info  # as after a change of generation
+    assert context.rank == 1
+
+
+def test_a_second_run_waits_until_the_first_has_ended() -> None:
+    context = launched()
+    context.join(MODEL, context.make_rank_info())
+    with pytest.raises(InputError, match="another group of this process is still open"):
+        context.join(MODEL, context.make_rank_info())
+    with pytest.raises(InputError, match=r"call finish\(\) on the loop"):
+        context.begin_run(threading.Event())
+    context.end_run()
+    context.begin_run(threading.Event())
+    context.join(MODEL, context.make_rank_info())
+
+
+def test_runs_of_a_process_alone_may_overlap() -> None:
+    context = ProcessContext(LaunchEnvironment(ALONE))
+    first, second = context.make_rank_info(), context.make_rank_info()
+    for rank_info in (first, second):
+        context.begin_run(threading.Event())
+        assert context.join(MODEL, rank_info).world_size == 1
+    context.end_run()
+    assert first.group is not second.group
+
+
+def test_a_stop_request_reaches_the_run_that_is_on_and_the_next_one() -> None:
+    context, first, second = launched(), threading.Event(), threading.Event()
+    context.begin_run(first)
+    context.request_stop()
+    assert first.is_set()
+    context.end_run()
+    context.begin_run(second)
+    assert second.is_set()
+
+
+def test_a_stop_request_without_a_run_interrupts_the_script() -> None:
+    context = launched()
+
+    def script() -> None:
+        context.request_stop()
+        threading.Event().wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        script()
+    assert context.stop_requested.is_set()

@@ -1,0 +1,103 @@
+"""Write docs/cli.md: every verb of the command line with its arguments and options, read from the commands themselves.
+
+    python tools/cli_page.py docs/cli.md
+
+The page is made from the same objects that print `--help`, so it needs no terminal and is the same at every width.
+tests/test_cli_page.py compares the page with what this program makes.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from uneven.cli.main import app
+
+WIDTH = 120
+HEAD = """# Command line
+
+All verbs of `uneven`, made from their help by `tools/cli_page.py`. `uneven VERB --help` prints the same.
+
+## Exit codes
+
+Every verb ends with one of these:
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed: the run, a check or a rank did not succeed |
+| 2 | bad input: an option, an argument or a setting is wrong; the message names it and the fix |
+| 3 | this machine or cluster cannot do it: no such device, no space, no data, no driver |
+| 130 | stopped by Ctrl-C, and saved what there was |
+"""
+
+
+def make_page() -> str:
+    return HEAD + "".join(_section(path, command) for path, command in _verbs(("uneven",), get_command(app)))
+
+
+def _verbs(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            yield from _verbs((*path, name), child)
+
+
+def _section(path: tuple[str, ...], command: Any) -> str:
+    """One verb: what it does, its examples, its arguments (in capitals) and its options."""
+    prose, examples = _split_help(command.help or "")
+    parts = [f"\n## {' '.join(path)}\n\n{prose}\n"]
+    if examples:
+        parts.append("\n```sh\n" + "\n".join(examples) + "\n```\n")
+    if children := getattr(command, "commands", None):
+        parts.append("\n" + _wrap("Verbs: " + ", ".join(f"`{name}`" for name in children)) + ".\n")
+    rows = [_row(param) for param in command.params if not param.hidden and "completion" not in param.name]
+    if rows:
+        parts.append("\n| option | default | meaning |\n|---|---|---|\n" + "".join(rows))
+    return "".join(parts)
+
+
+def _split_help(text: str) -> tuple[str, list[str]]:
+    """The prose of a docstring, wrapped, and its examples as commands; what follows two spaces explains a command."""
+    prose, examples = [], []
+    for paragraph in cleandoc(text).split("\n\n"):
+        words = re.sub(r"^Example: |Examples?:$", "", paragraph.strip()).strip()
+        if words.startswith("uneven "):
+            command, _, remark = " ".join(words.split("\n")).partition("   ")
+            examples.append(" ".join(command.split()) + (f"  # {remark.strip()}" if remark else ""))
+        elif words:
+            prose.append(_wrap(words))
+    return "\n\n".join(prose), examples
+
+
+def _wrap(text: str) -> str:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+def _row(param: Any) -> str:
+    is_option = param.param_type_name == "option"
+    flags = [*param.opts, *param.secondary_opts] if is_option else [param.name.upper()]
+    names = ", ".join(f"`{flag}`" for flag in flags)
+    default = "required" if param.required else _default(param)
+    cells = [cell.replace("|", "\\|") for cell in (names, default, getattr(param, "help", None) or "")]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _default(param: Any) -> str:
+    is_unset = param.default is None or callable(param.default) or type(param.default).__name__ == "Sentinel"
+    if is_unset or getattr(param, "is_flag", False) or param.default in ("", ()):
+        return ""
+    return f"`{param.default}`"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(make_page())

@@ -1,0 +1,230 @@
+"""Control flow as modules: Loop, Map, Gate and Switch, made by FlowBuilder's verbs of these names.
+
+Each holds its parts as children and decides by itself when they run. Invariant: a decision (condition, selector) is
+detached, so no gradient flows through it, and a sample that does not take part keeps its value.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from uneven.errors import InputError
+from uneven.graph.function import Function
+
+Weighting = Literal["softmax", "sigmoid", "none"]
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+
+
+class Loop(nn.Module):
+    """A body applied to its own result: `times` passes, while a condition holds, or until one does (at least one pass).
+
+    A condition returns one bool for the batch, or one per sample: then a sample that is done keeps its value and only
+    the others run. After `most` passes the loop ends in any case.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        times: int | None = None,
+        *,
+        condition: Callable[[Tensor], Any] | None = None,
+        is_until: bool = False,
+        most: int = 100,
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.times = times
+        self.condition = condition
+        self.is_until = is_until
+        self.most = most
+
+    def forward(self, x: Tensor, *extra: Any) -> Tensor:
+        if self.times is not None:
+            for _ in range(self.times):
+                x = self.body(x, *extra)
+            return x
+        active = None if self.is_until else self._active(x)
+        for _ in range(self.most):
+            if active is not None and not bool(active.any()):
+                break
+            x = self._pass(x, active, extra)
+            still_active = self._active(x)
+            active = still_active if active is None else active & still_active
+        return x
+
+    def _pass(self, x: Tensor, active: Tensor | None, extra: tuple[Any, ...]) -> Tensor:
+        """One pass of the active samples. The others do not run, so their gradients are unchanged too."""
+        if active is None or active.dim() == 0 or bool(active.all()):
+            result: Tensor = self.body(x, *extra)
+            return result
+        rows = active.nonzero().flatten()
+        return x.index_copy(0, rows, self.body(x[rows], *_rows_of(extra, rows, len(x), "loop")))
+
+    def _active(self, x: Tensor) -> Tensor:
+        """Which samples take the next pass; a 0-dim bool where the condition decides for the whole batch."""
+        assert self.condition is not None
+        verdict = self.condition(x)
+        verdict = verdict.detach() if isinstance(verdict, Tensor) else torch.tensor(bool(verdict), device=x.device)
+        samples = len(x) if x.dim() else 1
+        if verdict.dtype != torch.bool or (verdict.dim() > 0 and verdict.numel() not in (1, samples)):
+            raise InputError(
+                f"a loop's condition must return one bool, or one for each of the {samples} samples; "
+                f"it returned {verdict.dtype} of shape {tuple(verdict.shape)}"
+            )
+        is_for_all = verdict.dim() == 0 or x.dim() == 0 or verdict.numel() != samples
+        verdict = verdict.reshape(()) if is_for_all else verdict.flatten()
+        return ~verdict if self.is_until else verdict
+
+    def extra_repr(self) -> str:
+        if self.times is not None:
+            return f"for {self.times}"
+        name = self.condition.name if isinstance(self.condition, Function) else type(self.condition).__name__
+        return f"{'until' if self.is_until else 'while'} {name}, at most {self.most}"
+
+
+class Map(nn.Module):
+    """The body on each element along `dim` (stacked again), or on each of `slices` equal parts of it (joined again).
+
+    `batched` folds the elements into the batch, so that the body runs once: the same result for a body that treats
+    samples independently, but not for a body that mixes them, as BatchNorm does. Extra inputs go to every element
+    whole.
+    """
+
+    def __init__(self, body: nn.Module, dim: int, slices: int | None = None, batched: bool = False) -> None:
+        super().__init__()
+        self.body = body
+        self.dim = dim
+        self.slices = slices
+        self.batched = batched
+
+    def forward(self, x: Tensor, *extra: Any) -> Tensor:
+        elements = self._elements(x)
+        if self.batched:
+            num_elements, samples = len(elements), len(x)
+            widened = [
+                value.expand(num_elements, *value.shape).flatten(0, 1)
+                if _is_per_sample(value, samples, "map")
+                else value
+                for value in extra
+            ]
+            results = self.body(torch.cat(elements), *widened).unflatten(0, (num_elements, samples)).unbind(0)
+        else:
+            results = [self.body(element, *extra) for element in elements]
+        dim = self.dim % x.dim()  # a body may change the number of dimensions, behind it
+        return torch.stack(tuple(results), dim) if self.slices is None else torch.cat(tuple(results), dim)
+
+    def _elements(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not -x.dim() <= self.dim < x.dim() or self.dim % x.dim() == 0:
+            raise InputError(
+                f"a map along dimension {self.dim} of a value of shape {tuple(x.shape)}: it must be one of "
+                f"1 to {x.dim() - 1} (0 is the batch)"
+            )
+        if self.slices is None:
+            return x.unbind(self.dim)
+        if x.shape[self.dim] % self.slices:
+            raise InputError(
+                f"dimension {self.dim} has {x.shape[self.dim]} elements, which {self.slices} slices do not divide"
+            )
+        return x.chunk(self.slices, self.dim)
+
+    def extra_repr(self) -> str:
+        what = "each" if self.slices is None else f"{self.slices} slices"
+        return f"{what} of dimension {self.dim}{', batched' if self.batched else ''}"
+
+
+class Gate(nn.Module):
+    """The sum of all experts' results, weighted by the router: scores of shape (..., experts)."""
+
+    def __init__(self, router: nn.Module, experts: Sequence[nn.Module], weighting: Weighting = "softmax") -> None:
+        super().__init__()
+        self.router = router
+        self.experts = nn.ModuleList(experts)
+        self.weighting = weighting
+
+    def forward(self, x: Tensor, *extra: Any) -> Tensor:
+        scores = self.router(x)
+        if scores.shape[-1] != len(self.experts):
+            raise InputError(f"the router gives {scores.shape[-1]} scores for {len(self.experts)} experts")
+        if self.weighting != "none":
+            scores = scores.softmax(-1) if self.weighting == "softmax" else scores.sigmoid()
+        results = [expert(x, *extra) for expert in self.experts]
+        missing = results[0].dim() - (scores.dim() - 1)
+        parts = [
+            score.reshape(*score.shape, *[1] * missing) * result
+            for score, result in zip(scores.unbind(-1), results, strict=True)
+        ]
+        return torch.stack(parts).sum(0)
+
+    def extra_repr(self) -> str:
+        return f"weighting={self.weighting}"
+
+
+class Switch(nn.Module):
+    """Each sample goes through one branch.
+
+    The selector gives a branch for the whole batch (an int), one per sample (integers of shape (batch,)), or scores
+    of shape (batch, branches) of which the highest wins. No gradient flows through the choice. A branch that no
+    sample chose does not run, and its params get no gradient. Extra inputs have a row for each sample, or
+    are passed whole if they are no tensors.
+    """
+
+    def __init__(self, selector: Any, branches: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.selector = selector
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor, *extra: Any) -> Tensor:
+        choice = self.selector(x)
+        if not isinstance(choice, Tensor) or choice.dim() == 0:
+            result: Tensor = self.branches[self._checked(int(choice))](x, *extra)
+            return result
+        if len(x) == 0:
+            empty: Tensor = self.branches[0](x, *extra)  # an empty batch has the same output shape in every branch
+            return empty
+        chosen = self._per_sample(choice, len(x))
+        rows = [(chosen == branch).nonzero().flatten() for branch in range(len(self.branches))]
+        results = [
+            branch(x[own], *_rows_of(extra, own, len(x), "switch"))
+            for branch, own in zip(self.branches, rows, strict=True)
+            if len(own)
+        ]
+        order = torch.cat([own for own in rows if len(own)])
+        return torch.cat(results)[order.argsort()]
+
+    def _per_sample(self, choice: Tensor, samples: int) -> Tensor:
+        if choice.is_floating_point():
+            if choice.shape != (samples, len(self.branches)):
+                raise InputError(
+                    f"the selector's scores have shape {tuple(choice.shape)}; for {samples} samples and "
+                    f"{len(self.branches)} branches it must be {(samples, len(self.branches))}"
+                )
+            return choice.argmax(-1)
+        if choice.shape != (samples,):
+            raise InputError(f"the selector chose for {tuple(choice.shape)}, not for each of {samples} samples")
+        self._checked(int(choice.min()))
+        self._checked(int(choice.max()))
+        return choice
+
+    def _checked(self, branch: int) -> int:
+        if not 0 <= branch < len(self.branches):
+            raise InputError(f"the selector chose branch {branch} of {len(self.branches)} (they count from 0)")
+        return branch
+
+
+def _is_per_sample(extra: Any, samples: int, verb: str) -> bool:
+    """Whether an extra input has a row for every sample: a tensor with dimensions must, others are passed whole."""
+    if not isinstance(extra, Tensor) or extra.dim() == 0:
+        return False
+    if len(extra) != samples:
+        raise InputError(
+            f"{verb}: a further input of shape {tuple(extra.shape)} for {samples} samples: it must have a row for "
+            "each, and what is the same for all belongs into the part"
+        )
+    return True
+
+
+def _rows_of(extra: tuple[Any, ...], rows: Tensor, samples: int, verb: str) -> tuple[Any, ...]:
+    """The extra inputs of the samples `rows` alone."""
+    return tuple(value[rows] if _is_per_sample(value, samples, verb) else value for value in extra)

@@ -1,0 +1,236 @@
+"""Gradients reduce-scattered to their owners: afterwards each rank holds the sums of its own shard only.
+
+ShardedReducer does it in buckets while backward computes (zero2, fsdp); DeferredShardedReducer when the optimizer
+steps (MuonAdamW). Both are gradient sources of a ShardedOptimizer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from uneven.comm.collectives import reduce_scatter_shards
+from uneven.comm.group import Group
+from uneven.comm.work import Work, WorkList
+from uneven.parallel.buckets import split_params
+from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like
+from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
+from uneven.parallel.strategy import scale_all, scale_to_norm
+
+MAX_IN_FLIGHT = 2  # buckets on the wire at once; more would hold more full gradients
+
+
+@dataclass
+class _ShardedBucket:
+    """A range of a flat buffer, from `start` on, with the params that lie in it.
+
+    Its memory exists only from the first gradient until this rank's part of the sum has been taken.
+    """
+
+    shards: FlatShards
+    start: int
+    params: list[nn.Parameter]
+    buffer: Tensor | None = None
+    works: WorkList | None = None
+    pending: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + sum(param.numel() for param in self.params)
+
+    @property
+    def bounds(self) -> list[int]:
+        """The borders between the ranks' shards inside this bucket."""
+        return [min(max(bound, self.start), self.stop) - self.start for bound in self.shards.bounds]
+
+    def allocated(self) -> Tensor:
+        if self.buffer is None:
+            size, device = self.stop - self.start, self.shards.flat.device
+            self.buffer = torch.zeros(size, dtype=self.shards.reduce_dtype, device=device)
+        return self.buffer
+
+
+class ShardedReducer:
+    """Reduces every backward, also those that only accumulate, and adds it to the owner's shard.
+
+    So full gradients live no longer than it takes to fill and send a bucket. Buckets are sent in one order on all
+    ranks: see [Note: bucket order] in reducer.py. `gradient_of` returns this rank's sums.
+    """
+
+    def __init__(
+        self,
+        flat_shards: Sequence[FlatShards],
+        group: Group,
+        max_bytes: int,
+        gradients_done: Callable[[FlatShards], None] = lambda _: None,  # called when backward is through with them
+    ) -> None:
+        self._group = group
+        self._gradients_done = gradients_done
+        self._buckets = [bucket for shards in flat_shards for bucket in _make_buckets(shards, max_bytes)]
+        self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        self._sums: dict[FlatShards, Tensor] = {}  # of this rank's shards; removed to zero them
+        self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
+        self._ready: set[nn.Parameter] = set()  # in this backward
+        self._sent = 0
+        self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
+        self._hooks = GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)
+
+    def gradient_of(self, shard: Shard) -> Tensor | None:
+        """The summed gradient of this rank's shard of a param; None if no rank used the param."""
+        if shard.param not in self._used:
+            return None
+        shards = self._bucket_of[shard.param].shards
+        begin = shards.starts[shard.param] + shard.start - shards.bounds[self._group.rank]
+        return self._sums[shards][begin : begin + shard.stop - shard.start]
+
+    def scale(self, factor: Tensor) -> None:
+        scale_all(self._sums.values(), factor)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the norm over all ranks' shards; each element is counted once."""
+        device = self._buckets[0].shards.flat.device
+        square = torch.zeros(1, dtype=torch.float64, device=device)
+        for own in self._sums.values():
+            square += own.double().square().sum()
+        norm = self._group.all_reduce(square).wait().sqrt()[0]
+        scale_to_norm(self._sums.values(), norm, max_norm)
+        return norm
+
+    def start(self) -> None:
+        """Nothing to do when the optimizer steps: backward has reduced everything."""
+
+    def finish(self) -> None:
+        """Sums stay until they are zeroed: the next backward may add to them."""
+
+    def zero(self) -> None:
+        self._sums.clear()
+        self._used.clear()
+
+    def backward_without_samples(self) -> None:
+        self._reset()
+        self._end_of_backward()
+
+    def close(self) -> None:
+        self._hooks.remove()
+
+    def begin_backward(self) -> None:
+        """Called by the first gradient, or by a strategy that knows earlier that backward has begun."""
+        if self._backward != running_backward():
+            self._backward = running_backward()
+            self._reset()
+            at_the_end_of_backward(self._end_of_backward)
+
+    def _before_gradient(self, param: nn.Parameter) -> None:
+        self.begin_backward()
+        if param in self._ready:
+            raise RuntimeError("a param had its gradient twice in one backward; checkpoint with use_reentrant=False")
+
+    def _reset(self) -> None:
+        self._ready.clear()
+        self._sent = 0
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.params)
+            bucket.buffer = bucket.works = None
+
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        bucket = self._bucket_of[param]
+        start = bucket.shards.starts[param] - bucket.start
+        bucket.allocated()[start : start + param.numel()] = flat_memory(gradient_like(param))
+        param.grad = None
+        self._ready.add(param)
+        bucket.pending -= 1
+        if bucket.pending == 0 and all(b.pending == 0 for b in self._buckets if b.shards is bucket.shards):
+            self._gradients_done(bucket.shards)
+        while self._sent < len(self._buckets) and self._buckets[self._sent].pending <= 0:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        if self._sent >= MAX_IN_FLIGHT:
+            self._take_own_part(self._buckets[self._sent - MAX_IN_FLIGHT])
+        bucket = self._buckets[self._sent]
+        bucket.works = reduce_scatter_shards(self._group, bucket.allocated(), bucket.bounds)
+        self._sent += 1
+
+    def _take_own_part(self, bucket: _ShardedBucket) -> None:
+        """Wait for a bucket, add this rank's part of it to its sums, and free the rest."""
+        if bucket.works is None:
+            return
+        bucket.works.wait()
+        begin, end = bucket.shards.bounds_of(self._group.rank)
+        first, last = max(begin, bucket.start), min(end, bucket.stop)
+        if first < last:
+            assert bucket.buffer is not None
+            if bucket.shards not in self._sums:
+                self._sums[bucket.shards] = torch.zeros(
+                    end - begin, dtype=bucket.buffer.dtype, device=bucket.buffer.device
+                )
+            own = bucket.buffer[first - bucket.start : last - bucket.start]
+            self._sums[bucket.shards][first - begin : last - begin] += own
+        bucket.buffer = bucket.works = None
+
+    def _end_of_backward(self) -> None:
+        while self._sent < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            self._take_own_part(bucket)
+        own = [float(param in self._ready) for param in self._bucket_of]
+        flags = self._group.all_reduce(torch.tensor(own).to(self._buckets[0].shards.flat.device)).wait()
+        # A rank that used all params knows the result; reading the flags would make the host wait for the device.
+        found = own if all(own) else flags.tolist()
+        self._used.update(param for param, flag in zip(self._bucket_of, found, strict=True) if flag)
+        self._reset()
+        self._backward = None
+
+
+def _make_buckets(shards: FlatShards, max_bytes: int) -> list[_ShardedBucket]:
+    """Params come from the last to the first, so a bucket's range starts with the last of its params."""
+    return [
+        _ShardedBucket(shards, shards.starts[params[-1]], params) for params in split_params(shards.params, max_bytes)
+    ]
+
+
+class DeferredShardedReducer:
+    """Reduces what backward has accumulated in `.grad` when the optimizer steps: no hooks on backward.
+
+    The sums exist from `start` to `finish`.
+    """
+
+    def __init__(self, flat_shards: Sequence[FlatShards], group: Group) -> None:
+        self._flat_shards = flat_shards
+        self._group = group
+        self._shards_of = {param: shards for shards in flat_shards for param in shards.params}
+        self._sums: dict[FlatShards, tuple[Tensor, WorkList, Tensor, Work]] = {}
+        self._used: dict[FlatShards, set[nn.Parameter]] = {}
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for shards in self._flat_shards:
+            buffer = torch.zeros_like(shards.flat)
+            for param, start in shards.starts.items():
+                if param.grad is not None:
+                    buffer[start : start + param.numel()] = flat_memory(gradient_like(param))
+            flags = torch.tensor([float(param.grad is not None) for param in shards.params], device=buffer.device)
+            works = reduce_scatter_shards(self._group, buffer, shards.bounds)
+            self._sums[shards] = buffer, works, flags, self._group.all_reduce(flags)
+        self._used.clear()
+
+    def gradient_of(self, shard: Shard) -> Tensor | None:
+        """The summed gradient of this rank's shard of a param; None if no rank used the param."""
+        shards = self._shards_of[shard.param]
+        buffer, works, flags, work = self._sums[shards]
+        if shards not in self._used:
+            works.wait()
+            work.wait()
+            self._used[shards] = {p for p, flag in zip(shards.params, flags.tolist(), strict=True) if flag}
+        if shard.param not in self._used[shards]:
+            return None
+        begin = shards.starts[shard.param]
+        return buffer[begin + shard.start : begin + shard.stop]
+
+    def finish(self) -> None:
+        self._sums.clear()
+        self._used.clear()
+
+    def zero(self) -> None:
+        """Nothing to do: the optimizer zeroes the params' own gradients."""
