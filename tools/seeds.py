@@ -2,8 +2,8 @@
 
     python tools/seeds.py [OUT [WORD [SIDE_BY_SIDE]]]
 
-Does the jobs whose name has the word; without one, those that need no GPU. Runs that are finished (their summary is
-there) are not repeated, so it can be interrupted. Prints a table. Runs side by side share the machine: their quality
+Runs the jobs whose name contains WORD; without it, those that need no GPU. Finished runs (their summary is there) are
+not repeated, so it can be interrupted. Prints a table. Runs side by side share the machine: their quality
 counts, their seconds do not.
 """
 
@@ -40,7 +40,7 @@ def cpu_jobs() -> Iterator[Job]:
 def gpu_jobs() -> Iterator[Job]:
     """Solo is the larger slice by itself; the local policies step on the same batch as it.
 
-    The scale that `auto` means (linear) is in the rows without one.
+    The scale that `auto` means (linear) is in the rows that name no scale.
     """
     resnet = Order(model="resnet-20", devices=SLICES, compile="graph", eval_every=50)
     for epochs, seeds in ((200, (0,)), (50, (0, 1, 2))):
@@ -78,10 +78,10 @@ def main(out: Path, word: str, side_by_side: int) -> None:
         runs = [[pool.submit(measure, out, name, order, seed) for seed in seeds] for name, order, seeds in asked]
         for (name, _, _), started in zip(asked, runs, strict=True):
             qualities, seconds = zip(*(run.result() for run in started), strict=True)
-            spread = f"{statistics.stdev(qualities):.3f}" if len(qualities) > 1 else "-"
-            each = ", ".join(f"{one:.3f}" for one in qualities)
+            deviation = f"{statistics.stdev(qualities):.3f}" if len(qualities) > 1 else "-"
+            each = ", ".join(f"{quality:.3f}" for quality in qualities)
             took = f"{statistics.mean(seconds):.1f}" if side_by_side == 1 else "-"
-            print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {spread} | {took} |", flush=True)
+            print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {deviation} | {took} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_a_worker_trains_with_the_step_that_it_was_given() -> None:
     def make_step(worker: Worker) -> EagerStep:
         own = worker.engine.eager
         step = CountingStep(own.model, own.optimizer, own.train_step, own.precision, own.meter, own.max_grad_norm)
-        step.road = own.road
+        step.reducer = own.reducer
         return step
 
     def rank(group: ThreadGroup) -> tuple[int, bool]:

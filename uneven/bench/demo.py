@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.modes import PAIR, TOGETHER, resolve_mode
+from uneven.bench.single.modes import JOINT, PAIR, resolve_mode
 from uneven.bench.undisturbed import is_disturbed, mark
 from uneven.errors import InputError, RankError, StoppedError
 from uneven.hardware import yardstick
@@ -22,7 +22,7 @@ from uneven.hardware.preflight import check_device
 
 MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
-OURS = tuple(name for name in TOGETHER if name.startswith("cpu-"))  # every machine has these
+OURS = tuple(name for name in JOINT if name.startswith("cpu-"))  # every machine has these
 EQUAL_BATCHES = (REFERENCE, "cpu-sync")
 IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
 FAR_OFF = 1.25  # times the simulated gap: more than sleeping is inexact
@@ -250,7 +250,7 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
     from uneven.bench.single.run import Order, run_single
     from uneven.results.progress import bars_only
 
-    # Seven resolved configurations and twenty epochs in words would bury the table.
+    # The lines of seven runs would bury the table.
     with bars_only():
         return run_single(
             Order(

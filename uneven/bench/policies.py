@@ -19,7 +19,7 @@ from uneven.errors import InputError
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
-NEAR = 0.02  # of the lowest loss: as good, as far as one run can say
+NEAR = 0.02  # of the lowest loss: as good, as far as one run can show
 _KNOWN = ("epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s")
 
 

@@ -39,7 +39,7 @@ def scaling(
     from uneven.bench.scaling.measure import ScalingOrder, measure_scaling
 
     try:
-        numbers = tuple(sorted({int(word) for word in ranks.split(",")}))
+        numbers = tuple(sorted({int(number) for number in ranks.split(",")}))
     except ValueError:
         raise InputError(f"--ranks {ranks!r} must be numbers with commas between them, as in 1,2,4") from None
     order = ScalingOrder(

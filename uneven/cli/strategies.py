@@ -99,7 +99,7 @@ def _print_rows(rows: "Sequence[StrategyRow]", *, has_shares: bool) -> None:
     for row in rows:
         if row.cause is not None:
             console.print(f"\n{row.name} failed: {row.cause}", markup=False)
-        for name in sorted({name for one in row.ranks for name in one["unequal"]}):
+        for name in sorted({name for rank in row.ranks for name in rank["unequal"]}):
             console.print(f"\n{row.name}: {name} is not the same on all ranks", markup=False)
 
 
@@ -141,12 +141,12 @@ def _step_table(rows: "Sequence[StrategyRow]") -> Any:
     table = _table(("", "wire", "payload", "ms", "loss", "off", "drift", "worst", "in sync"))
     for row in rows:
         first = row.ranks[0]
-        sent = [one["wire"] for one in row.ranks]
+        sent = [rank["wire"] for rank in row.ranks]
         table.add_row(
             row.name,
             _mb(None if None in sent else max(sent)),
-            _mb(None if row.name.startswith("torch-") else max(one["payload"] for one in row.ranks)),
-            mark(f"{1e3 * max(one['seconds'] for one in row.ranks):.0f}", row.is_disturbed),
+            _mb(None if row.name.startswith("torch-") else max(rank["payload"] for rank in row.ranks)),
+            mark(f"{1e3 * max(rank['seconds'] for rank in row.ranks):.0f}", row.is_disturbed),
             f"{first['losses'][-1]:.5f}",
             f"{row.loss_difference:+.1e}",
             f"{first['drift']:.1e}",

@@ -1,4 +1,4 @@
-"""`uneven bench sweep`, `report`, `compare`, `check`, `policies`: many runs, and what they say together."""
+"""`uneven bench sweep`, `report`, `compare`, `check`, `policies`: many runs, and their comparison."""
 
 import json
 import shlex
@@ -80,7 +80,7 @@ def sweep(
         cells, skipped = plan_sweep(order)
         missing = find_missing(order, cells)
         lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
-        print("\n".join([*lines, *(f"not   {one.mode}: {one.reason}" for one in skipped)]))
+        print("\n".join([*lines, *(f"not   {left_out.mode}: {left_out.reason}" for left_out in skipped)]))
         return
     with _Bar(is_quiet=as_json) as bar:
         order = provide(order, bar.print_line)
@@ -95,8 +95,8 @@ def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> No
         print(json.dumps(outcome.to_json(), indent=1))
         return
     print(f"{len(outcome.done)} runs done, {len(outcome.kept)} kept, {len(outcome.failed)} failed, in {order.out}")
-    for one in outcome.skipped:
-        print(f"not run: {one.mode}: {one.reason}")
+    for left_out in outcome.skipped:
+        print(f"not run: {left_out.mode}: {left_out.reason}")
     for name, reason in outcome.failed.items():
         print(f"failed: {name}: {reason}")
     for name in outcome.disturbed:
@@ -188,17 +188,20 @@ def compare(
       uneven bench compare runs/lenet/cpu-async/seed-0 runs/lenet/cpu-cadence/seed-0
     """
     from uneven.bench.report.compare import compare as differences
+    from uneven.bench.undisturbed import FOOTNOTE, mark
 
     found = differences(first, second)
     if as_json:
-        print(json.dumps([one.to_json() for one in found], indent=1))
+        print(json.dumps([difference.to_json() for difference in found], indent=1))
         return
-    for one in found:
-        half = "" if one.quality_half == float("inf") else f" +- {one.quality_half:.4f}"
-        spread = "" if one.speed_half == float("inf") else f" +- {one.speed_half:.3f}"
-        pairs = f"{one.pairs} pair{'s' * (one.pairs > 1)}"
-        figures = f"quality {one.quality:+.4f}{half}, speed x{one.speed:.3f}{spread} ({pairs})"
-        print(f"{one.model} {one.mode}: {figures}; {one.verdict}")
+    for row in found:
+        half = "" if row.quality_half == float("inf") else f" +- {row.quality_half:.4f}"
+        speed_half = "" if row.speed_half == float("inf") else f" +- {row.speed_half:.3f}"
+        pairs = f"{row.pairs} pair{'s' * (row.pairs > 1)}"
+        speed = mark(f"x{row.speed:.3f}{speed_half}", row.is_disturbed)
+        print(f"{row.model} {row.mode}: quality {row.quality:+.4f}{half}, speed {speed} ({pairs}); {row.verdict}")
+    if any(row.is_disturbed for row in found):
+        print(FOOTNOTE)
 
 
 def check(
@@ -301,4 +304,4 @@ def _print_trial(trial: "Trial") -> None:
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())

@@ -18,10 +18,10 @@ def test_settings_become_options() -> None:
     [
         ("Traceback ...\nuneven: rank 1 was killed\nsome library's farewell\n", "rank 1 was killed"),
         ("Traceback ...\nKeyError: 'x'\n\n", "KeyError: 'x'"),
-        ("", "ended with exit code 9 and no word"),
+        ("", "ended with exit code 9 and no message"),
     ],
 )
-def test_the_last_words_are_our_own_if_there_are_any(stderr: str, words: str) -> None:
+def test_the_message_is_our_own_line_if_there_is_one(stderr: str, words: str) -> None:
     assert Ended(9, "", stderr).message == words
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from uneven.bench.models import language
+from uneven.bench.models import steps
 from uneven.bench.models.recipe import Published, Recipe
 
 VOCABULARY = 65  # tiny Shakespeare
@@ -32,8 +32,8 @@ RECIPE = Recipe(
     num_params=946_625,
     make_model=CharRnn,
     make_optimizer=lambda params: torch.optim.RMSprop(params, lr=2e-3),
-    train_step=language.train_step,
-    eval_step=language.eval_step,
+    train_step=steps.predict_next,
+    eval_step=steps.evaluate_next,
     metric="loss",
     higher_is_better=False,
     published=Published(1.5, "Karpathy 2015, char-rnn on tiny Shakespeare, about 1.5"),

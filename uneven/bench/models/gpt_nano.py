@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from uneven.bench.models import language
+from uneven.bench.models import steps
 from uneven.bench.models.recipe import Recipe
 
 VOCABULARY = 65  # tiny Shakespeare
@@ -86,8 +86,8 @@ RECIPE = Recipe(
     make_model=GptNano,
     make_optimizer=lambda params: torch.optim.Adam(params, lr=PEAK_LR),
     make_scheduler=make_scheduler,
-    train_step=language.train_step,
-    eval_step=language.eval_step,
+    train_step=steps.predict_next,
+    eval_step=steps.evaluate_next,
     metric="loss",
     higher_is_better=False,
 )

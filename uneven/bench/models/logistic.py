@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from uneven.bench.models import classify
+from uneven.bench.models import steps
 from uneven.bench.models.recipe import Published, Recipe
 
 
@@ -20,8 +20,8 @@ RECIPE = Recipe(
     num_params=7_850,
     make_model=make_model,
     make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-    train_step=classify.train_step,
-    eval_step=classify.eval_step,
+    train_step=steps.classify,
+    eval_step=steps.evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
     published=Published(0.92, "LeCun et al. 1998, linear classifier, about 0.92"),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from uneven.bench.models import classify
+from uneven.bench.models import steps
 from uneven.bench.models.recipe import Published, Recipe
 
 
@@ -93,8 +93,8 @@ RECIPE = Recipe(
     make_model=ResNet20,
     make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
     make_scheduler=make_scheduler,
-    train_step=classify.train_step,
-    eval_step=classify.eval_step,
+    train_step=steps.classify,
+    eval_step=steps.evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
     published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)"),

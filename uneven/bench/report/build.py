@@ -17,7 +17,7 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_json, read_runs
-from uneven.bench.single.modes import OWN_LOOP, TOGETHER
+from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
@@ -108,7 +108,7 @@ def build_report(root: Path) -> Report:
     """The report of a folder; InputError where it holds no finished run."""
     records, broken = read_runs(root)
     if not records:
-        reasons = "".join(f"\n  {one.folder}: {one.reason}" for one in broken)
+        reasons = "".join(f"\n  {run.folder}: {run.reason}" for run in broken)
         raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'{reasons}")
     names = [name for name in models.NAMES if any(record.model == name for record in records)]
     unknown = [BrokenRun(r.folder, f"unknown model {r.model!r}") for r in records if r.model not in models.NAMES]
@@ -117,7 +117,7 @@ def build_report(root: Path) -> Report:
         str(root),
         _hardware(records),
         [_model(name, [record for record in records if record.model == name], root) for name in names],
-        [{"folder": str(one.folder), "reason": one.reason} for one in (*broken, *unknown)],
+        [{"folder": str(run.folder), "reason": run.reason} for run in (*broken, *unknown)],
         *_read_sweeps(root),
     )
 
@@ -141,13 +141,13 @@ def write_report(path: Path, text: str) -> None:
 
 def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     found = {json.dumps(record.summary.get("machine", {}), sort_keys=True) for record in records}
-    return [json.loads(one) for one in sorted(found)]
+    return [json.loads(machine) for machine in sorted(found)]
 
 
 def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
     recipe = models.get(name)
     by_mode: dict[str, list[RunRecord]] = {}
-    for record in sorted(records, key=lambda one: one.seed):
+    for record in sorted(records, key=lambda record: record.seed):
         by_mode.setdefault(record.mode, []).append(record)
     alone = _solo_speeds(by_mode)
     is_solo_disturbed = any(
@@ -183,7 +183,7 @@ def _order(entry: tuple[str, Any]) -> tuple[int, str]:
     mode = entry[0]
     if mode.startswith("solo-"):
         return 0, mode
-    ours = [*OWN_LOOP, *TOGETHER]
+    ours = [*OWN_LOOP, *JOINT]
     return (1 if mode == "torch-ddp" else 2 + ours.index(mode) if mode in ours else 99), mode
 
 
@@ -272,22 +272,24 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
         return {"rounds": None, "transfer_ms": None, "wait_ms": None}
-    rounds = [[trip for trip in trips_of(one.events) if trip.rank == 0] for one in timelines]
-    every = [trip for one in rounds for trip in one]
+    rounds = [[trip for trip in trips_of(timeline.events) if trip.rank == 0] for timeline in timelines]
+    every = [trip for trips in rounds for trip in trips]
     anchors = [
-        found[-1] for one in timelines if (found := [e.fields["anchor"] for e in one.events if "anchor" in e.fields])
+        found[-1]
+        for timeline in timelines
+        if (found := [event.fields["anchor"] for event in timeline.events if "anchor" in event.fields])
     ]
     computing: dict[str, list[float]] = {}
     idle: dict[str, float] = {}
-    for one in timelines:
-        for lane in one.lanes:
+    for timeline in timelines:
+        for lane in timeline.lanes:
             computing.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
-        for causes in idle_by_cause(one).values():
+        for causes in idle_by_cause(timeline).values():
             for cause, seconds in causes.items():
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
     return {
-        "rounds": round(statistics.mean(len(one) for one in rounds)) if every else None,
+        "rounds": round(statistics.mean(len(trips) for trips in rounds)) if every else None,
         "transfer_ms": _mean([trip.cost_ms for trip in every]),
         "wait_ms": _mean([trip.wait_ms for trip in every]),
         "anchor": _mean(anchors),
@@ -303,7 +305,7 @@ def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
 
 
 def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
-    """What every mode's training is timed to: a little less than solo's quality, which it passes before the end."""
+    """The quality that every mode is timed to: a little less than solo's, which solo passes before its end."""
     if not solo:
         return None
     mean = statistics.mean(run.quality for run in solo)
@@ -311,10 +313,10 @@ def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
 
 
 def _reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: int | None = None) -> float | None:
-    """Seconds of training when an evaluation, of so many or of all, first met the target."""
+    """Seconds of training at the first evaluation that reached the target, of the first `evaluations` or of all."""
     if target is None:
         return None
-    for entry in [one for one in run.metrics if recipe.metric in one][:evaluations]:
+    for entry in [epoch for epoch in run.metrics if recipe.metric in epoch][:evaluations]:
         value = entry[recipe.metric]
         if value >= target if recipe.higher_is_better else value <= target:
             return float(entry["train_seconds"])
@@ -335,9 +337,9 @@ def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
 def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:
     """Training loss of the last epoch against solo's, where both trained as many samples."""
     ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
-    if not all(ends) or {one["samples"] for one in ends[0]} != {one["samples"] for one in ends[1]}:
+    if not all(ends) or {end["samples"] for end in ends[0]} != {end["samples"] for end in ends[1]}:
         return None
-    mine, theirs = (statistics.mean(float(one["train_loss"]) for one in group) for group in ends)
+    mine, theirs = (statistics.mean(float(end["train_loss"]) for end in group) for group in ends)
     return float(mine - theirs)
 
 

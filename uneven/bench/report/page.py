@@ -15,7 +15,7 @@ from uneven.errors import MachineError
 if TYPE_CHECKING:
     from bokeh.plotting import figure
 
-# Told apart by people who see colours differently, on white and on black (after Okabe and Ito).
+# Distinguishable with colour blindness, on white and on black (after Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C8C8C", "#8A5A2B")
 DASHES = ("solid", "dashed", "dotdash")
 Curve = list[tuple[float, float]]
@@ -91,7 +91,7 @@ def _table(table: Table) -> str:
 
 def _links(model: ModelReport, home: Path) -> str:
     """Every run's timeline that is there."""
-    words = []
+    modes = []
     for row in model.rows:
         pages = [Path(folder) / "timeline.html" for folder in row.folders]
         links = [
@@ -100,8 +100,8 @@ def _links(model: ModelReport, home: Path) -> str:
             if page.is_file()
         ]
         if links:
-            words.append(f"{escape(row.mode)}: {', '.join(links)}")
-    return f"<p>Timelines: {'; '.join(words)}</p>" if words else ""
+            modes.append(f"{escape(row.mode)}: {', '.join(links)}")
+    return f"<p>Timelines: {'; '.join(modes)}</p>" if modes else ""
 
 
 def _charts(model: ModelReport) -> Iterator[tuple[str, Any]]:
@@ -123,9 +123,9 @@ def _style(place: int) -> dict[str, str]:
 def _curve(row: ModeReport, along: str, key: str) -> Curve:
     """Means over the seeds (of time the median), epoch by epoch, where all of them have the value."""
     return [
-        (statistics.median(one[along] for one in entries), statistics.mean(one[key] for one in entries))
+        (statistics.median(entry[along] for entry in entries), statistics.mean(entry[key] for entry in entries))
         for entries in zip(*row.trajectories, strict=False)
-        if all(isinstance(one.get(key), int | float) and along in one for one in entries)
+        if all(isinstance(entry.get(key), int | float) and along in entry for entry in entries)
     ]
 
 

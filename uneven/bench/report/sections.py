@@ -78,8 +78,8 @@ def sections_of(report: Report) -> list[Section]:
 
 def _hardware(report: Report) -> list[str]:
     return [
-        f"{one.get('processor', 'unknown processor')}, torch {one.get('torch', '?')}, uneven {one.get('uneven', '?')}"
-        for one in report.hardware
+        f"{host.get('processor', 'unknown CPU')}, torch {host.get('torch', '?')}, uneven {host.get('uneven', '?')}"
+        for host in report.hardware
     ]
 
 
@@ -189,7 +189,7 @@ def _efficiency(row: ModeReport) -> str:
 def _failed(report: Report) -> Section:
     blocks: list[str | Table] = ["No run failed."]
     if report.failed:
-        blocks = [Table.of(["run", "reason"], [[one["folder"], one["reason"]] for one in report.failed])]
+        blocks = [Table.of(["run", "reason"], [[run["folder"], run["reason"]] for run in report.failed])]
     blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]
     return Section("What failed, and what could not be", blocks)
 

@@ -39,7 +39,7 @@ class ScalingOrder:
 
 @dataclass(frozen=True)
 class Point:
-    """So many ranks: measured over the repeats, and what the law of the other numbers of ranks says."""
+    """A number of ranks: measured over the repeats, and predicted by the law of the other numbers of ranks."""
 
     ranks: int
     per_s: float  # of the unit

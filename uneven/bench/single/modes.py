@@ -21,8 +21,8 @@ from uneven.hardware.device import parse_devices
 
 _BY_BACKEND = {f"{backend}-{policy}": (policy, backend) for backend in ("cpu", "nccl") for policy in POLICIES}
 OWN_LOOP = {"sync": ("sync", "auto")}  # mode -> policy, backend
-TOGETHER = {**_BY_BACKEND, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
-NAMES = ("solo-0", "solo-1", *OWN_LOOP, *TOGETHER)
+JOINT = {**_BY_BACKEND, "torch-ddp": ("sync", "auto")}  # mode -> policy, backend
+NAMES = ("solo-0", "solo-1", *OWN_LOOP, *JOINT)
 PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 
 
@@ -54,11 +54,11 @@ def resolve_mode(name: str, devices: str | None) -> Mode:
     """`devices` as the user gave them, or None for the mode's own."""
     if name in OWN_LOOP:
         return Mode(name, devices or PAIR, *OWN_LOOP[name], is_own_loop=True)
-    if name in TOGETHER:
+    if name in JOINT:
         chosen = devices or PAIR
         if len(parse_devices(chosen)) < 2:
             raise InputError(f"mode {name!r} needs at least two devices, got {chosen!r}: pass --devices {PAIR}")
-        return Mode(name, chosen, *TOGETHER[name], name == "torch-ddp")
+        return Mode(name, chosen, *JOINT[name], name == "torch-ddp")
     match = re.fullmatch(r"solo-(\d+)", name)
     if match is None:
         raise InputError(f"unknown mode {name!r}: choose solo-N, {', '.join(NAMES[2:])}; run 'uneven bench list'")

@@ -14,7 +14,7 @@ from torch import nn
 
 from uneven import Ddp
 from uneven.bench.single.modes import resolve_mode
-from uneven.bench.single.run import Order, conclude, make_config, make_task
+from uneven.bench.single.run import Order, finish_run, make_config, make_task
 
 
 def train(order: Order) -> None:
@@ -35,7 +35,7 @@ def train(order: Order) -> None:
     state = ddp.finish()
     if ddp.rank == 0:
         worker = ddp.worker
-        conclude(order, task, worker.config, [str(device) for device in worker.rank_info.devices], state)
+        finish_run(order, task, worker.config, [str(device) for device in worker.rank_info.devices], state)
 
 
 def read_order(text: str) -> Order:

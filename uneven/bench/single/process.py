@@ -58,10 +58,10 @@ def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> 
 
 
 def flags(given: Mapping[str, Any]) -> list[str]:
-    """Settings by name as options; None leaves one out."""
+    """Settings by name as command line options; those that are None are left out."""
     return [
-        word
+        argument
         for name, value in given.items()
         if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
+        for argument in (f"--{name.replace('_', '-')}", str(value))
     ]

@@ -103,7 +103,7 @@ def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str,
             limit.cancel()
     if not state.finished:
         raise StoppedError(f"not finished after {order.time_limit_s:.0f} s; the state is in {order.folder}")
-    return conclude(order, task, run.config, run.devices, state)
+    return finish_run(order, task, run.config, run.devices, state)
 
 
 def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
@@ -168,7 +168,7 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
     return summary
 
 
-def conclude(
+def finish_run(
     order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState
 ) -> dict[str, Any]:
     """Measure what was trained and complete its folder; returns the summary."""
@@ -199,7 +199,7 @@ def _summary(
     quality: dict[str, float],
 ) -> dict[str, Any]:
     assert state.timeline is not None, "a joined run has a timeline"
-    account = max(state.timeline.accounts, key=lambda one: one.training_s)
+    account = max(state.timeline.accounts, key=lambda rank: rank.training_s)
     return {
         "version": SUMMARY_VERSION,
         "model": order.model,

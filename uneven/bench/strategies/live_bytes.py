@@ -1,8 +1,8 @@
 """The most bytes of tensors that were alive at once, on a device whose allocator does not tell: the CPU.
 
-PyTorch's MemTracker wants to know modules and optimizers, and knows no pieces, buckets or other optimizers inside one.
-This counts memory, whoever holds it: every operation's tensors, for as long as their storage lives. What a storage is
-resized to (FSDP empties and fills its buffers) is read when it matters.
+PyTorch's MemTracker sorts memory by modules and optimizers; our shards, buckets and optimizers inside optimizers are in
+none of its classes. This counts the storages of every operation's tensors for as long as they live, whatever holds
+them. The size of a storage is read at every count, because FSDP resizes its buffers.
 """
 
 import gc
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self._count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(one not in PLAIN for one in types):
+        if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a DTensor: its operation on the local part comes by here in its turn
         found = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, found)):

@@ -90,7 +90,7 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class Paired:
-    """Seconds per step of two strategies in turn; a ratio above 1 says that ours is faster."""
+    """Seconds per step of two strategies in turn; with a ratio above 1 ours is faster."""
 
     ours: str
     theirs: str

@@ -1,7 +1,7 @@
-"""What a strategy should hold on a rank, by the formula, and what it does hold, by its tensors. Bytes, fp32.
+"""Bytes that a strategy should hold on a rank, by the formula, and those that it does hold, by its tensors. In fp32.
 
-By the formula, of P params with AdamW, where a rank's share is f: params 4 P, gradients 4 P, optimizer state 8 P; the
-part that a strategy cuts is f times as large. What is on no rank's account, such as activations, is not in it.
+The formula, for P params with AdamW on a rank with the share f: params 4 P, gradients 4 P, optimizer state 8 P; of what
+a strategy shards the rank holds f times as much. Activations are not in it. Used by rank.py and measure.py.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from uneven.parallel.flat_shards import assign_whole_tensors
 from uneven.parallel.tensor_parallel import Columns, How, Plan, Rows, Words
 from uneven.policy.apportion import apportion
 
-NUMBER = 4  # bytes of one in fp32
+NUMBER = 4  # bytes of a number in fp32
 CUT = {  # which categories a strategy cuts; tensor parallelism cuts all, but not of all params
     "zero1": {"state"},
     "torch-zero1": {"state"},
@@ -62,7 +62,7 @@ def uncut(strategy: str, model: nn.Module) -> int:
     if strategy in BY_LAYERS:
         return 4 * NUMBER * _params_of(strategy, model, [1.0, 0.0], 1)[0]
     each = {"params": 1, "gradients": 1, "state": 2}
-    return NUMBER * count(model) * sum(each[one] for one in each.keys() - CUT.get(strategy, set()))
+    return NUMBER * count(model) * sum(each[category] for category in each.keys() - CUT.get(strategy, set()))
 
 
 def predict_muon(
@@ -99,7 +99,7 @@ def _params_of(strategy: str, model: nn.Module, shares: Sequence[float], rank: i
 
 
 def _pieces_of(name: str, model: nn.Module, plan: Plan) -> int | None:
-    """Into how many pieces, heads say, a param can be cut; None for one that every rank holds whole."""
+    """Into how many parts (heads, columns) a param can be split; None where every rank holds it whole."""
     owner, _, kind = name.rpartition(".")
     how: How | None = next((how for pattern, how in plan.items() if fnmatch.fnmatchcase(owner, pattern)), None)
     module = model.get_submodule(owner)
@@ -123,13 +123,13 @@ def measure(strategy: Any, module: nn.Module, optimizer: Optimizer, device: torc
     What Python does not see, such as the buckets of PyTorch's DDP, it sees by the gradients that are views of them.
     """
     optimizers = list(_optimizers_in(optimizer))
-    params = [*module.parameters(), *(p for one in optimizers for group in one.param_groups for p in group["params"])]
-    params += [leaf for one in optimizers for leaf in one.state if isinstance(leaf, Tensor)]
-    state = [value for one in optimizers for value in _tensors_in(list(one.state.values()), set())]
-    attributes = [value for one in (strategy, *optimizers) for value in vars(one).values()]
+    params = [*module.parameters(), *(p for made in optimizers for group in made.param_groups for p in group["params"])]
+    params += [leaf for made in optimizers for leaf in made.state if isinstance(leaf, Tensor)]
+    state = [value for made in optimizers for value in _tensors_in(list(made.state.values()), set())]
+    attributes = [value for owner in (strategy, *optimizers) for value in vars(owner).values()]
     gradients = [param.grad for param in params if param.grad is not None]
-    gradients += _tensors_in([one for one in attributes if type(one).__name__.endswith("Reducer")], set())
-    everything = [one for one in gc.get_objects() if _is_tensor(one) and one.device == device]
+    gradients += _tensors_in([value for value in attributes if type(value).__name__.endswith("Reducer")], set())
+    everything = [found for found in gc.get_objects() if _is_tensor(found) and found.device == device]
     seen: set[int] = set()
     of_params, of_state, of_gradients, others = (
         _new_bytes(some, seen) for some in (params, state, gradients, everything)
@@ -164,9 +164,9 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
     """An optimizer, and those that it is made of: the one of this rank's piece, one per kind of params."""
     yield optimizer
     for value in vars(optimizer).values():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Optimizer):
-                yield from _optimizers_in(one)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, Optimizer):
+                yield from _optimizers_in(inner)
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -177,11 +177,11 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if _is_tensor(value):
         yield value
     elif isinstance(value, Mapping):
-        for one in [*value.keys(), *value.values()]:
-            yield from _tensors_in(one, seen)
+        for item in [*value.keys(), *value.values()]:
+            yield from _tensors_in(item, seen)
     elif isinstance(value, list | tuple | set):
-        for one in value:
-            yield from _tensors_in(one, seen)
+        for item in value:
+            yield from _tensors_in(item, seen)
     elif type(value).__module__.startswith("uneven.parallel"):
-        for one in vars(value).values() if hasattr(value, "__dict__") else ():
-            yield from _tensors_in(one, seen)
+        for item in vars(value).values() if hasattr(value, "__dict__") else ():
+            yield from _tensors_in(item, seen)

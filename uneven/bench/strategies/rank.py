@@ -47,7 +47,7 @@ WARM_UP = 2  # steps whose time does not count
 
 
 def main(folder: Path, rank: int, port: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     end_with_parent()
     task = StrategyTask(**json.loads((folder / "task.json").read_text()))
     code = 0
@@ -59,7 +59,7 @@ def main(folder: Path, rank: int, port: int) -> None:
             group = TorchGroup(reach_store("127.0.0.1", port), rank, task.ranks)
         device = torch.device(task.device)
         found = alternate(task, group, device) if task.against is not None else _measure_row(task, group, device)
-        group.all_reduce(torch.zeros(1)).wait()  # nobody leaves while another still sends
+        group.all_reduce(torch.zeros(1)).wait()  # no rank leaves while another still sends
     except Exception as error:
         traceback.print_exc()
         # By the machine's clock: the first rank that failed is the cause, the others miss it.
@@ -139,7 +139,7 @@ def _meta(task: StrategyTask) -> nn.Module:
 
 
 def _check(task: StrategyTask, trained: Trained, group: Group) -> dict[str, Any]:
-    """Params that all hold are compared bit by bit, and the whole model with that of one rank alone."""
+    """Compare params that all ranks hold bit by bit, and the full model with that of one rank alone."""
     shape = _meta(task)
     whole = [
         (name.removeprefix("module."), getattr(param, "_local_tensor", param))
@@ -150,20 +150,20 @@ def _check(task: StrategyTask, trained: Trained, group: Group) -> dict[str, Any]
     state = trained.full_state().model
     place = Path(task.home) / f"{reference_of(task.row)}.safetensors"
     if task.row in ALONE:
-        save_file({name: one.contiguous() for name, one in state.items()}, place)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, place)
     found: dict[str, Any] = {"compared": len(whole), "unequal": unequal}
     return found | (_difference(state, load_file(place), task) if group.rank == 0 else {})
 
 
 def _difference(state: dict[str, Tensor], alone: dict[str, Tensor], task: StrategyTask) -> dict[str, Any]:
-    """`drift` is how far the model went astray on its way from the start; `worst` is the param that is most off."""
+    """`drift`: the distance to the reference over the distance trained; `worst`: the param with the largest error."""
     assert state.keys() == alone.keys(), sorted(state.keys() ^ alone.keys())
     start = make_model(task.row, task.model).state_dict()
     off = {name: float((state[name].double() - alone[name].double()).norm()) for name in alone}
     way = math.sqrt(sum(float((alone[name].double() - start[name].double()).norm()) ** 2 for name in alone))
     relative = {name: off[name] / max(float(alone[name].double().norm()), 1e-30) for name in alone}
     worst = max(relative, key=lambda name: relative[name])
-    return {"drift": math.sqrt(sum(one**2 for one in off.values())) / way, "worst": [worst, relative[worst]]}
+    return {"drift": math.sqrt(sum(error**2 for error in off.values())) / way, "worst": [worst, relative[worst]]}
 
 
 def _forget_peak_rss() -> None:
@@ -173,10 +173,10 @@ def _forget_peak_rss() -> None:
 
 def _peak_rss() -> int | None:
     try:
-        words = Path("/proc/self/status").read_text().split()
+        fields = Path("/proc/self/status").read_text().split()
     except OSError:
         return None
-    return int(words[words.index("VmHWM:") + 1]) * 1024
+    return int(fields[fields.index("VmHWM:") + 1]) * 1024
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ GRACE_S = 5.0  # for the other ranks to notice that one has failed
 
 
 def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:
-    """What every rank found, in rank order; RankError with the cause where one failed. The store lives here."""
+    """Every rank's results, in rank order; RankError with the cause where one failed. This process holds the store."""
     folder.mkdir(parents=True)
     (folder / "task.json").write_text(json.dumps(asdict(task)))
     store, port = open_store()
@@ -46,10 +46,10 @@ def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:
 
 
 def _start(task: StrategyTask, folder: Path, rank: int, port: int, lifeline: int) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "uneven.bench.strategies.rank", str(folder), str(rank), str(port)]
+    command = [sys.executable, "-m", "uneven.bench.strategies.rank", str(folder), str(rank), str(port)]
     environment = {**os.environ, LIFELINE: "1", "OMP_NUM_THREADS": str(task.threads[rank])}
     with open(folder / f"rank-{rank}.log", "wb") as log:
-        return subprocess.Popen(words, stdin=lifeline, stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(command, stdin=lifeline, stdout=log, stderr=log, env=environment)
 
 
 def _wait(running: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
@@ -66,15 +66,19 @@ def _wait(running: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
 
 
 def _results(codes: Sequence[int | None], folder: Path) -> list[dict[str, Any]]:
-    """RankError with the cause: the words of a rank that was killed, or of the first that failed."""
+    """RankError with the cause: the last line of a rank that was killed, or the error of the first that failed."""
     places = [folder / f"rank-{rank}.json" for rank in range(len(codes))]
     found = [json.loads(place.read_text()) if place.exists() else None for place in places]
-    for rank, (code, one) in enumerate(zip(codes, found, strict=True)):
-        if code is not None and one is None:
+    for rank, (code, result) in enumerate(zip(codes, found, strict=True)):
+        if code is not None and result is None:
             log = (folder / f"rank-{rank}.log").read_text(errors="replace")
             raise RankError(f"rank {rank}: {Ended(code, '', log).message}")
-    failed = [(one["failed_at"], rank, one["cause"]) for rank, one in enumerate(found) if one and "cause" in one]
+    failed = [
+        (result["failed_at"], rank, result["cause"])
+        for rank, result in enumerate(found)
+        if result is not None and "cause" in result
+    ]
     if failed:
         _, rank, cause = min(failed)
         raise RankError(f"rank {rank}: {cause}")
-    return [one for one in found if one is not None]
+    return [result for result in found if result is not None]

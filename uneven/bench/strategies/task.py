@@ -1,4 +1,7 @@
-"""What the benchmark of strategies trains, the same in every row: a model from a seed, batches from their numbers."""
+"""What the benchmark of strategies trains, the same in every row: a model from a seed, batches from their numbers.
+
+Used by rank.py and pairs.py. Invariant: losses and params of two rows differ by rounding only.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +32,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class StrategyTask:
-    """What all ranks of a row do. `against` (paired mode): the row that takes turns with this one, for `pairs` pairs of
-    segments of `steps` steps.
-    """
+    """What all ranks of a row do; `against` names a row that takes turns with it, for pairs of segments of `steps`."""
 
     row: str
     model: str

@@ -11,7 +11,7 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.single.folders import RunRecord, read_run
-from uneven.bench.single.modes import OWN_LOOP, PAIR, TOGETHER, resolve_mode
+from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
@@ -90,12 +90,12 @@ def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
     skipped = [Skipped(mode, reason) for mode in wanted if (reason := _why_not(mode, devices, order)) is not None]
     if order.modes and skipped:
         raise InputError(f"mode {skipped[0].mode!r} on {order.devices!r}: {skipped[0].reason}")
-    allowed = [mode for mode in wanted if mode not in {one.mode for one in skipped}]
+    allowed = [mode for mode in wanted if mode not in {left_out.mode for left_out in skipped}]
     return list(_cells(order, names, allowed, devices)), skipped
 
 
 def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:
-    return (*(f"solo-{place}" for place in range(len(devices))), *OWN_LOOP, *TOGETHER)
+    return (*(f"solo-{place}" for place in range(len(devices))), *OWN_LOOP, *JOINT)
 
 
 def _why_not(mode: str, devices: Sequence[Device], order: SweepOrder) -> str | None:

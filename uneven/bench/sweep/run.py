@@ -40,7 +40,7 @@ class Outcome:
             "kept": self.kept,
             "failed": self.failed,
             "disturbed": self.disturbed,
-            "skipped": {one.mode: one.reason for one in self.skipped},
+            "skipped": {left_out.mode: left_out.reason for left_out in self.skipped},
         }
 
 
@@ -110,7 +110,7 @@ def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
     before = read_json(order.out / SWEEP)
     known = before.get("commands", []) if isinstance(before, dict) else []
     commands = [*known, order.command] if order.command and order.command not in known else known
-    record = {"version": 1, "commands": commands, "skipped": {one.mode: one.reason for one in skipped}}
+    record = {"version": 1, "commands": commands, "skipped": {left_out.mode: left_out.reason for left_out in skipped}}
     write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
 
 
