@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.parallel.parity import STEPS, Case, Net, batches, loss_of
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
-from uneven.parallel.flat_shards import assign_whole_tensors
+from uneven.parallel.flat_shards import assign_tensors
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -108,9 +108,9 @@ def test_bytes_go_by_shares() -> None:
 
 
 def test_whole_tensors_go_to_whoever_has_the_least_for_its_share() -> None:
-    assert assign_whole_tensors([10, 30, 20], (1, 1)) == [1, 0, 1]
-    assert assign_whole_tensors([10, 10, 10], (2, 1)) == [0, 0, 1]
-    assert assign_whole_tensors([10, 10], (0, 1)) == [1, 1]
+    assert assign_tensors([10, 30, 20], (1, 1)) == [1, 0, 1]
+    assert assign_tensors([10, 10, 10], (2, 1)) == [0, 0, 1]
+    assert assign_tensors([10, 10], (0, 1)) == [1, 1]
 
 
 def test_a_scheduler_moves_the_rate_of_the_pieces() -> None:

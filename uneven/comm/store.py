@@ -3,6 +3,7 @@
 Each rank and thread has a client of its own: a client that waits blocks its other users.
 """
 
+import socket
 from datetime import timedelta
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
@@ -13,9 +14,23 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 def open_store() -> tuple[TCPStore, int]:
-    """A new store in this process, on a free port of the loopback interface; returns its port too."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, use_libuv=True)
-    return store, store.port
+    """A new store in this process, on a free port of the loopback interface; returns its port too.
+
+    The store has no authentication. Given only a host name TCPStore listens on every interface, 127.0.0.1 or not
+    (seen in /proc/net/tcp6 with torch 2.13), so it gets a socket that is already bound.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port: int = listener.getsockname()[1]
+    fd = listener.detach()  # from here on the store closes it
+    store = TCPStore(
+        *("127.0.0.1", port),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=CONNECT_TIMEOUT,
+        use_libuv=True,
+        master_listen_fd=fd,
+    )
+    return store, port
 
 
 def host_store(host: str, port: int) -> TCPStore:

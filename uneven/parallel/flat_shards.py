@@ -41,7 +41,7 @@ class FlatShards:
 
     def __init__(self, params: Sequence[nn.Parameter], shares: Sequence[float], *, by_tensors: bool) -> None:
         if by_tensors:
-            owners = assign_whole_tensors([param.numel() for param in params], shares)
+            owners = assign_tensors([param.numel() for param in params], shares)
             order = sorted(range(len(params)), key=lambda place: owners[place])
             sizes = [sum(p.numel() for p, o in zip(params, owners, strict=True) if o == r) for r in range(len(shares))]
             params = [params[place] for place in order]
@@ -148,7 +148,7 @@ def group_by_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
-def assign_whole_tensors(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
+def assign_tensors(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
     """The owner of each tensor: the largest first, each to the rank that then holds the least for its share."""
     held = [0] * len(shares)
     owners = [0] * len(sizes)

@@ -109,7 +109,7 @@ class TorchFsdp:
         raise RuntimeError("PyTorch's FSDP has no way for a rank without samples")
 
     def clip(self, max_norm: float) -> Tensor:
-        norm: Tensor = _whole(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+        norm: Tensor = _full_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
         return norm
 
     def full_state(self) -> FullState:
@@ -142,8 +142,8 @@ class TorchTensor:
         self.module = parallelize_module(model, mesh, styles)
         # By kind, since PyTorch updates a group's params together and refuses to mix the two.
         cut = [param for param in self.module.parameters() if isinstance(param, DTensor)]
-        whole = [param for param in self.module.parameters() if not isinstance(param, DTensor)]
-        groups: Any = [{"params": cut}, {"params": whole}]
+        unsharded = [param for param in self.module.parameters() if not isinstance(param, DTensor)]
+        groups: Any = [{"params": cut}, {"params": unsharded}]
         self.optimizer = make_optimizer(groups)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -158,7 +158,7 @@ class TorchTensor:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        norms = [_whole(grad.norm()) for grad in gradients_of(self.module)]
+        norms = [_full_tensor(grad.norm()) for grad in gradients_of(self.module)]
         norm: Tensor = torch.stack(norms).norm()
         self.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -186,12 +186,14 @@ def _style(how: How) -> Any:
 def _joined(module: nn.Module, optimizer: Optimizer) -> FullState:
     """The state of a model of DTensors."""
     state = optimizer.state_dict()
-    whole = {place: {key: _whole(one) for key, one in found.items()} for place, found in state["state"].items()}
-    model = {key: _whole(one) for key, one in module.state_dict().items()}
-    return FullState(on_host(model), on_host({"state": whole, "param_groups": state["param_groups"]}))
+    full_state = {
+        place: {key: _full_tensor(one) for key, one in found.items()} for place, found in state["state"].items()
+    }
+    model = {key: _full_tensor(one) for key, one in module.state_dict().items()}
+    return FullState(on_host(model), on_host({"state": full_state, "param_groups": state["param_groups"]}))
 
 
-def _whole(value: Any) -> Any:
+def _full_tensor(value: Any) -> Any:
     """Of a DTensor all of it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 

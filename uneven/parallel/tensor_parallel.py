@@ -83,8 +83,8 @@ class Sharding:
     def unshard(self, own: Tensor, group: Group) -> Tensor:
         size = self.bounds[group.rank + 1] - self.bounds[group.rank]
         by_part = own.unflatten(self.dim, (self.parts, size)).movedim(self.dim + 1, -1)
-        whole = concat_columns(by_part.contiguous(), self.bounds, group)
-        return whole.movedim(-1, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
+        full = concat_columns(by_part.contiguous(), self.bounds, group)
+        return full.movedim(-1, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
 
 
 class TensorParallel:
@@ -148,11 +148,11 @@ class TensorParallel:
         model = full_model_state(self.module, lambda param: self._unsharded(param, param))
         state = self.optimizer.state_dict()
         params = [param for settings in self.optimizer.param_groups for param in settings["params"]]
-        whole = {
+        full_state = {
             place: {key: self._unsharded(params[place], value) for key, value in found.items()}
             for place, found in state["state"].items()
         }
-        return FullState(model, {"state": whole, "param_groups": on_host(state["param_groups"])})
+        return FullState(model, {"state": full_state, "param_groups": on_host(state["param_groups"])})
 
     @torch.no_grad()
     def load_full_state(self, state: FullState) -> None:
@@ -245,8 +245,8 @@ class SequenceParallel(TensorParallel):
     ) -> None:
         self._rows = SequenceShards(checked_shares(shares if row_shares is None else row_shares, group), group)
         super().__init__(model, make_optimizer, group, plan=plan, shares=shares)
-        whole = [param for param in model.parameters() if param.requires_grad and param not in self._shardings]
-        self._reducer = Reducer(whole, group, UNLIMITED, overlap=False) if whole else None
+        unsharded = [param for param in model.parameters() if param.requires_grad and param not in self._shardings]
+        self._reducer = Reducer(unsharded, group, UNLIMITED, overlap=False) if unsharded else None
 
     def close(self) -> None:
         super().close()

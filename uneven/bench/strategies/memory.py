@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.parallel.flat_shards import assign_whole_tensors
+from uneven.parallel.flat_shards import assign_tensors
 from uneven.parallel.tensor_parallel import Columns, How, Plan, Rows, Words
 from uneven.policy.apportion import apportion
 
@@ -72,7 +72,7 @@ def predict_muon(
 
     Until zero_grad there are the rank's own gradients of all but its matrices.
     """
-    owners = assign_whole_tensors(matrices, speed)
+    owners = assign_tensors(matrices, speed)
     own = sum(size for size, owner in zip(matrices, owners, strict=True) if owner == rank)
     params = sum(matrices) + others
     state = own + 2 * others * memory[rank] / sum(memory)

@@ -102,7 +102,7 @@ class _Net:
             streams = [number for number, edge in enumerate(edges) if edge.kind == "stream"]
             middle = sum(streams) / len(streams) if streams else (len(edges) - 1) / 2
             for number, edge in enumerate(edges):
-                beside = box.entries[0] + box.item.spread * (number - middle)
+                beside = box.entries[0] + box.item.line_gap * (number - middle)
                 if edge.kind == "skip" and number > middle and box.item.is_round and self.is_outermost(name, 1):
                     beside = box.entries[0] + box.height / 2
                 yield (

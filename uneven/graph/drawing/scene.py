@@ -16,7 +16,7 @@ class Item:
     height: float
     content: object = None
     anchor: float | None = None  # where lines meet it, from its left edge; None: in the middle
-    spread: float = 0.0  # how far apart lines end that come in together
+    line_gap: float = 0.0  # how far apart lines end that come in together
     is_round: bool = False
     scene: "Scene | None" = None
     head: float = 0.0  # height of a frame's title

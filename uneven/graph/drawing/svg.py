@@ -110,7 +110,7 @@ def _height(row: RowText) -> float:
 
 def card(name: str, rows: tuple[RowText, ...]) -> Item:
     height = sum(map(_height, rows)) + 6.0
-    return Item(name, _columns(rows)[-1], height, Piece("card", rows), spread=26.0)
+    return Item(name, _columns(rows)[-1], height, Piece("card", rows), line_gap=26.0)
 
 
 def ring(name: str, row: RowText) -> Item:
