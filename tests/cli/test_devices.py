@@ -158,7 +158,7 @@ def test_gpus_that_torch_cannot_use_are_listed_with_the_way_out(  # type: ignore
 def test_measuring_without_torch_names_the_command(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = uneven("devices", "cpu", "--measure")
-    assert (code, out) == (1, "")
+    assert (code, out) == (3, "")
     assert "torch is not installed" in err
     assert "pip install 'torch>=2.8'" in err
 
