@@ -17,7 +17,7 @@ from uneven.policy.recorded import RecordedShares, Round
 # Settings that decide what a slot is and what is computed from it; any other value makes another run.
 SAME = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "seed"),
-    *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state"),
+    *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
 )
 
 
