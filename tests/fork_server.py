@@ -9,6 +9,7 @@ and what they import), its hash seed and its /proc/PID/environ. Everything else 
 streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, the interpreter's end.
 """
 
+import atexit
 import ctypes
 import gc
 import os
@@ -136,6 +137,8 @@ def _fork_for_grandparent() -> int:
 
 def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.socket) -> None:
     """Turn this fork into the process that was ordered, and run it."""
+    # What is frozen is not freed when the interpreter ends, and torch 2.15's triton then reports leaks on stderr.
+    atexit.register(gc.unfreeze)
     for place, fd in enumerate(fds):
         os.dup2(fd, place)
         os.close(fd)

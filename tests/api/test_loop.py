@@ -94,6 +94,13 @@ def test_a_rank_without_samples_sees_no_batch_and_ends_equal() -> None:
     assert seen == [[16, 16, 15] * 2, [], [8, 8, 7] * 2]
 
 
+def test_a_rank_too_slow_for_a_slot_passes_epoch_by_epoch() -> None:
+    """With counts of 1000:1 the second rank has no slot in any epoch, and would pass all of them in one call."""
+    states = train_loop(2, policy="cadence", shares=(1000.0, 1.0), global_batch_size=None)
+    assert all(state.finished and len(state.history) == 2 for state in states)
+    assert [sum(samples for _, _, samples in log) for log in states[0].log] == [2 * len(X), 0]
+
+
 def test_the_schedule_and_the_counted_loss_are_those_of_fit() -> None:
     def scheduler(optimizer: Any) -> StepLR:
         return StepLR(optimizer, 2, gamma=0.5)

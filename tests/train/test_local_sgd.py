@@ -22,7 +22,9 @@ from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
+from uneven.policy.finish import Cost
 from uneven.policy.scale import ramp
+from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
@@ -245,15 +247,32 @@ def test_batchnorm_statistics_are_averaged_in_rounds(policy: str) -> None:
     assert buffers["norm.num_batches_tracked"] > 8
 
 
+def both_train(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A step that lets two ranks go on once both have a slot: who comes first must not take all of them."""
+    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))  # no step runs before the first slot
+    barrier, waited = threading.Barrier(2), threading.local()
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not getattr(waited, "is_over", False):
+            waited.is_over = True
+            barrier.wait(100)
+        return mean_loss(model, batch)
+
+    return step
+
+
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_averaged_optimizer_state_is_equal_after_the_last_round(policy: str) -> None:
-    results = train(2, policy=policy, optimizer="adam", optimizer_state="average")
-    one, two = (result.state.optimizer for result in results)
-    moments = [name for name in one if name.endswith(("exp_avg", "exp_avg_sq"))]
-    assert moments
-    assert all(torch.equal(one[name], two[name]) for name in moments)
-    kept = train(2, policy=policy, optimizer="adam")
-    assert any(not torch.equal(kept[0].state.optimizer[name], kept[1].state.optimizer[name]) for name in moments)
+def test_averaged_optimizer_state_is_equal_after_the_last_round(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moments(**options: Any) -> list[dict[str, torch.Tensor]]:
+        results = train(2, policy=policy, optimizer="adam", step=both_train(monkeypatch), **options)
+        states = [result.state.optimizer for result in results]
+        return [{name: value for name, value in state.items() if "exp_avg" in name} for state in states]
+
+    first, second = moments(optimizer_state="average")
+    assert first
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    first, second = moments()
+    assert any(not torch.equal(value, second[name]) for name, value in first.items())
 
 
 def once_at(place: int, act: Callable[[], Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -327,7 +346,8 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) 
 
 def test_a_scale_that_is_asked_for_counts_in_every_policy_and_alone() -> None:
     for size, policy in ((1, "balanced"), (1, "async"), (2, "sync"), (2, "cadence")):
-        options = {"anchor": None} if policy in ("balanced", "sync") else {}
+        # A rank sets its learning rate in a slot: with shares every rank has some, whoever is faster.
+        options = {"anchor": None} if policy in ("balanced", "sync") else {"shares": (1, 1)} if size > 1 else {}
         result = train(size, policy=policy, lr_scale=0.5, **options)[0]
         assert result.state.param_groups[0]["lr"] == pytest.approx(0.5 * 0.05), (size, policy)
 

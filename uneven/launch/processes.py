@@ -46,6 +46,7 @@ class RankProcesses:
         for process in self._processes:
             if self._look(process) is None:
                 _end_session(process.pid)
+                process.kill()  # it may not lead a session of its own yet
         for process in self._processes:
             process.wait()
 

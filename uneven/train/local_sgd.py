@@ -115,7 +115,12 @@ class LocalSGD:
             if self.slot_schedule.in_flight:
                 if not self._may_merge():
                     break
+                epoch = self.epoch
                 self._merge()
+                # A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must
+                # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
+                if self.engine.is_own_loop and self.epoch > epoch:
+                    break
             elif self._stops or self.slot_schedule.is_due():
                 self._enter(RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING)
             else:
