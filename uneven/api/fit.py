@@ -21,6 +21,7 @@ from uneven.api.settings import Settings
 from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
+from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.preflight import prepare
@@ -142,6 +143,7 @@ def _start_loop(
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
     stop = threading.Event()
+    begin = read_counters(context.tree_pid)
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
@@ -149,7 +151,9 @@ def _start_loop(
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0
-        state = save_results(collect(worker.group, worker.result(), worker.axis), config, reporter, is_lead)
+        interference = Interference.between(begin, read_counters(context.tree_pid))
+        state = collect(worker.group, worker.result(), worker.axis)
+        state = save_results(state, config, reporter, interference, is_lead)
         if was_interrupted and is_lead:
             save_interrupted(state, reporter)
         return state

@@ -5,6 +5,7 @@ run`, or torchrun. Every entry point of api/ and every rank process gets its Wor
 train several times: each run forms a group of its own, under keys of its own in the launcher's store.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -85,6 +86,11 @@ class ProcessContext:
     def is_alone(self) -> bool:
         """Whether nobody started this process as a rank: it may start ranks itself."""
         return self.environment.launcher == ALONE
+
+    @property
+    def tree_pid(self) -> int:
+        """The process whose descendants belong to the run: this one alone, else the launcher of all ranks."""
+        return os.getpid() if self.is_alone else os.getppid()
 
     @property
     def member(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
 from uneven.hardware.device import Device, needs_ranks
+from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
 from uneven.launch.launcher import train_on_ranks
@@ -130,10 +131,11 @@ class Run:
         self._thread.join()
 
     def _run_body(self) -> None:
+        begin = read_counters(self._context.tree_pid)
         try:
-            self._state = save_results(
-                self._body(self._stop, self._reporter), self._config, self._reporter, self._context.rank == 0
-            )
+            state = self._body(self._stop, self._reporter)
+            interference = Interference.between(begin, read_counters(self._context.tree_pid))
+            self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
         finally:
@@ -178,11 +180,13 @@ def _train_in_process(
         context.end_run()
 
 
-def save_results(state: TrainedState, config: RunConfig, reporter: Reporter, is_lead: bool = True) -> TrainedState:
+def save_results(
+    state: TrainedState, config: RunConfig, reporter: Reporter, interference: Interference, is_lead: bool
+) -> TrainedState:
     """Print the summary and write `out`, on the first rank."""
     assert state.timeline is not None, "a finished rank has a timeline"
     reporter.close()
-    reporter.say(summary_lines(state, state.timeline))
+    reporter.say(summary_lines(state, state.timeline, interference))
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
@@ -197,8 +201,8 @@ def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
     reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
 
 
-def summary_lines(state: TrainedState, timeline: Timeline) -> list[str]:
-    """How the run went: totals, and where each rank's time was spent."""
+def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:
+    """How the run went: totals, and where each rank's time was spent. Nothing is derived from a disturbed speed."""
     training_s = max(account.training_s for account in timeline.accounts)
     done = "trained" if state.finished else "stopped: trained"
     speed = state.samples / training_s if training_s else 0.0
@@ -210,7 +214,9 @@ def summary_lines(state: TrainedState, timeline: Timeline) -> list[str]:
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
         lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s")
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
-    if alone and speed:
+    if interference.is_disturbed:
+        lines.append(f"  {interference.describe()} Do not compare this speed with another.")
+    elif alone and speed:
         lines.append(
             f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
             "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"

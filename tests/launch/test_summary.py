@@ -1,0 +1,52 @@
+"""The last lines of a run: nothing is derived from a speed that other programs disturbed."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from uneven import TensorData, fit
+from uneven.hardware.interference import Counters, Interference
+from uneven.launch.run import summary_lines
+from uneven.timeline.record import Event
+
+IDLE = Counters(
+    time_s=0.0,
+    num_cores=2,
+    busy_s=0.0,
+    stolen_s=0.0,
+    pressure_s=0.0,
+    own_cpu_s=0.0,
+    involuntary_switches=0,
+    num_throttled=0,
+)
+CALM = replace(IDLE, time_s=10.0, busy_s=18.0, own_cpu_s=18.0)
+
+
+def lines_of(end: Counters) -> str:
+    x = torch.randn(32, 4)
+    state = fit(
+        model=lambda: nn.Linear(4, 2),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        step=lambda model, batch: model(batch[0]).square().mean(),
+        dataset=TensorData(x),
+        batch_size=8,
+        epochs=1,
+        devices="cpu",
+        progress="off",
+    )
+    assert state.timeline is not None
+    measured = Event(0, 0, "shares", {"slot": 0, "shares": [8], "alone": [100.0]})
+    timeline = replace(state.timeline, events=[measured, *state.timeline.events])
+    return "\n".join(summary_lines(state, timeline, Interference.between(IDLE, end)))
+
+
+def test_an_undisturbed_run_is_put_beside_what_its_devices_do_alone() -> None:
+    assert "of what the devices do alone" in lines_of(CALM)
+
+
+def test_a_disturbed_run_says_so_and_concludes_nothing() -> None:
+    lines = lines_of(replace(CALM, stolen_s=5.0))
+    assert "Disturbed: the hypervisor took 22% of the CPU time. Do not compare this speed with another." in lines
+    assert "trained 32 samples" in lines
+    assert "of what the devices do alone" not in lines
