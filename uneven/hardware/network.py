@@ -112,8 +112,8 @@ def _read_sys(root: Path) -> list[Interface]:
 
 def read_interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
     """All interfaces, sorted by name; empty if none can be read."""
-    found = _read_psutil() if root == Path("/") else None
-    return tuple(found if found is not None else _read_sys(root))
+    interfaces = _read_psutil() if root == Path("/") else None
+    return tuple(interfaces if interfaces is not None else _read_sys(root))
 
 
 def default_route(root: Path = Path("/")) -> str | None:
