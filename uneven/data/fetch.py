@@ -50,7 +50,7 @@ def choose_sources(entry: Description, kinds: Sequence[str] | None = None) -> li
 
 
 def get(entry: Description, folder: Path, kinds: Sequence[str] | None, force: bool, progress: Progress) -> FetchResult:
-    """Download the missing files of the set to `folder`, with `force` all; MachineError lists the reasons if all fail."""
+    """Download the missing files of the set to `folder`, with `force` all; MachineError if every source fails."""
     sources = choose_sources(entry, kinds)
     if not force and not cache.missing_files(entry, folder):
         return FetchResult(entry.name, folder, "")
