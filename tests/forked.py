@@ -25,7 +25,7 @@ from tests.fork_server import PADDING, Order, receive, send
 ROOT = Path(__file__).parent.parent
 PR_SET_CHILD_SUBREAPER = 36
 RealPopen = subprocess.Popen
-LIGHT = ("uneven.hardware.mpskeeper",)  # imports no torch: started for real as quickly
+LIGHT = ("uneven.hardware.mps_supervisor",)  # imports no torch: started for real as quickly
 # These start nothing: no server of their own.
 LEAVES = ("uneven.launch.rank", "uneven.bench.strategies.rank", "uneven.hardware.measure", "tests.rank_process")
 

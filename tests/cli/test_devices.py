@@ -1,4 +1,4 @@
-"""`uneven devices`, through main() as a user meets it: output, exit code, one line of error."""
+"""`uneven devices` through main(), as for a user: output, exit code, one line of error."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from uneven.cli.devices import verdict
 from uneven.cli.main import main
 from uneven.hardware import measure as measuring
-from uneven.hardware.measure import Measured
+from uneven.hardware.measure import DeviceSpeed
 
 SMI = """#!/bin/sh
 case "$1" in
@@ -45,11 +45,11 @@ def fake_speeds(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def
     """Replace the measuring itself by a table of speeds."""
 
     def put(*speeds: float) -> None:
-        def measure(devices, plan, seconds, tell):  # type: ignore[no-untyped-def]
+        def measure(devices, plan, seconds, on_phase):  # type: ignore[no-untyped-def]
             assert len(plan.cores) == len(devices)
             assert seconds == 5.0
-            tell("training")
-            return [Measured(d, s, 0.9 * s, 1.1 * s) for d, s in zip(devices, speeds, strict=True)]
+            on_phase("training")
+            return [DeviceSpeed(d, s, 0.9 * s, 1.1 * s) for d, s in zip(devices, speeds, strict=True)]
 
         monkeypatch.setattr(measuring, "measure", measure)
 
@@ -72,7 +72,7 @@ def test_json(uneven) -> None:  # type: ignore[no-untyped-def]
     assert "measured" not in found
 
 
-def test_more_ranks_than_cores_is_said(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_more_ranks_than_cores_give_a_note(uneven, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr("uneven.hardware.cores.available_cores", lambda: (0, 1))
     code, out, _ = uneven("devices", "cpu,cpu,cpu")
     assert code == 0
@@ -139,7 +139,7 @@ def test_real_devices_side_by_side(uneven, monkeypatch: pytest.MonkeyPatch) -> N
     assert found["measured"]["gap"] == pytest.approx(max(fast, slow) / min(fast, slow))
 
 
-def test_gpus_that_torch_cannot_use_are_listed_with_the_way_out(  # type: ignore[no-untyped-def]
+def test_gpus_that_torch_cannot_use_are_listed_with_the_fix(  # type: ignore[no-untyped-def]
     uneven, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "nvidia-smi"
@@ -172,8 +172,8 @@ def test_help_and_hardware_import_no_torch() -> None:
     code = """
 import importlib, pkgutil, sys
 import uneven.cli.main, uneven.hardware
-for one in pkgutil.iter_modules(uneven.hardware.__path__):
-    importlib.import_module(f"uneven.hardware.{one.name}")
+for module in pkgutil.iter_modules(uneven.hardware.__path__):
+    importlib.import_module(f"uneven.hardware.{module.name}")
 heavy = {"torch", "numpy", "psutil", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
 """

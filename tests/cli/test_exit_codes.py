@@ -172,7 +172,7 @@ def test_a_torch_that_is_too_old_is_a_machine_that_cannot(
     monkeypatch.setattr("uneven.hardware.preflight.installed_version", lambda: "2.5.0")
     code, out, err = call(*line.split())
     assert (code, out) == (3, "")
-    assert err.startswith("uneven: this is torch 2.5.0")
+    assert err.startswith("uneven: torch 2.5.0 is too old")
 
 
 @pytest.mark.usefixtures("folder")

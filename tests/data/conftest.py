@@ -1,4 +1,4 @@
-"""A local web server, and stand-ins for npm and pip."""
+"""Fixtures: a local web server, and fake npm and pip commands."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.fixture
 def fake_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    """`fake_client("npm", script)`: put a stand-in on PATH; for pip also where `python -m pip` finds it."""
+    """`fake_client("npm", script)`: put a fake command on PATH; for pip also where `python -m pip` finds it."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")

@@ -1,4 +1,4 @@
-"""Stand-ins for the outside world: a web server that can cut, refuse or delay its answers."""
+"""A local web server that can truncate, refuse or delay its responses."""
 
 import re
 import threading
@@ -10,16 +10,16 @@ FakeClient = Callable[[str, str], None]  # (npm or pip, shell script)
 
 
 class Site:
-    """What the server does: `pages` by path; `cuts` are lengths after which the next answers break off."""
+    """The state of the server: `pages` by path; `cuts` are the lengths at which the next responses break off."""
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
         self.knows_ranges = True
         self.cuts: list[int] = []
         self.asked: list[tuple[str, str | None]] = []  # (path, Range header)
-        self.gate = threading.Event()  # answers wait for it
+        self.gate = threading.Event()  # responses wait for it
         self.gate.set()
-        self.someone_asked = threading.Event()
+        self.request_received = threading.Event()
         self.url = ""
 
 
@@ -28,11 +28,11 @@ def serve() -> Iterator[Site]:
     """A running server on a free local port."""
     state = Site()
 
-    class Answer(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             wanted = self.headers.get("Range")
             state.asked.append((self.path, wanted))
-            state.someone_asked.set()
+            state.request_received.set()
             assert state.gate.wait(60)
             body = state.pages.get(self.path)
             if body is None:
@@ -58,7 +58,7 @@ def serve() -> Iterator[Site]:
         def log_message(self, *args: object) -> None:
             del args
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_address[1]}/"

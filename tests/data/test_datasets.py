@@ -1,4 +1,4 @@
-"""The public face: names, loading, and errors with the next command."""
+"""The public interface: names, loading, and errors that name the next command."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         datasets.load("minst")
 
 
-def test_loading_never_downloads_unasked(tiny_catalog: Site) -> None:
+def test_loading_downloads_only_on_request(tiny_catalog: Site) -> None:
     with pytest.raises(MachineError, match=r"digits is not on this machine .*get it with: uneven data get digits"):
         datasets.load("digits")
     assert tiny_catalog.asked == []
@@ -50,7 +50,7 @@ def test_loading_with_download_fetches_once(tiny_catalog: Site) -> None:
     assert len(tiny_catalog.asked) == num_asked
 
 
-def test_a_folder_of_ones_own(tiny_catalog: Site, tmp_path: Path) -> None:
+def test_a_folder_can_be_passed(tiny_catalog: Site, tmp_path: Path) -> None:
     del tiny_catalog
     other = tmp_path / "other"
     datasets.load("play", folder=other, download=True)
@@ -59,7 +59,7 @@ def test_a_folder_of_ones_own(tiny_catalog: Site, tmp_path: Path) -> None:
         datasets.load("play", folder=tmp_path / "third")
 
 
-def test_presence_tells_where(tiny_catalog: Site, tmp_path: Path) -> None:
+def test_presence_lists_the_paths(tiny_catalog: Site, tmp_path: Path) -> None:
     del tiny_catalog
     assert [item.is_here for item in datasets.presence()] == [False, False]
     datasets.get("play")
@@ -73,7 +73,7 @@ def test_shakespeare_never_becomes_the_plays(tmp_path: Path) -> None:
     (plays / "shakespeare-plays.txt").write_bytes(b"x" * 5_057_280)
     with pytest.raises(MachineError, match="shakespeare is not on this machine"):
         datasets.load("shakespeare", folder=tmp_path)
-    assert "uneven data get shakespeare-plays" in catalog.describe("shakespeare").otherwise
+    assert "uneven data get shakespeare-plays" in catalog.describe("shakespeare").alternative
 
 
 def test_every_set_is_well_described() -> None:

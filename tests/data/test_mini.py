@@ -59,7 +59,7 @@ def test_pack_round_trip_is_deterministic() -> None:
 
 def test_a_damaged_installation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mini, "IMAGES_SHA256", "0" * 64)
-    with pytest.raises(MachineError, match=r"wrong sum of the images.*install uneven again"):
+    with pytest.raises(MachineError, match=r"wrong checksum of the images.*install uneven again"):
         mini.load_mini()
 
 

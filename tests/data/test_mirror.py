@@ -7,8 +7,7 @@ import pytest
 
 from tests.data.stand_ins import Site
 from uneven.data import mirror
-from uneven.data.description import SourceError
-from uneven.data.progress import Event, silent
+from uneven.data.description import Event, SourceError, no_progress
 
 PAGE = bytes(range(256)) * 4000
 
@@ -24,57 +23,57 @@ def test_a_download_reports_its_bytes(site: Site, tmp_path: Path) -> None:
 def test_a_broken_transfer_is_resumed_where_it_stopped(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     site.cuts = [300_000, 200_000]
-    assert mirror.download(site.url + "a.bin", tmp_path, silent).read_bytes() == PAGE
+    assert mirror.download(site.url + "a.bin", tmp_path, no_progress).read_bytes() == PAGE
     assert [wanted for _, wanted in site.asked] == [None, "bytes=300000-", "bytes=500000-"]
 
 
 def test_a_part_of_an_earlier_run_is_resumed(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     mirror.part_path(site.url + "a.bin", tmp_path).write_bytes(PAGE[:1000])
-    assert mirror.download(site.url + "a.bin", tmp_path, silent).read_bytes() == PAGE
+    assert mirror.download(site.url + "a.bin", tmp_path, no_progress).read_bytes() == PAGE
     assert site.asked == [("/a.bin", "bytes=1000-")]
 
 
-def test_a_complete_part_is_taken_as_it_is(site: Site, tmp_path: Path) -> None:
+def test_a_complete_part_is_used_unchanged(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     mirror.part_path(site.url + "a.bin", tmp_path).write_bytes(PAGE)
-    assert mirror.download(site.url + "a.bin", tmp_path, silent).read_bytes() == PAGE
+    assert mirror.download(site.url + "a.bin", tmp_path, no_progress).read_bytes() == PAGE
     assert len(site.asked) == 1
 
 
-def test_a_part_longer_than_the_page_is_thrown_away(site: Site, tmp_path: Path) -> None:
+def test_a_part_longer_than_the_page_is_discarded(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     mirror.part_path(site.url + "a.bin", tmp_path).write_bytes(PAGE + b"more")
-    assert mirror.download(site.url + "a.bin", tmp_path, silent).read_bytes() == PAGE
+    assert mirror.download(site.url + "a.bin", tmp_path, no_progress).read_bytes() == PAGE
 
 
-def test_without_ranges_it_starts_over(site: Site, tmp_path: Path) -> None:
+def test_without_range_support_a_download_starts_over(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     site.knows_ranges = False
     site.cuts = [300_000]
-    assert mirror.download(site.url + "a.bin", tmp_path, silent).read_bytes() == PAGE
+    assert mirror.download(site.url + "a.bin", tmp_path, no_progress).read_bytes() == PAGE
 
 
-def test_what_stays_truncated_is_refused(site: Site, tmp_path: Path) -> None:
+def test_a_download_that_stays_truncated_fails(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     site.knows_ranges = False
     site.cuts = [300_000] * 50
     with pytest.raises(SourceError, match=r"300,000.*could not be resumed"):
-        mirror.download(site.url + "a.bin", tmp_path, silent)
+        mirror.download(site.url + "a.bin", tmp_path, no_progress)
     assert len(site.asked) == mirror.TRIES
 
 
-def test_the_reasons_of_a_refusal_are_told(site: Site, tmp_path: Path) -> None:
+def test_the_reason_of_a_refusal_is_reported(site: Site, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="HTTP 404"):
-        mirror.download(site.url + "absent", tmp_path, silent)
+        mirror.download(site.url + "absent", tmp_path, no_progress)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         with pytest.raises(SourceError, match="refused"):
-            mirror.download(f"http://127.0.0.1:{taken.getsockname()[1]}/a", tmp_path, silent)
+            mirror.download(f"http://127.0.0.1:{taken.getsockname()[1]}/a", tmp_path, no_progress)
 
 
-def test_a_silent_server_is_given_up(site: Site, tmp_path: Path) -> None:
+def test_a_server_that_does_not_respond_times_out(site: Site, tmp_path: Path) -> None:
     site.pages["/a.bin"] = PAGE
     site.gate.clear()
     with pytest.raises(SourceError, match=r"no connection within 0\.2 s|timed out"):
-        mirror.download(site.url + "a.bin", tmp_path, silent, connect_s=0.2)
+        mirror.download(site.url + "a.bin", tmp_path, no_progress, connect_s=0.2)

@@ -101,7 +101,7 @@ def play(url: str = "http://127.0.0.1:9/input.txt") -> Description:
         assemble=tokens_from_text,
         files=described({"play.txt": TEXT}, play=("input.txt",)),
         sources=(Mirror((url,), 1000, unpack_named),),
-        otherwise="there is also: uneven data get other-play",
+        alternative="there is also: uneven data get other-play",
     )
 
 

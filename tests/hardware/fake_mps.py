@@ -1,4 +1,4 @@
-"""A stand-in for the driver's `nvidia-cuda-mps-control`, first on PATH, for machines without a GPU.
+"""A fake of the driver's `nvidia-cuda-mps-control`, first on PATH, for machines without a GPU.
 
 It takes `-d` and `quit` as the true one does, is a daemon with a server below it, and keeps a record of what it was
 asked. FAKE_MPS makes it fail, never listen, or refuse to end.
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from uneven.hardware.mpskeeper import CONTROL, PLACES, processes_of
+from uneven.hardware.mps_supervisor import CONTROL, PARENT_FOLDERS, processes_of
 
 PROGRAM = """
 import json, os, signal, sys
@@ -68,7 +68,7 @@ else:
 
 
 class FakeMps:
-    """The program in place; what it was asked, and what is left of its daemons."""
+    """Installs the fake program; reports the requests it got and what is left of its daemons."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._record = folder / "record"
@@ -80,13 +80,13 @@ class FakeMps:
 
     def starts(self) -> list[dict[str, str]]:
         """The environment of every daemon that was started."""
-        return [one["environ"] for one in self._read() if one["asked"] == "-d"]
+        return [call["environ"] for call in self._read() if call["asked"] == "-d"]
 
     def homes(self) -> list[Path]:
         return [Path(environ["CUDA_MPS_PIPE_DIRECTORY"]).parent for environ in self.starts()]
 
     def quits(self) -> int:
-        return sum(one["asked"] == "quit" for one in self._read())
+        return sum(call["asked"] == "quit" for call in self._read())
 
     def _read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._record.read_text().splitlines()] if self._record.exists() else []
@@ -97,14 +97,14 @@ class FakeMps:
         return [*(pid for home in homes for pid in processes_of(home)), *(home for home in homes if home.exists())]
 
     def all_gone(self, *, within_s: float = 100.0) -> None:
-        """They may take a moment where nobody waits for them."""
+        """Wait until all daemons have ended."""
         end_s = time.monotonic() + within_s
         while left := self.left():
             assert time.monotonic() < end_s, f"left behind: {left}"
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Whatever a test that failed has left."""
+        """Kill the daemons that a failed test has left."""
         for pid in (pid for home in self.homes() for pid in processes_of(home)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -120,4 +120,4 @@ def fake_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMp
 
 
 def folders_of(launcher: int) -> list[Path]:
-    return [folder for place in PLACES for folder in place.glob(f"uneven-mps-{launcher}-*")]
+    return [folder for place in PARENT_FOLDERS for folder in place.glob(f"uneven-mps-{launcher}-*")]

@@ -6,38 +6,38 @@ import pytest
 
 from uneven.hardware.diagnosis import Diagnosis, diagnose
 from uneven.hardware.gpus import GpuReport
-from uneven.hardware.inventory import Visible
+from uneven.hardware.inventory import VisibleGpus
 from uneven.hardware.torchbuild import Support, TorchBuild
 
 from .fakes import CPU_BUILD, CU128_BUILD, GTX_1060, NO_GPUS, RTX_5060_TI, TWO_GPUS, make_system
 
-ALL_SEEN = Visible(TWO_GPUS.gpus)
+ALL_SEEN = VisibleGpus(TWO_GPUS.gpus)
 
 
-def look(**parts: Any) -> Diagnosis:
+def diagnose_fakes(**parts: Any) -> Diagnosis:
     defaults = {
         "system": make_system(),
         "gpus": NO_GPUS,
         "torch": CPU_BUILD,
-        "visible": Visible(),
+        "visible": VisibleGpus(),
         "interfaces": [],
     }
     return diagnose(**(defaults | parts))
 
 
 def test_a_machine_without_gpus_is_fine() -> None:
-    found = look()
-    assert found.is_fine
-    assert any("no NVIDIA GPU: no NVIDIA driver" in note for note in found.notes)
+    diagnosis = diagnose_fakes()
+    assert diagnosis.is_fine
+    assert any("no NVIDIA GPU: no NVIDIA driver" in note for note in diagnosis.notes)
 
 
 def test_a_gpu_that_torch_was_not_built_for() -> None:
-    found = look(gpus=TWO_GPUS, torch=CU128_BUILD, visible=ALL_SEEN)
-    assert [one.support for one in found.compatibility] == [Support.OK, Support.MISSING]
-    (problem,) = found.problems
+    diagnosis = diagnose_fakes(gpus=TWO_GPUS, torch=CU128_BUILD, visible=ALL_SEEN)
+    assert [fit.support for fit in diagnosis.compatibility] == [Support.OK, Support.MISSING]
+    (problem,) = diagnosis.problems
     assert "GPU 1 (NVIDIA GeForce GTX 1060 6GB): torch has no code for sm_61" in problem.what
     assert 'TORCH_CUDA_ARCH_LIST="6.1;12.0"' in problem.fix
-    assert [(one.device, one.precision) for one in found.precision] == [
+    assert [(choice.device, choice.precision) for choice in diagnosis.precision] == [
         ("cpu", "fp32"),
         ("cuda:0", "bf16"),
         ("cuda:1", "fp32"),
@@ -61,7 +61,7 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
         ({"torch": replace(CPU_BUILD, gloo=False)}, "no Gloo", "pip install"),
         (
             {"system": make_system(platform="Darwin")},
-            "this is Darwin 1; tested is Linux",
+            "this is Darwin 1; tested: Linux",
             "UNEVEN_UNTESTED=1",
         ),
         (
@@ -73,7 +73,7 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
             {
                 "gpus": GpuReport((GTX_1060,), "550.54", "12.4", "NVML"),
                 "torch": replace(CU128_BUILD, cuda="13.0", archs=("sm_60",)),
-                "visible": Visible(error="CUDA does not start: too old"),
+                "visible": VisibleGpus(error="CUDA does not start: too old"),
             },
             "driver 550.54 is for CUDA 12.4, too old for torch's CUDA 13.0",
             "update the NVIDIA driver to 580.65.06 or newer",
@@ -82,38 +82,38 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
             {
                 "gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0", "NVML"),
                 "torch": CU128_BUILD,
-                "visible": Visible(error="CUDA shows no device"),
+                "visible": VisibleGpus(error="CUDA shows no device"),
             },
-            "torch cannot reach it: CUDA shows no device",
+            "torch cannot use it: CUDA shows no device",
             "CUDA_VISIBLE_DEVICES",
         ),
     ],
 )
 def test_each_problem_names_its_fix(parts: dict[str, Any], what: str, fix: str) -> None:
-    found = look(**parts)
-    assert not found.is_fine
-    (problem,) = found.problems
+    diagnosis = diagnose_fakes(**parts)
+    assert not diagnosis.is_fine
+    (problem,) = diagnosis.problems
     assert what in problem.what
     assert fix in problem.fix
 
 
-def test_an_old_driver_that_works_all_the_same_is_no_problem() -> None:
+def test_an_old_driver_that_works_is_no_problem() -> None:
     # Data-centre GPUs with CUDA's forward compatibility package: the driver's own number is lower.
     gpus = GpuReport((RTX_5060_TI,), "550.54", "12.4", "NVML")
     build = replace(CU128_BUILD, cuda="13.0")
-    assert look(gpus=gpus, torch=build, visible=Visible(gpus.gpus)).is_fine
+    assert diagnose_fakes(gpus=gpus, torch=build, visible=VisibleGpus(gpus.gpus)).is_fine
 
 
 def test_a_driver_of_the_same_major_is_a_note() -> None:
     gpus = GpuReport((RTX_5060_TI,), "560.28", "12.6", "NVML")
-    found = look(gpus=gpus, torch=CU128_BUILD, visible=Visible(gpus.gpus))
-    assert found.is_fine
-    assert any("driver's CUDA 12.6 is older than torch's 12.8" in note for note in found.notes)
+    diagnosis = diagnose_fakes(gpus=gpus, torch=CU128_BUILD, visible=VisibleGpus(gpus.gpus))
+    assert diagnosis.is_fine
+    assert any("driver's CUDA 12.6 is older than torch's 12.8" in note for note in diagnosis.notes)
 
 
 def test_json_has_the_documented_keys_and_plain_values() -> None:
-    found = look(gpus=TWO_GPUS, torch=CU128_BUILD, visible=ALL_SEEN).to_json()
-    again = json.loads(json.dumps(found))
+    diagnosis = diagnose_fakes(gpus=TWO_GPUS, torch=CU128_BUILD, visible=ALL_SEEN).to_json()
+    again = json.loads(json.dumps(diagnosis))
     assert list(again) == [
         "version",
         "system",

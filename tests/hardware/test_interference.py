@@ -73,7 +73,7 @@ def test_a_quiet_machine_is_undisturbed(tmp_path: Path) -> None:
     assert span.describe().startswith("Undisturbed: 0.0% of the CPU time stolen")
 
 
-def test_stolen_time_is_disturbance_whoever_else_runs(tmp_path: Path) -> None:
+def test_stolen_time_is_disturbance_without_other_processes(tmp_path: Path) -> None:
     span = between(tmp_path, cores=((730, 270), (730, 270)), processes={SELF: (1, 1460)})
     assert span.stolen_share == pytest.approx(0.27)
     assert span.is_disturbed
@@ -87,7 +87,7 @@ def test_stolen_time_of_an_almost_idle_machine_delays_nothing(tmp_path: Path) ->
 
 
 def test_pressure_of_our_own_ranks_is_no_disturbance(tmp_path: Path) -> None:
-    """Four ranks on two cores wait for each other all the time; nobody else is there."""
+    """Four ranks on two cores wait for each other all the time; no other process runs."""
     processes = {SELF: (1, 10), CHILD: (SELF, 1000), GRANDCHILD: (CHILD, 990)}
     span = between(tmp_path, cores=((1000, 0), (1000, 0)), processes=processes, pressure_us=9_900_000, switches=100_000)
     assert span.foreign_cores == pytest.approx(0.0)

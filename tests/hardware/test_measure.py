@@ -46,7 +46,7 @@ def test_slices_are_measured_under_a_daemon_of_their_own(fake_mps: FakeMps, monk
             order.append(f"stopped after {fake_mps.quits()} quits")
 
     monkeypatch.setattr(module, "_Child", Child)
-    assert [one.device for one in measure(devices, assign_cores(devices, range(4)))] == list(devices)
+    assert [speed.device for speed in measure(devices, assign_cores(devices, range(4)))] == list(devices)
     assert order == ["60", "24", *["stopped after 0 quits"] * 2]
     assert fake_mps.quits() == 1
     assert fake_mps.left() == []

@@ -1,4 +1,4 @@
-"""The MPS daemon from its start to its end, in every way it may end; on a stand-in for the driver's program."""
+"""The life of the MPS daemon, with every way it can end, on a fake of the driver's program."""
 
 import os
 import signal
@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from uneven.errors import InputError, MachineError, RankError
-from uneven.hardware import mps, mpskeeper
+from uneven.hardware import mps, mps_supervisor
 from uneven.hardware.device import parse_devices
 from uneven.hardware.mps import check_slices, oversubscribed, sliced
-from uneven.hardware.mpskeeper import end_daemon, processes_of, start_daemon
+from uneven.hardware.mps_supervisor import end_daemon, processes_of, start_daemon
 
 from .fake_mps import FakeMps, folders_of
 from .fake_mps import fake_mps as fake_mps
@@ -42,7 +42,7 @@ def test_every_slice_gets_its_variables_and_the_daemon_ends_by_its_own_quit(
         assert len(f"{home}/pipe/control_privileged") < 100
     (environ,) = fake_mps.starts()
     assert environ["CUDA_MPS_PIPE_DIRECTORY"] == f"{home}/pipe"
-    assert percent not in environ  # it would be the most that a slice may have
+    assert percent not in environ  # it would be the upper limit of every slice
     assert fake_mps.quits() == 1
     assert fake_mps.left() == []
 
@@ -53,13 +53,13 @@ def test_without_slices_nothing_starts(fake_mps: FakeMps) -> None:
     assert fake_mps.starts() == []
 
 
-def test_whatever_happens_inside_the_daemon_ends(fake_mps: FakeMps) -> None:
+def test_the_daemon_ends_when_the_block_raises(fake_mps: FakeMps) -> None:
     with pytest.raises(KeyboardInterrupt), sliced(PAIR):
         raise KeyboardInterrupt
     assert fake_mps.left() == []
 
 
-def test_mps_that_is_not_installed_is_said_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mps_is_reported_with_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MachineError) as caught, sliced(PAIR):
         pass
@@ -69,7 +69,7 @@ def test_mps_that_is_not_installed_is_said_with_the_way_around(monkeypatch: pyte
     assert "\n" not in message
 
 
-def test_a_daemon_that_fails_is_quoted_and_leaves_nothing(fake_mps: FakeMps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_daemon_is_reported_and_nothing_is_left(fake_mps: FakeMps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_MPS", "failing")
     with pytest.raises(MachineError) as caught, sliced(PAIR):
         pass
@@ -79,28 +79,28 @@ def test_a_daemon_that_fails_is_quoted_and_leaves_nothing(fake_mps: FakeMps, mon
     assert fake_mps.left() == []
 
 
-def test_a_daemon_that_does_not_listen_is_given_up(
+def test_a_daemon_that_does_not_listen_times_out(
     fake_mps: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_MPS", "deaf")
-    monkeypatch.setattr(mpskeeper, "START_S", 1.0)
+    monkeypatch.setattr(mps_supervisor, "START_S", 1.0)
     why = start_daemon(make_home(tmp_path / "home"))
     assert why is not None
-    assert "does not listen" in why or "did not return" in why  # whichever a busy machine meets first
+    assert "does not listen" in why or "did not return" in why  # depends on how busy the machine is
 
 
-def test_what_does_not_quit_is_ended_by_its_pids_and_nobody_else(
+def test_a_daemon_that_does_not_quit_is_killed_and_no_other_process_is(
     fake_mps: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpskeeper, "QUIT_S", 0.5)
-    monkeypatch.setattr(mpskeeper, "GONE_S", 0.1)
+    monkeypatch.setattr(mps_supervisor, "QUIT_S", 0.5)
+    monkeypatch.setattr(mps_supervisor, "GONE_S", 0.1)
     other = make_home(tmp_path / "other")
     assert start_daemon(other) is None
     monkeypatch.setenv("FAKE_MPS", "stubborn")
     stubborn = make_home(tmp_path / "stubborn")
     assert start_daemon(stubborn) is None
-    # A rank has the folder in its environment too, but is no part of the daemon.
-    rank_environ = {**os.environ, **mpskeeper.variables(stubborn)}
+    # A rank has the folder in its environment too, but does not belong to the daemon.
+    rank_environ = {**os.environ, **mps_supervisor.daemon_variables(stubborn)}
     with subprocess.Popen([sys.executable, "-c", "input()"], env=rank_environ, stdin=subprocess.PIPE) as rank:
         end_daemon(stubborn)
         assert processes_of(stubborn) == []
@@ -111,40 +111,40 @@ def test_what_does_not_quit_is_ended_by_its_pids_and_nobody_else(
     assert fake_mps.left() == []
 
 
-def test_a_killed_keeper_is_stood_in_for(fake_mps: FakeMps) -> None:
+def test_the_launcher_ends_the_daemon_of_a_killed_supervisor(fake_mps: FakeMps) -> None:
     with sliced(PAIR):
         (home,) = fake_mps.homes()
-        os.kill(keeper_of(home), signal.SIGKILL)
+        os.kill(supervisor_of(home), signal.SIGKILL)
     assert fake_mps.left() == []
 
 
-def test_a_keeper_that_is_asked_to_end_ends_the_daemon_first(fake_mps: FakeMps) -> None:
+def test_a_terminated_supervisor_ends_the_daemon_first(fake_mps: FakeMps) -> None:
     with sliced(PAIR):
         (home,) = fake_mps.homes()
-        os.kill(keeper_of(home), signal.SIGTERM)
+        os.kill(supervisor_of(home), signal.SIGTERM)
         fake_mps.all_gone()
     assert fake_mps.quits() == 1
 
 
-def test_what_a_killed_keeper_left_is_swept_but_not_what_is_kept(
+def test_orphaned_daemons_are_removed_but_not_supervised_ones(
     fake_mps: FakeMps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpskeeper, "PLACES", (tmp_path,))
-    home, lock = mpskeeper._make_home(os.getpid())
+    monkeypatch.setattr(mps_supervisor, "PARENT_FOLDERS", (tmp_path,))
+    home, lock = mps_supervisor._make_home(os.getpid())
     assert start_daemon(home) is None
-    mpskeeper.sweep()
+    mps_supervisor.remove_orphans()
     assert len(processes_of(home)) == 2
     lock.close()  # as the system does for a killed process
-    mpskeeper.sweep()
+    mps_supervisor.remove_orphans()
     assert fake_mps.left() == []
 
 
-def test_the_keeper_ends_the_daemon_of_a_killed_launcher(fake_mps: FakeMps) -> None:
+def test_the_supervisor_ends_the_daemon_of_a_killed_launcher(fake_mps: FakeMps) -> None:
     code = (
         "import os, signal, sys\n"
         "from uneven.hardware.device import parse_devices\nfrom uneven.hardware.mps import sliced\n"
         "with sliced(parse_devices('cuda:0%60')):\n"
-        "    if os.fork() == 0:\n        sys.stdin.read()\n        os._exit(0)\n"  # it holds the keeper's pipe open
+        "    if os.fork() == 0:\n        sys.stdin.read()\n        os._exit(0)\n"  # holds the supervisor's pipe open
         "    print('here', flush=True)\n    signal.pause()\n"
     )
     pipe = subprocess.PIPE
@@ -166,7 +166,7 @@ def test_a_failure_that_names_mps_is_explained_by_its_log(fake_mps: FakeMps, kin
             (fake_mps.homes()[-1] / "log" / "server.log").write_text("[Server] up\n[Server] mode is wrong\n")
             raise kind(words)
 
-    with pytest.raises(kind, match=r"connect to the MPS server; CUDA MPS said: \[Server\] mode is wrong"):
+    with pytest.raises(kind, match=r"MPS server; last line of the CUDA MPS log: \[Server\] mode is wrong"):
         fail("failed to connect to the MPS server")
     with pytest.raises(kind, match=r"^out of memory$"):
         fail("out of memory")
@@ -193,11 +193,11 @@ def test_slices_beside_other_devices_are_fine(text: str) -> None:
     assert oversubscribed(parse_devices(text)) is None
 
 
-def test_slices_that_are_more_than_the_gpu_are_said() -> None:
-    said = oversubscribed(parse_devices("cuda:0%60,cuda:0%70,cuda:1%100,cpu"))
-    assert said is not None
-    assert "slices of cuda:0 add up to 130 %" in said
-    assert "cuda:1" not in said
+def test_slices_of_more_than_the_gpu_give_a_warning() -> None:
+    warning = oversubscribed(parse_devices("cuda:0%60,cuda:0%70,cuda:1%100,cpu"))
+    assert warning is not None
+    assert "slices of cuda:0 add up to 130 %" in warning
+    assert "cuda:1" not in warning
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_slices_that_are_more_than_the_gpu_are_said() -> None:
     [
         (None, ("GPU-aaaa", "GPU-bbbb"), {}),
         ("1,0", ("GPU-bbbb", "GPU-aaaa"), {"CUDA_VISIBLE_DEVICES": "GPU-bbbb,GPU-aaaa"}),
-        ("MIG-cccc", (None,), {}),  # no name of a whole GPU: it stays as it is
+        ("MIG-cccc", (None,), {}),  # not the UUID of a whole GPU: left unchanged
         ("", (), {}),
     ],
 )
@@ -217,17 +217,17 @@ def test_the_daemon_and_its_clients_count_the_same_gpus(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     gpus = [SimpleNamespace(uuid=name) for name in names]
     monkeypatch.setattr(mps, "read_visible", lambda *_: SimpleNamespace(gpus=gpus))
-    assert mps._named_devices() == expected
+    assert mps._visible_by_uuid() == expected
 
 
-def keeper_of(home: Path) -> int:
-    """By the lock it holds."""
+def supervisor_of(home: Path) -> int:
+    """The process that holds the lock in `home`."""
     inode = (home / "lock").stat().st_ino
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if fields[1] == "FLOCK" and int(fields[5].split(":")[2]) == inode:
             return int(fields[4])
-    raise AssertionError(f"nobody holds {home}")
+    raise AssertionError(f"no process holds the lock of {home}")
 
 
 MATMUL = """
@@ -261,6 +261,6 @@ def test_two_slices_of_a_true_gpu_have_different_multiprocessors() -> None:
             for rank in ranks:
                 rank.communicate()
     assert whole > seen[0] > seen[1]
-    assert len(running) >= 2  # the daemon and its server: found, or what follows would prove nothing
+    assert len(running) >= 2  # the daemon and its server; without this the next assertion would prove nothing
     assert processes_of(home) == []
     assert not home.exists()

@@ -83,9 +83,9 @@ def test_a_tree_without_psutil(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the fallback reads Linux trees")
 def test_the_fallback_agrees_with_psutil_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psutil")
-    by_psutil = {one.name: one for one in read_interfaces()}
+    by_psutil = {interface.name: interface for interface in read_interfaces()}
     monkeypatch.setitem(sys.modules, "psutil", None)
-    by_sys = {one.name: one for one in read_interfaces()}
+    by_sys = {interface.name: interface for interface in read_interfaces()}
     assert by_sys.keys() == by_psutil.keys()
     for name, one in by_sys.items():
         assert one.is_up == by_psutil[name].is_up

@@ -123,7 +123,7 @@ def test_auto_without_gpus_is_one_cpu(put_machine) -> None:  # type: ignore[no-u
     assert usable_devices() == [Device("cpu")]
 
 
-def test_hidden_gpus_are_said_to_be_hidden(put_machine, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_hidden_gpus_are_reported_as_hidden(put_machine, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     put_machine((RTX_5060_TI,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES='' hides every GPU"):

@@ -11,7 +11,7 @@ from uneven import InputError
 from uneven.config import RunConfig, Task
 from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
-from uneven.hardware.inventory import Visible
+from uneven.hardware.inventory import VisibleGpus
 from uneven.launch import preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -75,7 +75,7 @@ def test_auto_is_every_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_precision_is_one_that_all_devices_would_choose(
     monkeypatch: pytest.MonkeyPatch, devices: str, flags: tuple[str, ...], expected: str
 ) -> None:
-    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: VisibleGpus((RTX_5060_TI,)))
     monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
     assert prepared(devices=devices, precision="auto").config.precision == expected
 
@@ -108,7 +108,7 @@ def test_the_reason_for_the_precision_is_printed_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI,)))
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: VisibleGpus((RTX_5060_TI,)))
     monkeypatch.setattr(preflight, "read_system", lambda: make_system(cpu=Cpu("cpu", "x86_64", 1, 8, 16, flags)))
     prepared(**settings, progress="lines")
     printed = [text for text in capsys.readouterr().err.splitlines() if text.startswith("  precision ")]
@@ -146,7 +146,7 @@ def test_the_reason_for_the_precision_is_printed_where_there_is_one(
 def test_the_devices_are_named_and_judged_once_at_the_start(
     settings: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "read_visible", lambda *_: Visible((RTX_5060_TI, GTX_1060)))
+    monkeypatch.setattr(preflight, "read_visible", lambda *_: VisibleGpus((RTX_5060_TI, GTX_1060)))
     prepared(**settings, progress="lines")
     said = capsys.readouterr().err.splitlines()
     assert said[1] == line

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.forked import ForkedPopen, run_forked
 from uneven import Ddp, InputError, MachineError, TensorData, TrainedState, fit
-from uneven.data.ledger import permutation
+from uneven.data.sample_order import permutation
 
 torch.manual_seed(0)
 X = torch.randn(100, 6)

@@ -9,8 +9,8 @@ from torch import nn
 from tests.step.test_graph import assert_same, make_data, train, train_step
 from uneven import TensorData
 from uneven.data import feed
-from uneven.data.augment import crop_and_flip
-from uneven.data.ledger import sample_keys
+from uneven.data.sample_order import sample_keys
+from uneven.data.tensors import crop_and_flip
 
 pytestmark = pytest.mark.cuda
 
@@ -26,7 +26,7 @@ def test_a_set_too_large_for_the_device_trains_the_same_from_host_memory(
     monkeypatch: pytest.MonkeyPatch, compile: str
 ) -> None:
     resident = train(compile)
-    monkeypatch.setattr(feed, "RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr(feed, "RESIDENT_FRACTION", 0.0)
     assert_same(resident, train(compile), rtol=1e-12, atol=1e-12)
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven.config import Evaluation, Task, resolve
-from uneven.data.ledger import prove_exactly_once
+from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.parallel.tensor_parallel import Columns, Plan, Rows
@@ -184,7 +184,7 @@ def test_history_counts_everyones_loss() -> None:
         ([[(0, 0, 2)], [(0, 3, 1)]], "left out"),
         ([[(0, 0, 3)], [(0, 2, 2)]], "trained twice"),
         ([[(0, 0, 3)], []], "positions 3 to 4 were left out"),
-        ([[(0, 0, 3)], [(1, 3, 1)]], "never due"),
+        ([[(0, 0, 3)], [(1, 3, 1)]], "outside the run"),
     ],
 )
 def test_the_proof_can_fail(logs: Sequence[Any], words: str | None) -> None:

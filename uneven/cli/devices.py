@@ -1,6 +1,6 @@
-"""`uneven devices`: what this machine can train on and, with --measure, how fast and what that allows.
+"""`uneven devices`: list the devices of this machine and, with --measure, their speeds and what those allow.
 
-Lists the hardware, or the devices given; measuring trains a small network on all of them side by side.
+Measuring trains a small network on all devices at the same time.
 """
 
 import json
@@ -16,7 +16,7 @@ from uneven.errors import InputError
 if TYPE_CHECKING:
     from uneven.hardware.cores import CorePlan
     from uneven.hardware.device import Device
-    from uneven.hardware.measure import Measured
+    from uneven.hardware.measure import DeviceSpeed
 
 
 def devices(
@@ -52,7 +52,7 @@ def devices(
     if not 0.1 <= seconds <= 600:
         raise InputError(f"--seconds {seconds:g}: allowed is 0.1 to 600; run 'uneven devices --measure'")
     chosen = parse_devices(names) if names is not None else None
-    rows, notes = _describe(chosen)
+    rows, notes = _device_rows(chosen)
     if not measure:
         plan = assign_cores(chosen, available_cores()) if chosen else None
         _print(rows, notes, plan, [], as_json, is_choice=chosen is not None)
@@ -63,20 +63,20 @@ def devices(
 
     refuse_unsupported()
     if chosen is None:
-        # What a run with devices "auto" would take; a list without GPUs needs no torch to know it.
+        # The devices of a run with "auto"; without GPUs that is the cpu, and torch need not be queried.
         chosen = tuple(usable_devices()) if len(rows) > 1 else parse_devices("cpu")
         rows.sort(key=lambda row: row["device"] not in map(str, chosen))
     plan = assign_cores(chosen, available_cores())
-    with _spinner(is_shown=not as_json and sys.stderr.isatty()) as tell:
-        measured = measure_devices(chosen, plan, seconds=seconds, tell=tell)
+    with _spinner(is_shown=not as_json and sys.stderr.isatty()) as on_phase:
+        measured = measure_devices(chosen, plan, seconds=seconds, on_phase=on_phase)
     _print(rows, notes, plan, measured, as_json, is_choice=names is not None)
 
 
-def _describe(chosen: "Sequence[Device] | None") -> tuple[list[dict[str, Any]], list[str]]:
-    """One row per device (of the choice, else of the machine), and what is worth saying about them."""
+def _device_rows(chosen: "Sequence[Device] | None") -> tuple[list[dict[str, Any]], list[str]]:
+    """A table row for each chosen device, or for each device of the machine, and notes about them."""
     from uneven.hardware.device import Device
     from uneven.hardware.gpus import Gpu, read_gpus
-    from uneven.hardware.inventory import Visible, read_visible, why_unusable
+    from uneven.hardware.inventory import VisibleGpus, read_visible, why_unusable
     from uneven.hardware.preflight import check_device
     from uneven.hardware.system import read_system
     from uneven.hardware.torchbuild import read_torch
@@ -84,17 +84,17 @@ def _describe(chosen: "Sequence[Device] | None") -> tuple[list[dict[str, Any]], 
     for device in dict.fromkeys(chosen or ()):
         check_device(device)
     system, report = read_system(), read_gpus()
-    visible, gpus = Visible(), report.gpus
+    visible, gpus = VisibleGpus(), report.gpus
     notes: list[str] = []
     if report.gpus:
-        # Only now is torch worth its seconds: it alone knows which GPU is cuda:0.
+        # Importing torch takes seconds, but only torch knows which GPU is cuda:0.
         build = read_torch()
         visible = read_visible(build, report)
         gpus = visible.gpus or report.gpus
         for gpu in gpus:
-            why = visible.error if not visible.gpus else why_unusable(gpu, build)
-            if why:
-                notes.append(f"cuda:{gpu.index} cannot be used: {why}; run 'uneven diagnose' for the fix")
+            reason = visible.error if not visible.gpus else why_unusable(gpu, build)
+            if reason:
+                notes.append(f"cuda:{gpu.index} cannot be used: {reason}; run 'uneven diagnose' for the fix")
     cores = system.available_cores
     by_index = {gpu.index: gpu for gpu in gpus}
 
@@ -113,7 +113,7 @@ def _describe(chosen: "Sequence[Device] | None") -> tuple[list[dict[str, Any]], 
 
 @contextmanager
 def _spinner(is_shown: bool) -> "Iterator[Callable[[str], None]]":
-    """A line on stderr that says what is happening; nothing when shown to nobody."""
+    """Yield a callback that shows the current phase on stderr; it does nothing unless `is_shown`."""
     if not is_shown:
         yield lambda _: None
         return
@@ -124,7 +124,7 @@ def _spinner(is_shown: bool) -> "Iterator[Callable[[str], None]]":
 
 
 def verdict(speeds: Sequence[float]) -> str:
-    """What these speeds allow, in one plain sentence."""
+    """What these speeds allow, as one sentence."""
     from uneven.hardware import yardstick
 
     return (
@@ -138,7 +138,7 @@ def _print(
     rows: list[dict[str, Any]],
     notes: list[str],
     plan: "CorePlan | None",
-    measured: "list[Measured]",
+    measured: "list[DeviceSpeed]",
     as_json: bool,
     is_choice: bool,
 ) -> None:
@@ -158,31 +158,31 @@ def _print(
     for heading in ("memory", "arch", "cores", *(["samples/s", "range"] if measured else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     cores = _cores_by_row(rows, plan, is_choice)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         memory = f"{row['memory_bytes'] / 2**30:.1f} GiB" if row["memory_bytes"] else "-"
-        cells = [row["device"], row["name"] or "-", memory, row["arch"] or "-", cores[place]]
+        cells = [row["device"], row["name"] or "-", memory, row["arch"] or "-", cores[index]]
         if measured:
-            one = measured[place] if place < len(measured) else None
-            cells += [f"{one.speed:,.0f}", f"{one.slowest:,.0f}-{one.fastest:,.0f}"] if one else ["-", "-"]
+            speed = measured[index] if index < len(measured) else None
+            cells += [f"{speed.speed:,.0f}", f"{speed.slowest:,.0f}-{speed.fastest:,.0f}"] if speed else ["-", "-"]
         table.add_row(*cells)
     console.print(table)
-    for line in _sentences(measured):
+    for line in _summary_lines(measured):
         console.print(line)
     for note in notes:
         console.print(f"Note: {note}")
 
 
 def _cores_by_row(rows: list[dict[str, Any]], plan: "CorePlan | None", is_choice: bool) -> list[str]:
-    """How many cores a device has; of CPU ranks that were chosen, how many each one gets."""
-    shown = [str(row["cores"] or "-") for row in rows]
+    """The number of cores of each device; for chosen CPU devices the number that each rank gets."""
+    counts = [str(row["cores"] or "-") for row in rows]
     if plan is not None and is_choice and plan.pinned:
-        for place, cores in enumerate(plan.cores):
-            if rows[place]["device"].startswith("cpu"):
-                shown[place] = str(len(cores))
-    return shown
+        for index, cores in enumerate(plan.cores):
+            if rows[index]["device"].startswith("cpu"):
+                counts[index] = str(len(cores))
+    return counts
 
 
-def _sentences(measured: "list[Measured]") -> list[str]:
+def _summary_lines(measured: "list[DeviceSpeed]") -> list[str]:
     from uneven.hardware.yardstick import gap
 
     if not measured:
@@ -191,12 +191,12 @@ def _sentences(measured: "list[Measured]") -> list[str]:
     if len(measured) == 1:
         second = f"{first.torch_name},{first.torch_name}@0.4"
         return [
-            "One device: there is nothing to share. To simulate a second one:",
+            "Only one device, so there is nothing to share. To simulate a second device:",
             f"  uneven devices {second} --measure",
         ]
-    speeds = [one.speed for one in measured]
+    speeds = [speed.speed for speed in measured]
     lines = [f"Measured gap (fastest / slowest): {gap(speeds):.2f}", verdict(speeds)]
-    if any(one.device.speed < 1 for one in measured):
+    if any(speed.device.speed < 1 for speed in measured):
         lines.insert(1, "A simulated speed (@) is not exact: the measured gap is the one that counts.")
     return lines
 
@@ -205,21 +205,21 @@ def _to_json(
     rows: list[dict[str, Any]],
     notes: list[str],
     plan: "CorePlan | None",
-    measured: "list[Measured]",
+    measured: "list[DeviceSpeed]",
     is_choice: bool,
 ) -> dict[str, Any]:
     import uneven
     from uneven.hardware import yardstick
 
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if plan is not None and is_choice:
-            row["pinned_to"] = list(plan.cores[place])
-        if place < len(measured):
-            one = measured[place]
-            row |= {"samples_per_s": one.speed, "slowest": one.slowest, "fastest": one.fastest}
+            row["pinned_to"] = list(plan.cores[index])
+        if index < len(measured):
+            speed = measured[index]
+            row |= {"samples_per_s": speed.speed, "slowest": speed.slowest, "fastest": speed.fastest}
     result: dict[str, Any] = {"version": uneven.__version__, "devices": rows, "notes": notes}
     if measured:
-        speeds = [one.speed for one in measured]
+        speeds = [speed.speed for speed in measured]
         result["measured"] = {
             "gap": yardstick.gap(speeds),
             "ddp_bound": yardstick.ddp_bound(speeds),

@@ -1,4 +1,4 @@
-"""`uneven diagnose`: the hardware report, with every problem and the command that fixes it.
+"""`uneven diagnose`: print the hardware report, with every problem and the command that fixes it.
 
 Exit code 0 when all is fine, 3 when there is a problem. No GPU is not a problem.
 """
@@ -13,7 +13,7 @@ from uneven.errors import MachineError
 if TYPE_CHECKING:
     from uneven.hardware.diagnosis import Diagnosis
 
-_SAYS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
+_SUPPORT_COLORS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
 
 
 def diagnose(
@@ -27,40 +27,44 @@ def diagnose(
 
     uneven diagnose --json    the same for a script or a bug report
     """
-    from uneven.hardware.diagnosis import diagnose as look
+    from uneven.hardware.diagnosis import diagnose as run_diagnosis
 
-    found = look()
+    diagnosis = run_diagnosis()
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(diagnosis.to_json(), indent=2))
     else:
-        _print(found)
-    raise typer.Exit(0 if found.is_fine else MachineError.exit_code)
+        _print(diagnosis)
+    raise typer.Exit(0 if diagnosis.is_fine else MachineError.exit_code)
 
 
-def sections(found: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
-    """The report as headings with (label, text) lines; plain text, no markup."""
+def sections(diagnosis: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
+    """The report as (label, text) lines by heading, without markup."""
     return {
-        "System": _system(found),
-        "GPUs and driver": _gpus(found),
-        "torch build": _torch(found),
-        "Compatibility": _compatibility(found),
-        "Precision": [(one.device, f"{one.precision}  {one.name}: {one.why}") for one in found.precision],
+        "System": _system(diagnosis),
+        "GPUs and driver": _gpus(diagnosis),
+        "torch build": _torch(diagnosis),
+        "Compatibility": _compatibility(diagnosis),
+        "Precision": [
+            (choice.device, f"{choice.precision}  {choice.name}: {choice.why}") for choice in diagnosis.precision
+        ],
         "Backends": [
-            ("gloo", "available" if found.torch.gloo else "missing"),
+            ("gloo", "available" if diagnosis.torch.gloo else "missing"),
             (
                 "nccl",
-                f"available {found.torch.nccl_version or ''}".strip() if found.torch.nccl else _no_nccl(found),
+                f"available {diagnosis.torch.nccl_version or ''}".strip()
+                if diagnosis.torch.nccl
+                else _no_nccl(diagnosis),
             ),
         ],
-        "Network": _network(found),
+        "Network": _network(diagnosis),
     }
 
 
-def _compatibility(found: "Diagnosis") -> list[tuple[str, str]]:
+def _compatibility(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     lines = []
-    for one in found.compatibility:
-        name = f"{one.gpu.name} ({one.gpu.sm or 'sm_?'})"
-        lines.append((f"GPU {one.gpu.index}", f"{one.support.value}  {name}: {one.detail}"))
+    for fit in diagnosis.compatibility:
+        name = f"{fit.gpu.name} ({fit.gpu.sm or 'sm_?'})"
+        lines.append((f"GPU {fit.gpu.index}", f"{fit.support.value}  {name}: {fit.detail}"))
     return lines or [("GPUs", "none to check")]
 
 
@@ -72,29 +76,29 @@ def _count(number: int | None, noun: str) -> str:
     return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"
 
 
-def _system(found: "Diagnosis") -> list[tuple[str, str]]:
-    system, cpu, around = found.system, found.system.cpu, found.system.surroundings
-    shape = ", ".join([_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")])
+def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+    system, cpu, surroundings = diagnosis.system, diagnosis.system.cpu, diagnosis.system.surroundings
+    topology = ", ".join([_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")])
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
-    engine = "engine answers" if around.docker_engine else "no engine answers"
+    engine = "engine responds" if surroundings.docker_engine else "no engine responds"
     lines = [
         ("OS", f"{system.os_name or system.platform}, kernel {system.kernel or '?'}"),
-        ("CPU", f"{cpu.model or 'unknown model'} ({cpu.architecture}): {shape}"),
+        ("CPU", f"{cpu.model or 'unknown model'} ({cpu.architecture}): {topology}"),
         ("usable cores", f"{len(system.available_cores)}{quota}"),
         ("bf16 flags", ", ".join(cpu.flags) or "none"),
         ("memory", f"{_gib(system.memory_bytes)}{limited}, {_gib(system.memory_available_bytes)} available"),
         ("Python", system.python),
-        ("container", around.container or "none"),
-        ("Docker", f"{around.docker_client or 'no client'}, {engine}"),
+        ("container", surroundings.container or "none"),
+        ("Docker", f"{surroundings.docker_client or 'no client'}, {engine}"),
     ]
-    if around.wsl is not None:
-        lines.insert(1, ("WSL", str(around.wsl)))
+    if surroundings.wsl is not None:
+        lines.insert(1, ("WSL", str(surroundings.wsl)))
     return lines
 
 
-def _gpus(found: "Diagnosis") -> list[tuple[str, str]]:
-    report = found.gpus
+def _gpus(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+    report = diagnosis.gpus
     if not report.gpus:
         return [("GPUs", f"none ({report.reason})")]
     lines = [
@@ -110,12 +114,12 @@ def _gpus(found: "Diagnosis") -> list[tuple[str, str]]:
         parts += ["MIG on"] if gpu.mig else []
         lines.append((f"GPU {gpu.index}", ", ".join(parts)))
     if report.mps_running:
-        lines.append(("MPS", "the daemon runs"))
+        lines.append(("MPS", "the daemon is running"))
     return lines
 
 
-def _torch(found: "Diagnosis") -> list[tuple[str, str]]:
-    build = found.torch
+def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
+    build = diagnosis.torch
     if not build.installed:
         return [("torch", "not installed")]
     if build.error is not None:
@@ -128,46 +132,46 @@ def _torch(found: "Diagnosis") -> list[tuple[str, str]]:
     ]
 
 
-def _no_nccl(found: "Diagnosis") -> str:
-    return "not in this build" + ("" if found.gpus.gpus else " (needs CUDA GPUs; ranks here use gloo)")
+def _no_nccl(diagnosis: "Diagnosis") -> str:
+    return "not in this build" + ("" if diagnosis.gpus.gpus else " (needs CUDA GPUs; ranks here use gloo)")
 
 
-def _network(found: "Diagnosis") -> list[tuple[str, str]]:
+def _network(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     lines = []
-    for one in found.interfaces:
-        if not one.is_up and not one.v4:
-            continue  # a laptop has a dozen of these; --json lists them all
-        state = "up" if one.is_up else "down"
-        speed = f", {one.speed_mbps} Mbit/s" if one.speed_mbps else ""
-        addresses = ", ".join([*one.v4, *one.v6]) or "no address"
-        lines.append((one.name, f"{state}, {one.kind}{speed}: {addresses}"))
-    chosen = f"{found.likely}: {found.likely_why}" if found.likely else f"none: {found.likely_why}"
+    for interface in diagnosis.interfaces:
+        if not interface.is_up and not interface.v4:
+            continue  # a laptop has a dozen of these; --json lists all
+        state = "up" if interface.is_up else "down"
+        speed = f", {interface.speed_mbps} Mbit/s" if interface.speed_mbps else ""
+        addresses = ", ".join([*interface.v4, *interface.v6]) or "no address"
+        lines.append((interface.name, f"{state}, {interface.kind}{speed}: {addresses}"))
+    chosen = f"{diagnosis.likely}: {diagnosis.likely_why}" if diagnosis.likely else f"none: {diagnosis.likely_why}"
     return [*lines, ("between machines", chosen)]
 
 
-def _print(found: "Diagnosis") -> None:
+def _print(diagnosis: "Diagnosis") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
-    for heading, lines in sections(found).items():
+    for heading, lines in sections(diagnosis).items():
         console.print(Text(heading, style="bold"))
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(width=18, no_wrap=True)
         table.add_column(overflow="fold")
         for label, text in lines:
-            word = text.split(" ", 1)[0]
-            shown = Text(text)
-            if word in _SAYS:
-                shown.stylize(_SAYS[word], 0, len(word))
-            table.add_row(Text(f"  {label}"), shown)
+            first_word = text.split(" ", 1)[0]
+            cell = Text(text)
+            if first_word in _SUPPORT_COLORS:
+                cell.stylize(_SUPPORT_COLORS[first_word], 0, len(first_word))
+            table.add_row(Text(f"  {label}"), cell)
         console.print(table)
-    # Text, not markup: an error may hold brackets. soft_wrap keeps a command on one line, ready to copy.
-    for note in found.notes:
+    # Text, not markup: an error may contain brackets. soft_wrap keeps a command on one line for copying.
+    for note in diagnosis.notes:
         console.print(Text(f"Note: {note}"))
-    for number, problem in enumerate(found.problems, start=1):
+    for number, problem in enumerate(diagnosis.problems, start=1):
         console.print(Text(f"Problem {number}: {problem.what}", style="red"), soft_wrap=True)
         console.print(Text(f"  fix: {problem.fix}"), soft_wrap=True)
-    count = len(found.problems)
+    count = len(diagnosis.problems)
     console.print("All fine." if count == 0 else f"{count} problem{'s' if count > 1 else ''}.", style="bold")

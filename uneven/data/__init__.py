@@ -1,4 +1,4 @@
-"""The data of a run: the known sets (`datasets`), and how their samples reach the ranks.
+"""Data of a run: the data sets that ship or download (`datasets`), and the feed that gives each rank its batches.
 
-Importing this package imports neither torch nor numpy; the modules inside do what they need.
+Importing this package imports neither torch nor numpy; modules import them where they need them.
 """

@@ -1,7 +1,7 @@
-"""Read the canonical files of a set out of whatever carries them: a plain file, gzip, tar, zip.
+"""Read the canonical files of a set from a plain file or a gzip, tar or zip archive.
 
-Members are matched by their base name and read into memory, never extracted to a path an archive chose, and
-never further than the size the set's description allows, so a hostile archive cannot fill disk or memory.
+Members are matched by base name and read into memory up to the described size. Nothing is extracted to a path that
+the archive chooses, so a malicious archive can neither overwrite files nor fill the disk or memory.
 """
 
 import gzip
@@ -15,8 +15,8 @@ from typing import IO, cast
 
 from uneven.data.description import File
 
-# What the stdlib readers raise on truncated or foreign content.
-BROKEN = (
+# Exceptions of the stdlib readers for truncated or invalid content.
+UNREADABLE = (
     EOFError,
     gzip.BadGzipFile,
     tarfile.TarError,
@@ -31,7 +31,7 @@ _ZIP_ENDINGS = (".whl", ".zip")
 
 
 def members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """The regular files in an archive as (full name, stream); a stream is valid until the next is asked."""
+    """The regular files of an archive as (full name, stream); a stream is valid until the next iteration."""
     if path.name.endswith(_ZIP_ENDINGS):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -52,10 +52,10 @@ def members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def unpack_named(path: Path, wanted: Sequence[File]) -> Iterator[tuple[str, bytes]]:
-    """The wanted files that `path` holds under their own name or a known other one, as (name, content)."""
+    """Those of the `wanted` files that `path` holds, under their name or an alias, as (name, content)."""
     by_name = {name: file for file in wanted for name in (file.name, *file.aliases)}
     for name, stream in members(path):
         file = by_name.get(PurePosixPath(name).name)
         if file is not None:
-            # One byte more than right: a longer file then fails its sum instead of passing by its beginning.
+            # One byte more than expected, so that a longer file fails its checksum instead of being cut to size.
             yield file.name, stream.read(file.num_bytes + 1)

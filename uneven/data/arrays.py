@@ -1,8 +1,8 @@
-"""What `load` returns, and how the official files become it.
+"""The arrays that `datasets.load` returns, and how they are built from a set's canonical files.
 
-Every set is defined by its canonical files (idx, CIFAR's binary batches, plain text), so each function here
-takes the (name, content) pairs of those files, in any order, and knows nothing of where they came from.
-Images are uint8 [N, C, H, W], unscaled; labels int64, the type that PyTorch's losses want.
+A set is defined by its canonical files (idx, CIFAR's binary batches, plain text). Each function here takes the
+(name, content) pairs of those files in any order, whatever source they came from. Images are uint8 [N, C, H, W],
+unscaled; labels are int64, as PyTorch's losses expect.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 CIFAR_ROW = 1 + 3 * 32 * 32  # label byte, then 1,024 red, green and blue bytes
-TRAIN_SHARE = 0.9
+TRAIN_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
 class ImageArrays:
-    """A labelled image set: uint8 images [N, C, H, W] and int64 labels [N], both parts in official order."""
+    """A labelled image set: uint8 images [N, C, H, W] and int64 labels [N], both splits in official order."""
 
     train_images: NDArray[np.uint8]
     train_labels: NDArray[np.int64]
@@ -38,11 +38,11 @@ class TextArrays:
 
     @property
     def train_tokens(self) -> NDArray[np.uint8]:
-        return self.tokens[: int(TRAIN_SHARE * len(self.tokens))]
+        return self.tokens[: int(TRAIN_FRACTION * len(self.tokens))]
 
     @property
     def validation_tokens(self) -> NDArray[np.uint8]:
-        return self.tokens[int(TRAIN_SHARE * len(self.tokens)) :]
+        return self.tokens[int(TRAIN_FRACTION * len(self.tokens)) :]
 
 
 Arrays = ImageArrays | TextArrays
@@ -55,7 +55,7 @@ def parse_idx(content: bytes) -> NDArray[np.uint8]:
         raise ValueError("not an idx file of unsigned bytes")
     start = 4 + 4 * content[3]
     shape = tuple(int(n) for n in np.frombuffer(content[4:start], ">u4"))
-    # A copy, because frombuffer's array is read-only and torch.from_numpy warns about those.
+    # Copied, because frombuffer gives a read-only array and torch.from_numpy warns about those.
     array: NDArray[np.uint8] = np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
     return array
 
@@ -68,12 +68,12 @@ def format_idx(array: NDArray[np.uint8]) -> bytes:
 
 def images_from_idx(contents: Contents) -> ImageArrays:
     """MNIST from its four idx files."""
-    parts = {name: parse_idx(content) for name, content in contents}
+    arrays = {name: parse_idx(content) for name, content in contents}
     return ImageArrays(
-        train_images=parts["train-images-idx3-ubyte"][:, None],
-        train_labels=parts["train-labels-idx1-ubyte"].astype(np.int64),
-        test_images=parts["t10k-images-idx3-ubyte"][:, None],
-        test_labels=parts["t10k-labels-idx1-ubyte"].astype(np.int64),
+        train_images=arrays["train-images-idx3-ubyte"][:, None],
+        train_labels=arrays["train-labels-idx1-ubyte"].astype(np.int64),
+        test_images=arrays["t10k-images-idx3-ubyte"][:, None],
+        test_labels=arrays["t10k-labels-idx1-ubyte"].astype(np.int64),
     )
 
 
@@ -83,15 +83,15 @@ def images_from_cifar_batches(contents: Contents) -> ImageArrays:
     train = [rows[name] for name in sorted(rows) if name.startswith("data_batch_")]
     test = rows["test_batch.bin"]
     return ImageArrays(
-        train_images=np.concatenate([part[:, 1:] for part in train]).reshape(-1, 3, 32, 32),
-        train_labels=np.concatenate([part[:, 0] for part in train]).astype(np.int64),
+        train_images=np.concatenate([batch[:, 1:] for batch in train]).reshape(-1, 3, 32, 32),
+        train_labels=np.concatenate([batch[:, 0] for batch in train]).astype(np.int64),
         test_images=test[:, 1:].copy().reshape(-1, 3, 32, 32),
         test_labels=test[:, 0].astype(np.int64),
     )
 
 
 def tokens_from_text(contents: Contents) -> TextArrays:
-    """A character text from its one file, which is ASCII."""
+    """A text and its character tokens from its single ASCII file."""
     [(_, content)] = contents
     codes = np.frombuffer(content, np.uint8)
     used, tokens = np.unique(codes, return_inverse=True)

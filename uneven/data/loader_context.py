@@ -1,8 +1,9 @@
-"""Loader processes for a rank: never forked from it.
+"""The multiprocessing context of a rank's DataLoader: loader processes are never forked from the rank itself.
 
-A rank has threads (the group's, the average's, the watch's), and a fork from among them now and then never comes
-back, because a lock that another thread held stays locked in the child. So loader processes come from a fork server, a
-process of its own with one thread. Unlike the standard one it does not run the user's script again, guarded or not.
+A rank has threads (process group, averaging, heartbeat). A fork while one of them holds a lock leaves that lock held
+forever in the child, and the child hangs. So loader processes come from a fork server, a separate process with a
+single thread. Unlike the standard fork server it never runs the user's script again, even without a `__main__` guard
+(test_loader_processes_of_a_rank_do_not_run_the_script_again).
 """
 
 import multiprocessing
@@ -16,31 +17,32 @@ from types import ModuleType
 from typing import Any
 
 
-class _Process(ForkServerProcess):
+class _LoaderProcess(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802, the name is multiprocessing's
-        with _without_main():
+        with _hidden_main():
             return ForkServerProcess._Popen(process_obj)
 
 
 class LoaderContext(ForkServerContext):
-    """As `multiprocessing.get_context("forkserver")`, for a DataLoader."""
+    """Like `multiprocessing.get_context("forkserver")`, but hides `__main__`; pass it to a DataLoader."""
 
-    Process = _Process
+    Process = _LoaderProcess
 
     def __init__(self) -> None:
         super().__init__()
-        multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # torch is read once, not once a process
+        multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # import torch once, in the server
 
 
 def end_with_parent(worker: int) -> None:
-    """In a loader process, at its start: a thread that ends it when the rank is gone, however that came about.
+    """A DataLoader worker_init_fn: start a thread that ends this loader process when its rank has ended in any way.
 
-    torch's own watch looks at the parent's number, which is the server's here; and the server waits for its processes.
+    torch's own watchdog compares the parent's pid, which is the fork server's here, and the server does not exit before
+    its children (test_loader_processes_end_with_their_rank_even_if_it_is_killed).
     """
     del worker
     rank = multiprocessing.parent_process()
-    if rank is None:  # in the rank itself
+    if rank is None:  # called in the rank itself
         return
 
     def watch() -> None:
@@ -51,8 +53,8 @@ def end_with_parent(worker: int) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """multiprocessing looks up `__main__` to run it again in the child; an empty one leaves nothing to run."""
+def _hidden_main() -> Iterator[None]:
+    """Replace `__main__` by an empty module, because multiprocessing would run its file again in the child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = empty = ModuleType("__main__")
     empty.__spec__ = None

@@ -1,9 +1,9 @@
-"""The set inside the package: `mnist-mini`, real MNIST digits that need no network and no cache.
+"""`mnist-mini`, the data set embedded in the package: real MNIST digits that need no network and no cache.
 
-It holds the first 10,000 training and first 2,000 test images, lossless. Four fifths of MNIST's pixels are
-zero, so the file is xz over: two uint32 counts, the labels, one bit per pixel (is it non-zero?), the values
-of the non-zero pixels. That is 1.6 MB where plain xz needs more and the idx files 9.4 MB.
-`tools/pack_mnist_mini.py` makes it; the sums below are of the decoded pixels and labels.
+It has the first 10,000 training and the first 2,000 test images, lossless. Four fifths of MNIST's pixels are zero, so
+the file is an xz stream of: two uint32 counts, the labels, one bit per pixel (non-zero or not), the values of the
+non-zero pixels. That takes 1.6 MB; the idx files have 9.4 MB. `tools/pack_mnist_mini.py` writes it. The checksums below
+are of the decoded pixels and labels.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ LABELS_SHA256 = "aad31d159fdb3a02e76823c619d2bdf9b36135ff3d99381c9960635303d06ae
 
 
 def pack(images: NDArray[np.uint8], labels: NDArray[np.uint8], num_train: int) -> bytes:
-    """Pack uint8 images [N, 28, 28] and labels [N], training first; the same input gives the same bytes."""
+    """Pack uint8 images [N, 28, 28] and labels [N], training images first; deterministic."""
     counts = np.asarray([num_train, len(images) - num_train], "<u4")
     mask = np.packbits(images.reshape(-1) != 0)
     plain = counts.tobytes() + labels.tobytes() + mask.tobytes() + images[images != 0].tobytes()
@@ -33,7 +33,7 @@ def pack(images: NDArray[np.uint8], labels: NDArray[np.uint8], num_train: int) -
 
 
 def unpack(packed: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
-    """The images, labels and number of training images that `pack` was given."""
+    """(images, labels, number of training images), the inverse of `pack`."""
     plain = np.frombuffer(lzma.decompress(packed, format=lzma.FORMAT_XZ), np.uint8)
     num_train, num_test = (int(n) for n in plain[:8].view("<u4"))
     count = num_train + num_test
@@ -46,16 +46,16 @@ def unpack(packed: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int]:
 
 
 def load_mini() -> ImageArrays:
-    """Decode the embedded set and check its sums; MachineError when the installation is damaged."""
+    """Decode the embedded set and verify its checksums; MachineError if the installation is damaged."""
     try:
         packed = files("uneven.data").joinpath("embedded").joinpath(FILE_NAME).read_bytes()
         images, labels, num_train = unpack(packed)
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-        raise _damaged(str(error)) from error
+        raise _damaged_installation(str(error)) from error
     if hashlib.sha256(images.tobytes()).hexdigest() != IMAGES_SHA256:
-        raise _damaged("wrong sum of the images")
+        raise _damaged_installation("wrong checksum of the images")
     if hashlib.sha256(labels.tobytes()).hexdigest() != LABELS_SHA256:
-        raise _damaged("wrong sum of the labels")
+        raise _damaged_installation("wrong checksum of the labels")
     return ImageArrays(
         train_images=images[:num_train, None],
         train_labels=labels[:num_train].astype(np.int64),
@@ -64,7 +64,7 @@ def load_mini() -> ImageArrays:
     )
 
 
-def _damaged(reason: str) -> MachineError:
+def _damaged_installation(reason: str) -> MachineError:
     return MachineError(
         f"the embedded set mnist-mini cannot be read ({reason}); "
         "install uneven again: python -m pip install --force-reinstall --no-deps uneven"

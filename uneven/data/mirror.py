@@ -1,8 +1,8 @@
-"""Download a file over HTTP(S) into a `.part` file, resuming where the last attempt stopped.
+"""Download a URL over HTTP(S) into a `.part` file, resuming where the last attempt stopped. Called by fetch.py.
 
-A closed network must fail fast, so opening a connection has a limit as a whole: names that never resolve and
-hosts with many silent addresses included. Proxy variables are honoured, since urllib honours them. What comes
-back is only as long as the server promised, never right by that: the caller checks sums.
+A blocked network must fail fast, so connecting has one time limit that includes name resolution and all addresses of
+the host. urllib honours the proxy variables. Only the length of a download is checked here; the caller verifies the
+checksum.
 """
 
 import re
@@ -13,8 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from uneven.data.description import SourceError
-from uneven.data.progress import Event, Progress
+from uneven.data.description import Event, Progress, SourceError
 
 CONNECT_S = 8.0
 TRIES = 5
@@ -22,15 +21,15 @@ _CHUNK = 1 << 18
 
 
 def part_path(url: str, work: Path) -> Path:
-    """Where a download grows. The host is in the name: two mirrors may pack the same file differently."""
+    """The partial file of a download. Its name contains the host: mirrors may compress the same file differently."""
     parts = urlsplit(url)
     return work / f"{re.sub('[^A-Za-z0-9.]', '_', parts.netloc)}-{Path(parts.path).name}.part"
 
 
 def download(url: str, work: Path, progress: Progress, connect_s: float = CONNECT_S) -> Path:
-    """Fetch `url` and return the finished `.part` file; SourceError when it cannot be had whole.
+    """Download `url` and return the complete `.part` file; SourceError if it cannot be completed.
 
-    An OSError is a failure to write the file here, not one of the network.
+    An OSError is a failure to write the file, never of the network.
     """
     part = part_path(url, work)
     reason = ""
@@ -38,14 +37,14 @@ def download(url: str, work: Path, progress: Progress, connect_s: float = CONNEC
         have = part.stat().st_size if part.exists() else 0
         try:
             response = _open(url, have, connect_s)
-        except _UnsatisfiableError as error:
+        except _RangeError as error:
             if error.total == have:
-                return part  # it was complete: the last run ended between download and unpacking
+                return part  # already complete: the last run ended between download and unpacking
             part.unlink()
             continue
         except SourceError:
             if reason:
-                break  # report what ended the transfer, not that a retry found nobody
+                break  # report what interrupted the transfer, not why the retry failed
             raise
         with response:
             reason = _transfer(response, part, have, progress)
@@ -54,14 +53,16 @@ def download(url: str, work: Path, progress: Progress, connect_s: float = CONNEC
     raise SourceError(f"{reason or 'the server refused every range'}, and could not be resumed")
 
 
-class _UnsatisfiableError(Exception):
+class _RangeError(Exception):
+    """HTTP 416: the server has no byte at the requested offset; `total` is the size it reports, or -1."""
+
     def __init__(self, total: int) -> None:
         self.total = total
 
 
 def _open(url: str, have: int, connect_s: float) -> HTTPResponse:
-    # In a thread, because neither name resolution nor a walk through many addresses obeys a socket timeout.
-    # A daemon, so that one that hangs never holds up the end of the program.
+    # In a thread, because a socket timeout bounds neither name resolution nor trying many addresses in turn.
+    # A daemon thread, so that a hanging one does not delay the exit of the program.
     request = Request(url, headers={"User-Agent": "uneven", **({"Range": f"bytes={have}-"} if have else {})})
     outcome: list[HTTPResponse | Exception] = []
     given_up = threading.Event()
@@ -86,7 +87,7 @@ def _open(url: str, have: int, connect_s: float) -> HTTPResponse:
     if isinstance(result, HTTPError):
         if result.code == 416 and have:
             total = (result.headers.get("Content-Range") or "").rpartition("/")[2]
-            raise _UnsatisfiableError(int(total) if total.isdigit() else -1)
+            raise _RangeError(int(total) if total.isdigit() else -1)
         raise SourceError(f"HTTP {result.code} {result.reason}")
     if isinstance(result, URLError):
         cause = result.reason
@@ -97,12 +98,12 @@ def _open(url: str, have: int, connect_s: float) -> HTTPResponse:
 
 
 def _transfer(response: HTTPResponse, part: Path, have: int, progress: Progress) -> str:
-    """Append the response's body; the reason when it ended short of its promised length, else ""."""
+    """Append the body to the partial file; the reason if it ended before its announced length, else ""."""
     resumed = re.match(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range") or "")
     if response.status == 206 and not resumed:
         part.unlink(missing_ok=True)
-        return "the server sent another range than asked"
-    done = have if resumed else 0  # a server that knows no ranges sends the whole again
+        return "the server sent a different range than requested"
+    done = have if resumed else 0  # a server without range support sends the whole file again
     length = response.headers.get("Content-Length")
     total = int(resumed[1]) if resumed else int(length) if length else None
     text = part.name.removesuffix(".part").partition("-")[2]

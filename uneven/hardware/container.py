@@ -1,6 +1,7 @@
-"""Where this system lives: bare, under WSL, in a container, and whether it can start containers itself.
+"""Detect WSL, the kind of container this process runs in, and a usable Docker engine. Used by system.py.
 
-Every sign is a file or a variable that the container's maker puts there; nothing is asked that could hang.
+The signs are files and variables that the container runtime creates. The only request is a ping of the Docker socket,
+with a timeout.
 """
 
 import os
@@ -16,7 +17,7 @@ from uneven.hardware.cgroup import read_text
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What lies around this system; `wsl` is 1 or 2, `container` a name such as docker."""
+    """Virtualization around this process; `wsl` is 1 or 2, `container` a name such as docker."""
 
     wsl: int | None
     container: str | None
@@ -29,13 +30,13 @@ def read_wsl(root: Path = Path("/")) -> int | None:
     release = read_text(root / "proc/sys/kernel/osrelease") or read_text(root / "proc/version") or ""
     if "microsoft" not in release.lower():
         return None
-    # WSL 1 translates calls and says 4.4.0-19041-Microsoft; WSL 2 is a real kernel of version 4.19 or above.
+    # WSL 1 emulates system calls and reports 4.4.0-19041-Microsoft; WSL 2 is a real kernel of 4.19 or newer.
     return 2 if "WSL2" in release or "microsoft-standard" in release else 1
 
 
 def read_container(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> str | None:
     """The kind of container this process runs in, or None."""
-    # gVisor first: it runs under docker or kubernetes, and its made-up kernel is what matters to a user.
+    # gVisor first: it runs under docker or kubernetes, and its emulated kernel matters most to a user.
     if "gvisor" in (read_text(root / "proc/version") or "").lower():
         return "gVisor"
     if environ.get("KUBERNETES_SERVICE_HOST") or (root / "var/run/secrets/kubernetes.io").exists():
@@ -62,7 +63,7 @@ def read_container(root: Path = Path("/"), environ: Mapping[str, str] = os.envir
 
 
 def _first_variable(path: Path, name: str) -> str | None:
-    # Readable for root only; others get None and the next sign decides.
+    # Readable by root only; for other users this sign is absent.
     for entry in (read_text(path) or "").split("\0"):
         if entry.startswith(f"{name}="):
             return entry.partition("=")[2] or None

@@ -1,7 +1,8 @@
-"""Which cores a rank may use, so that ranks that train side by side do not take each other's.
+"""Assign cores to the ranks of one machine, so that ranks that train at the same time do not compete for cores.
 
-Invariant: in a pinned plan the core sets are disjoint, none is empty, and no two CPU ranks differ by more
-than one core. Speeds measured without that mean nothing, and the plan says so.
+Used by the launcher and the benchmarks. Invariant: in a pinned plan the core sets are disjoint and not empty, and no
+two CPU ranks differ by more than one core. A plan that cannot be pinned has a note, because speeds are then not
+comparable.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from uneven.hardware.device import Device
 
 @dataclass(frozen=True)
 class CorePlan:
-    """One core set and one thread count per rank, in rank order; the sets are empty when not pinned."""
+    """A core set and a thread count per rank, in rank order; the sets are empty if the plan is not pinned."""
 
     cores: tuple[tuple[int, ...], ...]
     threads: tuple[int, ...]
@@ -33,7 +34,7 @@ def _affinity() -> list[int]:
 
 
 def _siblings(core: int, root: Path) -> tuple[int, ...]:
-    """The hardware threads of this core's physical core; itself alone where unknown."""
+    """The hardware threads that share a physical core with `core`; only `core` itself if unknown."""
     text = read_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or ""
     siblings: set[int] = set()
     for span in text.strip().split(","):
@@ -44,60 +45,60 @@ def _siblings(core: int, root: Path) -> tuple[int, ...]:
 
 
 def available_cores(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The cores this process may use, hardware threads of one physical core next to each other.
+    """The cores this process may use, with hardware threads of one physical core next to each other; never empty.
 
-    A cgroup quota limits how many: a quota of 2 on 64 cores gives two cores, on different physical cores
-    where there are enough. Never empty.
+    A cgroup quota limits their number: a quota of 2 on 64 cores gives two cores, on different physical cores if there
+    are enough.
     """
     allowed = sorted(affinity) if affinity is not None else _affinity()
     siblings = {core: _siblings(core, root) for core in allowed}
     quota = cpu_limit(root)
     if quota is not None and quota < len(allowed):
-        # One thread of each physical core first: two threads of one core are not two cores.
+        # Prefer one thread of each physical core: two threads of one core are not as fast as two cores.
         allowed.sort(key=lambda core: (siblings[core].index(core), core))
         allowed = allowed[: max(1, int(quota))]
-    # Neighbours are siblings: many machines number all first threads, then all second ones, and a cut
-    # through the plain order would put two ranks onto the same physical cores.
+    # Siblings are adjacent: many machines number all first threads before all second threads, and splitting that
+    # order would put two ranks on the same physical cores.
     return tuple(sorted(allowed, key=lambda core: (siblings[core], core)))
 
 
-def _cut(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
+def _split_evenly(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
     bounds = [len(cores) * part // num_parts for part in range(num_parts + 1)]
     return [tuple(cores[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
 def assign_cores(devices: Sequence[Device], cores: Sequence[int]) -> CorePlan:
-    """Disjoint cores for every rank: one for each CUDA rank, the rest cut evenly among the CPU ranks.
+    """Disjoint cores for every rank: one for each CUDA rank, the rest split evenly among the CPU ranks.
 
-    Without CPU ranks the CUDA ranks share all cores out, since nobody else needs them.
+    Without CPU ranks all cores are split evenly among the CUDA ranks.
     """
     num_ranks, num_cores = len(devices), len(cores)
     if num_ranks > num_cores:
         note = (
             f"{num_ranks} ranks on {num_cores} core{'s' if num_cores != 1 else ''}: nothing is pinned, "
-            "the ranks take each other's time, and their speeds mean nothing"
+            "the ranks compete for cores, and their speeds mean nothing"
         )
         return CorePlan(((),) * num_ranks, (1,) * num_ranks, pinned=False, note=note)
     num_cpu = sum(device.kind == "cpu" for device in devices)
     if num_cpu in (0, num_ranks):
-        sets = _cut(cores, num_ranks) if num_ranks else []
+        sets = _split_evenly(cores, num_ranks) if num_ranks else []
     else:
-        # The CUDA ranks' cores come from the end: the first CPU rank then starts at a whole physical core.
+        # CUDA ranks take cores from the end, so that the first CPU rank starts at a whole physical core.
         num_cuda = num_ranks - num_cpu
-        for_cpu = iter(_cut(cores[: num_cores - num_cuda], num_cpu))
-        for_cuda = iter(_cut(cores[num_cores - num_cuda :], num_cuda))
+        for_cpu = iter(_split_evenly(cores[: num_cores - num_cuda], num_cpu))
+        for_cuda = iter(_split_evenly(cores[num_cores - num_cuda :], num_cuda))
         sets = [next(for_cpu if device.kind == "cpu" else for_cuda) for device in devices]
-    return CorePlan(tuple(sets), tuple(len(part) for part in sets), pinned=True)
+    return CorePlan(tuple(sets), tuple(len(core_set) for core_set in sets), pinned=True)
 
 
 def pin(cores: Iterable[int]) -> bool:
-    """Keep this process, with all threads it has now or later, on these cores; False where the OS cannot."""
+    """Pin this process, with all its present and future threads, to these cores; False if the OS cannot."""
     wanted = set(cores)
     if not wanted or not hasattr(os, "sched_setaffinity"):
         return False
     try:
         os.sched_setaffinity(0, wanted)
-        # The call above moves one thread; new threads inherit it, but a pool that already runs does not.
+        # The call above pins one thread. New threads inherit it, but running ones (a thread pool) do not.
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), wanted)

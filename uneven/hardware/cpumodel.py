@@ -1,6 +1,6 @@
-"""The CPU's name, shape and the flags that decide its precision, read from /proc/cpuinfo and /sys.
+"""The CPU's model name, topology and bf16 flags, from /proc/cpuinfo and /sys.
 
-ARM kernels give numbers in place of a name; the common ones are decoded here, lscpu knows the rest.
+ARM kernels report numbers instead of a name. Common ones are decoded here; lscpu decodes others.
 """
 
 import platform
@@ -47,7 +47,7 @@ PRECISION_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor; counts are of the whole machine, not of what a container may use."""
+    """The processor. Counts are of the whole machine, not limited to a container."""
 
     model: str | None
     architecture: str
@@ -82,47 +82,47 @@ def _arm_model(fields: dict[str, str]) -> str | None:
         return None
     name = _ARM_PARTS.get((maker, part))
     if name is None and maker == 0x61:
-        return "Apple"  # one number per core type and generation: the maker is what can be said
+        return "Apple"  # one number per core type and generation, so only the maker is reported
     return name
 
 
 def _model(fields: dict[str, str], root: Path) -> str | None:
     for name in ("model name", "Model", "cpu model", "Hardware"):
-        # On some ARM kernels 'model name' is there, but on x86 'model' alone is a number.
+        # On x86 the field 'model' is a number.
         if fields.get(name) and not fields[name].isdigit():
             return fields[name]
-    found = _arm_model(fields) or (_lscpu_model() if root == Path("/") else None)
-    if found is None and "CPU implementer" in fields:
+    model = _arm_model(fields) or (_lscpu_model() if root == Path("/") else None)
+    if model is None and "CPU implementer" in fields:
         maker = int(fields["CPU implementer"], 16) if fields["CPU implementer"].startswith("0x") else -1
-        found = f"{_ARM_MAKERS.get(maker, 'ARM')} part {fields.get('CPU part', 'unknown')}"
-    if found is None and root == Path("/") and platform.system() != "Linux":
-        found = platform.processor() or None
-    return found
+        model = f"{_ARM_MAKERS.get(maker, 'ARM')} part {fields.get('CPU part', 'unknown')}"
+    if model is None and root == Path("/") and platform.system() != "Linux":
+        model = platform.processor() or None
+    return model
 
 
-def _shape(cpuinfo: str, root: Path) -> tuple[int | None, int | None, int | None]:
+def _topology(cpuinfo: str, root: Path) -> tuple[int | None, int | None, int | None]:
     """(sockets, physical cores, hardware threads)."""
     threads = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or None
-    places: set[tuple[int, int]] = set()
+    physical: set[tuple[int, int]] = set()  # (socket, core)
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         socket = read_int(folder / "topology/physical_package_id")
         core = read_int(folder / "topology/core_id")
         if socket is not None and core is not None:
-            places.add((socket, core))
-    if not places:
+            physical.add((socket, core))
+    if not physical:
         pairs = re.findall(r"^physical id\s*: (\d+)$.*?^core id\s*: (\d+)$", cpuinfo, re.MULTILINE | re.DOTALL)
-        places = {(int(socket), int(core)) for socket, core in pairs}
-    if not places:
+        physical = {(int(socket), int(core)) for socket, core in pairs}
+    if not physical:
         return None, None, threads
-    return len({socket for socket, _ in places}), len(places), threads
+    return len({socket for socket, _ in physical}), len(physical), threads
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
-    """The CPU of this machine; None where unknown."""
+    """The CPU of this machine; unknown fields are None."""
     cpuinfo = read_text(root / "proc/cpuinfo") or ""
     fields = _fields(cpuinfo)
     flags = set(fields.get("flags", fields.get("Features", "")).split())
-    sockets, cores, threads = _shape(cpuinfo, root)
+    sockets, cores, threads = _topology(cpuinfo, root)
     return Cpu(
         model=_model(fields, root),
         architecture=platform.machine() or "unknown",

@@ -1,8 +1,8 @@
 """The device string, with which a user names the device of a rank.
 
-`cpu`, `cuda`, `cuda:1`; `@0.4` makes a rank slower by sleeping, `%60` takes an MPS slice of a CUDA GPU.
-Parsing looks at the text alone, never at the machine (that is preflight.check_device), so that a config
-written elsewhere can be read here. Invariant: parse_device(str(device)) == device.
+`cpu`, `cuda`, `cuda:1`; `@0.4` slows a rank down by sleeping, `%60` is a slice of a CUDA GPU by MPS. Parsing does not
+query the machine (preflight.check_device does), so that a configuration for another machine can be read here.
+Invariant: parse_device(str(device)) == device.
 """
 
 import re
@@ -14,14 +14,14 @@ from uneven.errors import InputError
 
 DeviceKind = Literal["cpu", "cuda"]
 ALLOWED = "cpu, cuda or cuda:N, with @SPEED (0 < SPEED <= 1) or, on cuda, %PERCENT (1 to 100)"
-NEXT = "run 'uneven devices' to see what this machine has"
+_HINT = "run 'uneven devices' to see what this machine has"
 
 _SHAPE = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<index>[0-9]{1,4}))?(?:(?P<mark>[@%])(?P<number>.*))?")
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+(?:e-?[0-9]+)?|[0-9]+\.")
 
 
 def _fault(kind: str, index: int | None, speed: float, percent: int | None) -> str | None:
-    """What is wrong and what would be allowed, or None."""
+    """Why these values are not a device and what is allowed; None if they are valid."""
     if kind not in ("cpu", "cuda"):
         return f"allowed is {ALLOWED}"
     if kind == "cpu" and index is not None:
@@ -41,9 +41,9 @@ def _fault(kind: str, index: int | None, speed: float, percent: int | None) -> s
 
 @dataclass(frozen=True)
 class Device:
-    """Where one rank trains: a kind, a CUDA index, and at most one of a simulated speed and a slice.
+    """The device of one rank: a kind, a CUDA index, and at most one of a simulated speed and a slice.
 
-    Invariant: a Device is always valid; parsed or made by hand, it passes the same checks.
+    Invariant: a Device is valid, whether it was parsed or constructed.
     """
 
     kind: DeviceKind
@@ -54,26 +54,26 @@ class Device:
     def __post_init__(self) -> None:
         fault = _fault(self.kind, self.index, self.speed, self.percent)
         if fault is not None:
-            raise InputError(f"device {str(self)!r}: {fault}; {NEXT}")
+            raise InputError(f"device {str(self)!r}: {fault}; {_HINT}")
 
     @property
     def torch_name(self) -> str:
-        """The name torch knows it by: 'cpu' or 'cuda:1'."""
+        """The name for torch.device: 'cpu' or 'cuda:1'."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
     def __str__(self) -> str:
-        # repr of a float is the shortest text that reads back to the same float.
+        # repr of a float is the shortest text that parses to the same float.
         speed = f"@{self.speed!r}" if self.speed != 1.0 else ""
         percent = f"%{self.percent}" if self.percent is not None else ""
         return f"{self.torch_name}{speed}{percent}"
 
 
 def parse_device(text: str) -> Device:
-    """One device string to a Device; InputError names the text, what is allowed and the next command."""
+    """Parse one device string; InputError names the text, what is allowed and a command that helps."""
     text = text.strip()
     match = _SHAPE.fullmatch(text)
     if match is None:
-        raise InputError(f"device {text!r}: allowed is {ALLOWED}; {NEXT}")
+        raise InputError(f"device {text!r}: allowed is {ALLOWED}; {_HINT}")
     kind: DeviceKind = "cuda" if match["kind"] == "cuda" else "cpu"
     number = match["number"] or ""
     index = int(match["index"]) if match["index"] else (0 if kind == "cuda" else None)
@@ -84,30 +84,30 @@ def parse_device(text: str) -> Device:
         percent = int(number)
     elif "@" in text and "%" in text:
         raise InputError(
-            f"device {text!r}: a speed (@) and a slice (%) cannot be combined; allowed is one of them; {NEXT}"
+            f"device {text!r}: a speed (@) and a slice (%) cannot be combined; allowed is one of them; {_HINT}"
         )
     elif match["mark"]:
-        raise InputError(f"device {text!r}: allowed is {ALLOWED}; {NEXT}")
+        raise InputError(f"device {text!r}: allowed is {ALLOWED}; {_HINT}")
     fault = _fault(kind, index, speed, percent)
     if fault is not None:
-        raise InputError(f"device {text!r}: {fault}; {NEXT}")
+        raise InputError(f"device {text!r}: {fault}; {_HINT}")
     return Device(kind, index, speed, percent)
 
 
 def needs_ranks(devices: Sequence[Device]) -> bool:
     """Whether rank processes are started for these devices.
 
-    One device trains in the caller's own process, unless it is a slice: its variables must be set before CUDA is
-    initialised, and in the caller's process it may be already.
+    One device trains in the caller's process, unless it is a slice: the MPS variables must be set before CUDA is
+    initialised, which may already have happened in the caller's process.
     """
     return len(devices) > 1 or devices[0].percent is not None
 
 
 def parse_devices(devices: str | Sequence[str | Device]) -> tuple[Device, ...]:
-    """'cuda:0,cpu@0.4' or a sequence of such strings to Devices, one per rank, in rank order."""
+    """Parse 'cuda:0,cpu@0.4' or a sequence of such strings into Devices, one per rank, in rank order."""
     parts: Sequence[str | Device] = devices.split(",") if isinstance(devices, str) else devices
     if not parts:
-        raise InputError(f"devices {devices!r}: allowed is one or more, as in cpu,cpu@0.4; {NEXT}")
+        raise InputError(f"devices {devices!r}: allowed is one or more, as in cpu,cpu@0.4; {_HINT}")
     if any(isinstance(part, str) and not part.strip() for part in parts):
-        raise InputError(f"devices {devices!r}: one of them is empty; allowed is {ALLOWED}; {NEXT}")
+        raise InputError(f"devices {devices!r}: one of them is empty; allowed is {ALLOWED}; {_HINT}")
     return tuple(part if isinstance(part, Device) else parse_device(part) for part in parts)

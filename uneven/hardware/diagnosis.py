@@ -1,7 +1,7 @@
-"""The whole report of `uneven diagnose`: what this machine is, what fits, what does not, and what to type.
+"""The report of `uneven diagnose`: what this machine is, what is compatible, and how to fix what is not.
 
-diagnose() gathers the parts (each can be given, for tests) and judges them; it never raises. A problem stops
-or breaks training and has a command that fixes it; a note is worth knowing and is no fault.
+diagnose() reads all parts (tests pass them in) and judges them; it never raises. A problem stops or breaks training and
+names a command that fixes it; a note is information only.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import uneven
+from uneven.config import Precision
 from uneven.hardware import preflight
+from uneven.hardware.choices import choose_precision
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
-from uneven.hardware.inventory import Visible, read_visible
+from uneven.hardware.inventory import VisibleGpus, read_visible
 from uneven.hardware.network import Interface, default_route, likely_interface, read_interfaces
-from uneven.hardware.precision import choose_precision
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
 from uneven.hardware.wheels import how_to_cover, oldest_driver
@@ -24,7 +25,7 @@ _REINSTALL = "pip install --force-reinstall 'torch>=2.8'"
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and the command or act that fixes it."""
+    """A fault, and the command or action that fixes it."""
 
     what: str
     fix: str
@@ -32,7 +33,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Compatibility:
-    """Whether torch's compiled code runs on one GPU (the driver's index)."""
+    """Whether torch's compiled code runs on a GPU, which has the driver's index here."""
 
     gpu: Gpu
     support: Support
@@ -40,24 +41,24 @@ class Compatibility:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """The default number format of one device, and why."""
+class DevicePrecision:
+    """The default number format of a device, and the reason."""
 
     device: str
     name: str
-    precision: str
+    precision: Precision
     why: str
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All parts and the verdict; fine when there are no problems."""
+    """The complete report; the machine is fine if there are no problems."""
 
     system: System
     gpus: GpuReport
     torch: TorchBuild
     compatibility: tuple[Compatibility, ...]
-    precision: tuple[Precision, ...]
+    precision: tuple[DevicePrecision, ...]
     interfaces: tuple[Interface, ...]
     likely: str | None
     likely_why: str
@@ -76,28 +77,28 @@ class Diagnosis:
             "gpus": asdict(self.gpus),
             "torch": asdict(self.torch),
             "compatibility": [
-                {"gpu": one.gpu.index, "sm": one.gpu.sm, "support": one.support.value, "detail": one.detail}
-                for one in self.compatibility
+                {"gpu": fit.gpu.index, "sm": fit.gpu.sm, "support": fit.support.value, "detail": fit.detail}
+                for fit in self.compatibility
             ],
-            "precision": [asdict(one) for one in self.precision],
+            "precision": [asdict(choice) for choice in self.precision],
             "backends": {
                 "gloo": self.torch.gloo,
                 "nccl": self.torch.nccl,
                 "nccl_version": self.torch.nccl_version,
             },
             "network": {
-                "interfaces": [asdict(one) for one in self.interfaces],
+                "interfaces": [asdict(interface) for interface in self.interfaces],
                 "likely": self.likely,
                 "why": self.likely_why,
             },
-            "problems": [asdict(one) for one in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
             "notes": list(self.notes),
         }
 
 
 def _compatibility(gpu: Gpu, build: TorchBuild) -> Compatibility:
     if not build.installed or build.error is not None:
-        return Compatibility(gpu, Support.MISSING, "there is no torch that imports")
+        return Compatibility(gpu, Support.MISSING, "torch is missing or cannot be imported")
     if build.is_cpu_build:
         return Compatibility(gpu, Support.MISSING, f"torch {build.version} is a CPU build")
     if gpu.sm is None:
@@ -105,7 +106,7 @@ def _compatibility(gpu: Gpu, build: TorchBuild) -> Compatibility:
     support = arch_support(gpu.sm, build.archs)
     details = {
         Support.OK: f"torch has code that runs on {gpu.sm}",
-        Support.JIT: "the driver compiles torch's PTX at the first use: a slow start, then fine",
+        Support.JIT: "the driver compiles torch's PTX at first use: slow start, then full speed",
         Support.MISSING: f"torch has no code for {gpu.sm} (it has {' '.join(build.archs) or 'none'})",
     }
     return Compatibility(gpu, support, details[support])
@@ -115,7 +116,7 @@ def _system_problems(system: System) -> list[Problem]:
     if system.is_linux:
         return []
     fix = "use Linux or WSL 2, or set UNEVEN_UNTESTED=1 to try anyway"
-    return [Problem(f"this is {system.os_name or system.platform}; tested is {preflight.TESTED}", fix)]
+    return [Problem(f"this is {system.os_name or system.platform}; tested: {preflight.TESTED}", fix)]
 
 
 def _torch_problems(build: TorchBuild) -> list[Problem]:
@@ -126,14 +127,16 @@ def _torch_problems(build: TorchBuild) -> list[Problem]:
     problems = []
     version = release(build.version)
     if version is not None and version < preflight.OLDEST_TORCH:
-        problems.append(Problem(f"torch {build.version} is too old; tested is {preflight.TESTED}", preflight.INSTALL))
+        problems.append(Problem(f"torch {build.version} is too old; tested: {preflight.TESTED}", preflight.INSTALL))
     if not build.gloo:
         fix = f"{_REINSTALL}  (prebuilt torch has Gloo; a source build needs USE_GLOO=1)"
-        problems.append(Problem(f"torch {build.version} has no Gloo, which carries the averages between ranks", fix))
+        problems.append(Problem(f"torch {build.version} has no Gloo, which ranks need to communicate", fix))
     return problems
 
 
-def _gpu_problems(report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], seen: Visible) -> list[Problem]:
+def _gpu_problems(
+    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus
+) -> list[Problem]:
     if not report.gpus or not build.installed or build.error is not None:
         return []
     sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
@@ -141,18 +144,18 @@ def _gpu_problems(report: GpuReport, build: TorchBuild, fits: Sequence[Compatibi
     names = ", ".join(gpu.name for gpu in report.gpus)
     if build.is_cpu_build:
         return [Problem(f"this machine has {names}, but torch {build.version} is a CPU build", cover)]
-    missing = [one for one in fits if one.support is Support.MISSING and one.gpu.sm is not None]
-    problems = [Problem(f"GPU {one.gpu.index} ({one.gpu.name}): {one.detail}", cover) for one in missing]
-    wanted, offered = release(build.cuda), release(report.driver_cuda)
-    if seen.gpus or seen.error is None:
-        return problems  # torch reaches a GPU, so the driver will do, whatever its number says
-    if wanted is not None and offered is not None and offered[0] < wanted[0]:
+    missing = [fit for fit in fits if fit.support is Support.MISSING and fit.gpu.sm is not None]
+    problems = [Problem(f"GPU {fit.gpu.index} ({fit.gpu.name}): {fit.detail}", cover) for fit in missing]
+    required, offered = release(build.cuda), release(report.driver_cuda)
+    if visible.gpus or visible.error is None:
+        return problems  # torch can use a GPU, so the driver is sufficient whatever its version
+    if required is not None and offered is not None and offered[0] < required[0]:
         what = f"driver {report.driver} is for CUDA {report.driver_cuda}, too old for torch's CUDA {build.cuda}"
         fix = f"update the NVIDIA driver to {oldest_driver(build.cuda) or 'a newer one'} or newer, or: {cover}"
         problems.append(Problem(what, fix))
     else:
-        fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi  (shows whether the driver answers)"
-        problems.append(Problem(f"this machine has {names}, but torch cannot reach it: {seen.error}", fix))
+        fix = "unset CUDA_VISIBLE_DEVICES; nvidia-smi  (shows whether the driver responds)"
+        problems.append(Problem(f"this machine has {names}, but torch cannot use it: {visible.error}", fix))
     return problems
 
 
@@ -160,9 +163,9 @@ def _notes(system: System, report: GpuReport, build: TorchBuild, fits: Sequence[
     notes = []
     if not report.gpus:
         notes.append(f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)")
-    wanted, offered = release(build.cuda), release(report.driver_cuda)
-    if wanted and offered and offered[0] == wanted[0] and offered < wanted:
-        tail = ", and PTX cannot be compiled" if any(one.support is Support.JIT for one in fits) else ""
+    required, offered = release(build.cuda), release(report.driver_cuda)
+    if required and offered and offered[0] == required[0] and offered < required:
+        tail = ", and PTX cannot be compiled" if any(fit.support is Support.JIT for fit in fits) else ""
         notes.append(f"the driver's CUDA {report.driver_cuda} is older than torch's {build.cuda}: it works{tail}")
     if any(gpu.mig for gpu in report.gpus):
         notes.append("MIG is on: CUDA shows one MIG slice per process, so name it in CUDA_VISIBLE_DEVICES")
@@ -179,27 +182,27 @@ def diagnose(
     system: System | None = None,
     gpus: GpuReport | None = None,
     torch: TorchBuild | None = None,
-    visible: Visible | None = None,
+    visible: VisibleGpus | None = None,
     interfaces: Sequence[Interface] | None = None,
     route: str | None = None,
 ) -> Diagnosis:
-    """Look at this machine (or at the parts given) and judge it."""
+    """Report on this machine; parts that are passed in are not read from it."""
     system = system or read_system()
     report = gpus or read_gpus()
     build = torch or read_torch()
-    seen = visible if visible is not None else read_visible(build, report)
-    found = tuple(interfaces) if interfaces is not None else read_interfaces()
-    likely, why = likely_interface(found, route or default_route())
+    visible = visible if visible is not None else read_visible(build, report)
+    found_interfaces = tuple(interfaces) if interfaces is not None else read_interfaces()
+    likely, why = likely_interface(found_interfaces, route or default_route())
     fits = tuple(_compatibility(gpu, build) for gpu in report.gpus)
 
-    precision = [Precision("cpu", system.cpu.model or "cpu", *choose_precision(Device("cpu"), system, None))]
-    for gpu in seen.gpus or report.gpus:
+    precision = [DevicePrecision("cpu", system.cpu.model or "cpu", *choose_precision(Device("cpu"), system, None))]
+    for gpu in visible.gpus or report.gpus:
         device = Device("cuda", gpu.index)
-        precision.append(Precision(str(device), gpu.name, *choose_precision(device, system, gpu)))
+        precision.append(DevicePrecision(str(device), gpu.name, *choose_precision(device, system, gpu)))
     problems = [
         *_system_problems(system),
         *_torch_problems(build),
-        *_gpu_problems(report, build, fits, seen),
+        *_gpu_problems(report, build, fits, visible),
     ]
     return Diagnosis(
         system=system,
@@ -207,7 +210,7 @@ def diagnose(
         torch=build,
         compatibility=fits,
         precision=tuple(precision),
-        interfaces=found,
+        interfaces=found_interfaces,
         likely=likely,
         likely_why=why,
         problems=tuple(problems),

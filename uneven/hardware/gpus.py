@@ -1,7 +1,6 @@
-"""The NVIDIA GPUs of this machine, as the driver lists them; CUDA is never initialised here.
+"""The NVIDIA GPUs as the driver lists them, from NVML or else nvidia-smi, or an empty report with the reason.
 
-NVML first, nvidia-smi second, and else an empty report with the reason. The order is the driver's (PCI bus);
-CUDA may number them otherwise, see inventory.py.
+Never initialises CUDA. The order is the driver's (PCI bus); CUDA may number the GPUs differently, see inventory.py.
 """
 
 import os
@@ -11,7 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 _T = TypeVar("_T")
 
@@ -32,12 +31,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuReport:
-    """All GPUs and the driver; `reason` says why there are none."""
+    """All GPUs and the driver version; `reason` explains an empty list."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     driver_cuda: str | None = None
-    source: str | None = None
+    source: Literal["NVML", "nvidia-smi"] | None = None
     reason: str | None = None
     mps_running: bool = False
 
@@ -46,8 +45,8 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _try(call: Callable[[], _T]) -> _T | None:
-    """None for what this driver, GPU or version of the binding does not offer."""
+def _or_none(call: Callable[[], _T]) -> _T | None:
+    """The result of `call`, or None if this driver, GPU or NVML binding does not support it."""
     try:
         return call()
     except Exception:  # NVMLError, AttributeError of an old binding, ctypes errors
@@ -56,16 +55,16 @@ def _try(call: Callable[[], _T]) -> _T | None:
 
 def _nvml_gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    capability = _try(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    mig = _try(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]))
+    capability = _or_none(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    mig = _or_none(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]))
     return Gpu(
         index=index,
-        name=_try(lambda: _text(nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
-        memory_bytes=_try(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
+        name=_or_none(lambda: _text(nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
+        memory_bytes=_or_none(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         sm=f"sm_{capability[0]}{capability[1]}" if capability else None,
-        cores=_try(lambda: int(nvml.nvmlDeviceGetNumGpuCores(handle))),
-        uuid=_try(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        pci=_try(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        cores=_or_none(lambda: int(nvml.nvmlDeviceGetNumGpuCores(handle))),
+        uuid=_or_none(lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
+        pci=_or_none(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         mig=mig,
     )
 
@@ -89,19 +88,19 @@ def _read_nvml() -> GpuReport:
         }
         return GpuReport(reason=reasons.get(type(error).__name__, f"NVML does not start: {error}"))
     try:
-        count = _try(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
+        count = _or_none(lambda: int(pynvml.nvmlDeviceGetCount())) or 0
         # A GPU that has fallen off the bus raises; the others are still listed.
-        gpus = [gpu for index in range(count) if (gpu := _try(lambda i=index: _nvml_gpu(pynvml, i)))]  # type: ignore[misc]
-        number = _try(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
+        gpus = [gpu for index in range(count) if (gpu := _or_none(lambda i=index: _nvml_gpu(pynvml, i)))]  # type: ignore[misc]
+        number = _or_none(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
         return GpuReport(
             gpus=tuple(gpus),
-            driver=_try(lambda: _text(pynvml.nvmlSystemGetDriverVersion())),
+            driver=_or_none(lambda: _text(pynvml.nvmlSystemGetDriverVersion())),
             driver_cuda=f"{number // 1000}.{number % 1000 // 10}" if number else None,
             source="NVML",
             reason=None if gpus else "the NVIDIA driver lists no GPU",
         )
     finally:
-        _try(pynvml.nvmlShutdown)
+        _or_none(pynvml.nvmlShutdown)
 
 
 def _run(command: list[str]) -> str | None:
@@ -112,7 +111,7 @@ def _run(command: list[str]) -> str | None:
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
-def _known(field: str) -> str | None:
+def _value(field: str) -> str | None:
     # nvidia-smi writes [N/A], [Not Supported] or [Unknown Error] in place of a value.
     return None if not field or field.startswith("[") or field == "N/A" else field
 
@@ -123,23 +122,23 @@ def _smi_gpu(fields: list[str]) -> Gpu | None:
         return None
     return Gpu(
         index=int(index),
-        name=_known(name) or "NVIDIA GPU",
+        name=_value(name) or "NVIDIA GPU",
         memory_bytes=int(memory) * 2**20 if memory.isdigit() else None,
         sm="sm_" + capability.replace(".", "") if re.fullmatch(r"\d+\.\d", capability) else None,
-        uuid=_known(uuid),
-        pci=_known(pci),
-        mig=mig == "Enabled" if _known(mig) else None,
+        uuid=_value(uuid),
+        pci=_value(pci),
+        mig=mig == "Enabled" if _value(mig) else None,
     )
 
 
 def _read_smi() -> GpuReport:
-    # Under WSL the tools lie here and the folder is not always on PATH.
+    # Under WSL nvidia-smi is in this folder, which is not always on PATH.
     command = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/lib/wsl/lib")
     if command is None:
         return GpuReport(reason="nvidia-smi not found")
-    known = "index,name,memory.total,uuid,pci.bus_id,mig.mode.current"
-    # compute_cap came with driver 510 and a query with one unknown field fails as a whole.
-    for query in (f"{known},compute_cap", known, "index,name,memory.total"):
+    fields = "index,name,memory.total,uuid,pci.bus_id,mig.mode.current"
+    # compute_cap exists since driver 510, and a query with an unknown field fails as a whole.
+    for query in (f"{fields},compute_cap", fields, "index,name,memory.total"):
         text = _run([command, f"--query-gpu={query}", "--format=csv,noheader,nounits"])
         if text is None:
             continue
@@ -155,21 +154,21 @@ def _read_smi() -> GpuReport:
             source="nvidia-smi",
             reason=None if gpus else "nvidia-smi lists no GPU",
         )
-    return GpuReport(reason="nvidia-smi is there but fails or does not answer within 5 s")
+    return GpuReport(reason="nvidia-smi fails or does not respond within 5 s")
 
 
 def _mps_is_running() -> bool:
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
-    return _try(lambda: (pipes / "control").exists()) or False
+    return _or_none(lambda: (pipes / "control").exists()) or False
 
 
 def read_gpus() -> GpuReport:
-    """Every NVIDIA GPU with its driver, or the reason why there is none; never raises, never starts CUDA."""
+    """All NVIDIA GPUs and the driver, or the reason why there are none; never raises, never initialises CUDA."""
     report = _read_nvml()
     if not report.gpus:
-        second = _read_smi()
-        if second.gpus:
-            report = second
+        smi_report = _read_smi()
+        if smi_report.gpus:
+            report = smi_report
     if not report.gpus:
         return report
     return replace(report, mps_running=_mps_is_running())

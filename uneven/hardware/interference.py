@@ -1,13 +1,13 @@
-"""How much other load took from a measured span: stolen CPU time, CPU pressure, involuntary context switches.
+"""How much other load disturbed a measured span: stolen CPU time, CPU pressure, involuntary context switches.
 
 Every printed speed is measured inside `measure_interference()`; a span that `is_disturbed` is measured again or
-marked. Needs no torch. A counter that this machine does not have is None, and None never counts as disturbed.
+marked. Needs no torch. A counter that this machine does not have is None and never makes a span disturbed.
 
-[Note: own load is no interference] Ranks that share cores wait for each other, so pressure and involuntary
-switches alone say nothing about neighbours. They count only where foreign processes kept the same cores busy:
-foreign = busy time of our cores in /proc/stat - CPU time of our process tree. Interrupt time is left out of the
-busy time (loopback traffic runs there, and that is ours). Nor do they count in a span in which our own CPU quota
-stopped us: the kernel books that wait as pressure too. Stolen time is never our own and needs no such condition.
+[Note: own load is no interference] Ranks that share cores wait for each other, so pressure and involuntary switches
+alone are no evidence of foreign load. They count only if foreign processes kept the same cores busy: foreign = busy
+time of our cores in /proc/stat - CPU time of our process tree. Interrupt time is not part of the busy time, because
+our own loopback traffic is handled there. Pressure and switches do not count either in a span in which our own CPU
+quota throttled us: the kernel accounts that wait as pressure too. Stolen time is never our own and always counts.
 """
 
 import os
@@ -25,49 +25,49 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-# /proc counts in ticks of 10 ms: below this length a handful of ticks would decide, so the span is not judged.
+# /proc counts in ticks of 10 ms. In a shorter span a few ticks would decide, so it is not judged.
 MIN_SPAN_S = 0.2
 # Work that loses 5 % of the time it wants runs 5 % slower: as much as the differences the benchmarks print.
 MAX_STOLEN_SHARE = 0.05
 # The same bound against one core: on a nearly idle machine 5 % of the little time wanted delays nothing.
 MAX_STOLEN_CORES = 0.05
-# Desktop daemons and kernel threads keep below 2 % of a machine and a tenth of a core; a busy neighbour does not.
+# Desktop daemons and kernel threads stay below 2 % of a machine and a tenth of a core; a busy process does not.
 MAX_FOREIGN_SHARE = 0.02
 MAX_FOREIGN_CORES = 0.1
-# Ranks on cores of their own show 1-3 % pressure from short wake-ups; one busy neighbour per core shows over 50 %.
+# Ranks on cores of their own show 1-3 % pressure from short wake-ups; a competing busy loop per core, over 50 %.
 MAX_PRESSURE_SHARE = 0.1
 # Only where the kernel has no PSI. Alone on its core a thread is preempted a few times per second by kernel threads;
-# two that compete change places every 3-4 ms.
+# two that compete alternate every 3-4 ms.
 MAX_SWITCHES_PER_S = 50.0
 
 
 @dataclass(frozen=True)
 class Counters:
-    """One reading of the kernel's counters; all but `time_s` are totals that only grow. None: not known here."""
+    """One reading of the kernel's counters. All are totals that only grow; None if this machine does not have one."""
 
     time_s: float
     num_cores: int
     busy_s: float | None  # user and system time of all processes, over the cores this process may use
     stolen_s: float | None
     pressure_s: float | None
-    own_cpu_s: float | None  # of our process tree, ended children included
+    own_cpu_s: float | None  # of our process tree, including ended children
     involuntary_switches: int | None
     num_throttled: int
 
 
 @dataclass(frozen=True)
 class Interference:
-    """What happened on our cores between two readings; see [Note: own load is no interference] for the verdict."""
+    """The load on our cores between two readings; see [Note: own load is no interference] for the verdict."""
 
     seconds: float
     num_cores: int
-    stolen_share: float | None  # of the CPU time that was wanted: busy + stolen
+    stolen_share: float | None  # of the CPU time that was requested: busy + stolen
     stolen_cores: float | None  # stolen CPU seconds per second
     foreign_share: float | None  # of all the time of our cores
     foreign_cores: float | None  # CPU seconds per second used by processes that are not ours
-    pressure_share: float | None  # of the span, some task was runnable without a core
+    pressure_share: float | None  # of the span in which some task was runnable without a core
     involuntary_switches_per_s: float | None
-    is_throttled: bool  # our own CPU quota stopped us
+    is_throttled: bool  # by our own CPU quota
 
     @classmethod
     def between(cls, begin: Counters, end: Counters) -> "Interference":
@@ -77,7 +77,7 @@ class Interference:
         def rate(first: float | None, last: float | None) -> float | None:
             if first is None or last is None or seconds < MIN_SPAN_S:
                 return None
-            # A total shrinks when a process leaves our tree without being waited for.
+            # A total shrinks if a process leaves our tree without being waited for.
             return max(0.0, last - first) / seconds
 
         busy, stolen = rate(begin.busy_s, end.busy_s), rate(begin.stolen_s, end.stolen_s)
@@ -98,7 +98,7 @@ class Interference:
 
     @property
     def is_stolen_from(self) -> bool:
-        """Whether the hypervisor gave a noticeable part of our CPU time to other virtual machines."""
+        """Whether the hypervisor gave a noticeable fraction of our CPU time to other virtual machines."""
         return _reaches(self.stolen_share, MAX_STOLEN_SHARE) and _reaches(self.stolen_cores, MAX_STOLEN_CORES)
 
     @property
@@ -117,7 +117,7 @@ class Interference:
         return self.is_stolen_from or self.is_crowded
 
     def describe(self) -> str:
-        """One sentence for a person."""
+        """The verdict as one sentence."""
         reasons = []
         if self.is_stolen_from:
             reasons.append(f"the hypervisor took {self.stolen_share:.0%} of the CPU time")
@@ -150,7 +150,7 @@ def _reaches(value: float | None, limit: float) -> bool:
 
 
 class Span:
-    """A span being measured; `interference` is there once its `with` block has ended."""
+    """A span being measured; `interference` is available after its `with` block."""
 
     def __init__(self) -> None:
         self._interference: Interference | None = None
@@ -179,10 +179,10 @@ def measure_interference(pid: int | None = None) -> Iterator[Span]:
 def read_counters(
     pid: int | None = None, root: Path = Path("/"), cores: Iterable[int] | None = None, time_s: float | None = None
 ) -> Counters:
-    """The counters now. Takes some milliseconds: one file of /proc per process of the machine.
+    """Read the counters. Takes some milliseconds: one file of /proc per process of the machine.
 
     Our process tree is process `pid` (default: this one) with all its descendants. A rank that measures itself
-    passes its launcher's pid, so that the other ranks do not look foreign.
+    passes its launcher's pid, so that other ranks do not count as foreign.
     """
     pid = os.getpid() if pid is None else pid
     ticks = _core_ticks(root, _allowed_cores() if cores is None else set(cores))
@@ -192,9 +192,9 @@ def read_counters(
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)] if has_rusage else []
     if pid in tree:
         own_cpu_s: float | None = sum(tree.values()) / per_s
-    else:  # no /proc, as on macOS: ended children only
+    else:  # no /proc, as on macOS: living children are not counted
         own_cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in usages) if usages else None
-    # getrusage also knows the threads and children that have ended; /proc shows the living ones alone.
+    # getrusage includes threads and children that have ended; /proc shows living ones only.
     switches = [usage.ru_nivcsw for usage in usages]
     switches += [count for member in tree if member != pid or not usages for count in _thread_switches(root, member)]
     return Counters(
@@ -224,7 +224,7 @@ def _allowed_cores() -> set[int]:
 
 
 def _core_ticks(root: Path, cores: set[int]) -> list[Sequence[int]]:
-    """The time fields of /proc/stat for these cores; for all where these are not listed (lxcfs renumbers them)."""
+    """The time fields of /proc/stat for these cores, or for all if these are not listed (lxcfs renumbers cores)."""
     ticks: dict[int, Sequence[int]] = {}
     for line in (read_text(root / "proc/stat") or "").splitlines():
         name, *fields = line.split()
@@ -232,7 +232,7 @@ def _core_ticks(root: Path, cores: set[int]) -> list[Sequence[int]]:
         if name.startswith("cpu") and number.isdigit() and len(fields) >= 8:
             ticks[int(number)] = [int(field) for field in fields]
     chosen = [ticks[core] for core in sorted(cores & ticks.keys())] or list(ticks.values())
-    # gVisor lists its cores with zeros: that is "not known", not an idle machine.
+    # gVisor reports zeros for all cores: that means unknown, not idle.
     return chosen if any(map(any, chosen)) else []
 
 
@@ -241,7 +241,7 @@ def _process_tree(root: Path, pid: int) -> dict[int, int]:
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for folder in (root / "proc").glob("[0-9]*"):
-        # The name in parentheses may itself hold spaces and parentheses.
+        # The name in parentheses may itself contain spaces and parentheses.
         _, _, rest = (read_text(folder / "stat") or "").rpartition(")")
         fields = rest.split()
         if len(fields) > 14:

@@ -1,9 +1,8 @@
-"""How fast each device trains while all train side by side, for `uneven devices --measure`.
+"""Measure how fast each device trains while all train at the same time, for `uneven devices --measure`.
 
-Each device gets its own process (`python -m uneven.hardware.measure DEVICE ...`), pinned as in a run. A child
-warms up, prints "ready", waits for "go" on stdin, trains timed segments and prints one JSON line. Invariant:
-when measure() ends, in any way, every child has ended; a child whose parent is gone reads end-of-file and
-ends too.
+Each device has its own process (`python -m uneven.hardware.measure DEVICE ...`), pinned as in a run. A child warms up,
+prints "ready", waits for "go" on stdin, trains timed segments and prints one JSON line. Invariant: when measure()
+returns or raises, every child has ended. A child whose parent has died reads end-of-file and ends too.
 """
 
 import argparse
@@ -28,13 +27,13 @@ from uneven.hardware.throttle import Throttle
 BATCH_SIZE = 64
 SEGMENTS = 5
 WARM_UP_S = 1.0
-# On top of the measured seconds: importing torch and starting CUDA take up to a minute on a cold disk.
+# In addition to the measured seconds: importing torch and initialising CUDA take up to a minute on a cold disk.
 START_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One device's speed in samples/s, with its slowest and fastest segment."""
+class DeviceSpeed:
+    """The speed of a device in samples/s, with its slowest and fastest segment."""
 
     device: Device
     speed: float
@@ -43,13 +42,13 @@ class Measured:
 
 
 class _Child:
-    """One measuring process; stop() ends it whatever it is doing."""
+    """A measuring process. Life cycle: started by the constructor, expect(), go(), expect(), stop() in any state."""
 
     def __init__(
         self, device: Device, cores: tuple[int, ...], threads: int, seconds: float, variables: Mapping[str, str]
     ) -> None:
         self.device = device
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
         command = [sys.executable, "-m", "uneven.hardware.measure", str(device)]
         command += [
             "--cores",
@@ -59,40 +58,40 @@ class _Child:
             "--seconds",
             str(seconds),
         ]
-        # Threads are set before torch loads: OpenMP reads the variable once.
+        # Set before torch is imported: OpenMP reads the variable once.
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **variables}
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             text=True,
             env=env,
         )
 
     def expect(self, start: str) -> str:
-        """The next line that begins so (libraries may print others); MachineError when the child ends."""
+        """The next line that begins with `start` (libraries may print others); MachineError if the child ends first."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(start):
                 return line
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines() or ["it ended without a message"]
         raise MachineError(
             f"device {str(self.device)!r} cannot be measured: {lines[-1].strip()}; run 'uneven diagnose'"
         )
 
     def go(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died: expect() says why
+        with contextlib.suppress(OSError):  # it has died; expect() reports why
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        # Closing the pipes is communicate()'s job, but stdin may hold a line for a dead child.
-        for pipe in (self.process.stdin, self.process.stdout, self._complaints):
+        # Not communicate(): stdin may hold an unwritten line for a dead child.
+        for pipe in (self.process.stdin, self.process.stdout, self._stderr):
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
@@ -104,16 +103,16 @@ def measure(
     plan: CorePlan,
     seconds: float = 5.0,
     limit_s: float | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> list[Measured]:
-    """Samples/s of every device, all training side by side on the plan's cores.
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> list[DeviceSpeed]:
+    """The speed of every device while all train at the same time on the plan's cores.
 
-    `tell` is called with each phase, for a spinner. MachineError when a device fails or the limit passes.
+    `on_phase` is called with a description of each phase. MachineError if a device fails or `limit_s` passes.
     """
     check_slices(devices)
     limit_s = seconds + START_LIMIT_S if limit_s is None else limit_s
     with sliced(devices) as variables:
-        return _measure_all(devices, plan, seconds, limit_s, tell, variables)
+        return _measure_all(devices, plan, seconds, limit_s, on_phase, variables)
 
 
 def _measure_all(
@@ -121,28 +120,28 @@ def _measure_all(
     plan: CorePlan,
     seconds: float,
     limit_s: float,
-    tell: Callable[[str], None],
+    on_phase: Callable[[str], None],
     variables: Sequence[Mapping[str, str]],
-) -> list[Measured]:
+) -> list[DeviceSpeed]:
     children: list[_Child] = []
     is_late = threading.Event()
 
-    def end_all() -> None:
+    def kill_all() -> None:
         is_late.set()
         for child in children:
             child.process.kill()
 
-    # A blocked readline returns as soon as its child is dead, so one timer bounds every wait below.
-    watchdog = threading.Timer(limit_s, end_all)
+    # A blocked readline returns when its child is killed, so this timer bounds every wait below.
+    watchdog = threading.Timer(limit_s, kill_all)
     watchdog.daemon = True
     try:
-        tell("starting one process per device")
-        for device, cores, threads, more in zip(devices, plan.cores, plan.threads, variables, strict=True):
-            children.append(_Child(device, cores, threads, seconds, more))
+        on_phase("starting one process per device")
+        for device, cores, threads, environment in zip(devices, plan.cores, plan.threads, variables, strict=True):
+            children.append(_Child(device, cores, threads, seconds, environment))
         watchdog.start()
         for child in children:
             child.expect("ready")
-        tell(f"training side by side for {seconds:g} s")
+        on_phase(f"training side by side for {seconds:g} s")
         for child in children:
             child.go()
         answers = [json.loads(child.expect("{")) for child in children]
@@ -157,26 +156,26 @@ def _measure_all(
         for child in children:
             child.stop()
     return [
-        Measured(device, answer["speed"], answer["slowest"], answer["fastest"])
+        DeviceSpeed(device, answer["speed"], answer["slowest"], answer["fastest"])
         for device, answer in zip(devices, answers, strict=True)
     ]
 
 
 def _make_step(name: str) -> Callable[[], None]:
-    """One training step of a LeNet with BatchNorm on made-up images, as a function."""
+    """A function that runs one training step of a LeNet with BatchNorm on random images."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    place = torch.device(name)
+    device = torch.device(name)
     model = nn.Sequential(
         *(nn.Conv2d(1, 6, 5, padding=2), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-    ).to(place)
+    ).to(device)
     optimizer = torch.optim.Adam(model.parameters())
-    images = torch.randn(BATCH_SIZE, 1, 28, 28, device=place)
-    labels = torch.randint(10, (BATCH_SIZE,), device=place)
+    images = torch.randn(BATCH_SIZE, 1, 28, 28, device=device)
+    labels = torch.randint(10, (BATCH_SIZE,), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -188,15 +187,15 @@ def _make_step(name: str) -> Callable[[], None]:
 
 
 def _train(step: Callable[[], None], synchronize: Callable[[], None], seconds: float, throttle: Throttle) -> float:
-    """Samples/s over at least `seconds`, sleeps included."""
+    """Samples/s over at least `seconds`, including the throttle's sleeps."""
     steps, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        began = time.perf_counter()
+        step_start = time.perf_counter()
         step()
         if throttle.speed != 1.0:
-            # The device's time, not the host's enqueue time, is what the sleep is a multiple of.
+            # The sleep is a multiple of the device's time, not of the host's time to enqueue the step.
             synchronize()
-            throttle.pause(time.perf_counter() - began)
+            throttle.pause(time.perf_counter() - step_start)
         steps += 1
     synchronize()
     return steps * BATCH_SIZE / (time.perf_counter() - start)
@@ -227,7 +226,7 @@ def _child_main(arguments: Sequence[str]) -> dict[str, Any] | None:
     speeds = [_train(step, synchronize, given.seconds / SEGMENTS, throttle) for _ in range(SEGMENTS)]
     return {
         "device": str(device),
-        # Segments last equally long, so their mean is all samples over all time.
+        # Segments have equal length, so the mean of their speeds is the overall speed.
         "speed": sum(speeds) / SEGMENTS,
         "slowest": min(speeds),
         "fastest": max(speeds),

@@ -1,8 +1,8 @@
-"""Slices of a GPU: CUDA MPS lets several processes train on one side by side, each on a percentage of it.
+"""Slices of a GPU: with CUDA MPS several processes train on one GPU at the same time, each on a percentage of it.
 
-`sliced` is all a launcher needs: while it lasts a daemon of our own runs, with folders of its own, and every process
-that is to train on a slice is started with the variables it yields. They count only if they are there before CUDA is
-initialised. The daemon belongs to a keeper (mpskeeper.py), so that it ends with the run even if the launcher is killed.
+A launcher enters `sliced`: inside the block an MPS daemon of our own runs, with its own folders, and every process for
+a slice is started with the variables that `sliced` yields. They take effect only if they are set before CUDA is
+initialised. The daemon has a supervisor process (mps_supervisor.py), which ends it even if the launcher is killed.
 """
 
 import json
@@ -18,12 +18,14 @@ from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import read_gpus
 from uneven.hardware.inventory import read_visible
-from uneven.hardware.mpskeeper import CONTROL, END_S, end_daemon, last_words, variables
+from uneven.hardware.mps_supervisor import CONTROL, END_S, daemon_variables, end_daemon, last_log_line
 from uneven.hardware.torchbuild import read_torch
+
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 def check_slices(devices: Sequence[Device]) -> None:
-    """InputError where a rank would train beside slices of its GPU without being one: MPS could not hold it back."""
+    """InputError if a GPU has both slices and a rank without a slice, whose use of the GPU MPS could not limit."""
     slices = [device for device in devices if device.percent is not None]
     for index in dict.fromkeys(device.index for device in slices):
         whole = [device for device in devices if device.index == index and device.percent is None]
@@ -39,30 +41,30 @@ def check_slices(devices: Sequence[Device]) -> None:
 
 
 def oversubscribed(devices: Sequence[Device]) -> str | None:
-    """What to say of slices that add up to more than their GPU; MPS allows it."""
+    """A warning if the slices of a GPU add up to more than 100 %, which MPS allows; else None."""
     sums: dict[str, int] = {}
     for device in devices:
         sums[device.torch_name] = sums.get(device.torch_name, 0) + (device.percent or 0)
     over = [f"{name} add up to {percent} %" for name, percent in sums.items() if percent > 100]
     if not over:
         return None
-    return f"slices of {', of '.join(over)}: they take each other's multiprocessors, so their speeds are not their own"
+    return f"slices of {', of '.join(over)}: they compete for multiprocessors, so a slice is slower than its percentage"
 
 
 def require_mps(device: Device) -> None:
-    """MachineError where the driver's MPS programs are not installed."""
+    """MachineError if the driver's MPS control program is not installed."""
     if shutil.which(CONTROL) is None:
         raise MachineError(
             f"device {str(device)!r}: CUDA MPS is not installed ({CONTROL} is not on PATH; it comes with the driver, "
-            f"in Ubuntu as nvidia-compute-utils); {_without(device)}"
+            f"in Ubuntu as nvidia-compute-utils); {_fallback_hint(device)}"
         )
 
 
 @contextmanager
 def sliced(devices: Sequence[Device]) -> Iterator[list[dict[str, str]]]:
-    """The variables of each device's process, in order; until the end a daemon runs, where a device is a slice.
+    """Yield the environment variables for each device's process; runs an MPS daemon inside if a device is a slice.
 
-    The processes must have ended before: the daemon waits a while for those that have not.
+    The processes must have ended before the block does: shutdown of the daemon waits for its clients.
     """
     first = next((device for device in devices if device.percent is not None), None)
     if first is None:
@@ -74,35 +76,35 @@ def sliced(devices: Sequence[Device]) -> Iterator[list[dict[str, str]]]:
     except (RankError, MachineError) as error:
         if "MPS" not in str(error):
             raise
-        # CUDA says no more than that it could not connect; the reason is in a log that is about to go.
-        apart = "\n" if "\n" in str(error) else "; "
-        raise type(error)(f"{error}{apart}CUDA MPS said: {daemon.last_words()}") from error
+        # CUDA reports only that it could not connect. The reason is in a log that is deleted with the daemon.
+        separator = "\n" if "\n" in str(error) else "; "
+        raise type(error)(f"{error}{separator}last line of the CUDA MPS log: {daemon.last_log_line()}") from error
     finally:
         daemon.end()
 
 
 class _Daemon:
-    """An MPS daemon and its keeper. Life cycle: made, `end()`; the keeper ends it too when this process dies."""
+    """An MPS daemon and its supervisor, from construction to `end()`; if this process dies the supervisor ends it."""
 
     def __init__(self, device: Device) -> None:
         require_mps(device)
         self._home: Path | None = None
-        self._named = _named_devices()
-        # The keeper must find this package where we found it; "" stands for the current folder.
+        self._visible = _visible_by_uuid()
+        # The supervisor must import the same package; "" in sys.path is the current folder.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "uneven.hardware.mpskeeper", str(os.getpid())],
-            env=os.environ | self._named | {"PYTHONPATH": paths},
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-m", "uneven.hardware.mps_supervisor", str(os.getpid())],
+            env=os.environ | self._visible | {"PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
-        assert self._keeper.stdout is not None
+        assert self._supervisor.stdout is not None
         try:
-            answer = json.loads(self._keeper.stdout.readline() or '{"error": "its keeper ended without a word"}')
+            answer = json.loads(self._supervisor.stdout.readline() or '{"error": "its supervisor ended silently"}')
             if answer["error"] is not None:
                 raise MachineError(
-                    f"device {str(device)!r}: CUDA MPS does not start: {answer['error']}; {_without(device)}"
+                    f"device {str(device)!r}: CUDA MPS does not start: {answer['error']}; {_fallback_hint(device)}"
                 )
         except BaseException:
             self.end()
@@ -110,40 +112,44 @@ class _Daemon:
         self._home = Path(answer["home"])
 
     def variables(self, device: Device) -> dict[str, str]:
-        """What a process that trains on this device needs in its environment: nothing, if it is no slice."""
+        """The environment variables of a process that trains on this device; empty if it is not a slice."""
         if device.percent is None or self._home is None:
             return {}
-        return {**self._named, **variables(self._home), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(device.percent)}
+        return {
+            **self._visible,
+            **daemon_variables(self._home),
+            PERCENTAGE: str(device.percent),
+        }
 
-    def last_words(self) -> str:
-        return (self._home and last_words(self._home, "server.log", "control.log")) or "nothing"
+    def last_log_line(self) -> str:
+        return (self._home and last_log_line(self._home, "server.log", "control.log")) or "(empty)"
 
     def end(self) -> None:
-        """No process of the daemon and no folder is left, in whatever state the keeper is."""
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
+        """End the daemon and delete its folder, even if the supervisor hangs or was killed."""
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
         with suppress(OSError):
-            self._keeper.stdin.close()
+            self._supervisor.stdin.close()
         try:
-            self._keeper.wait(END_S)
+            self._supervisor.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
-        self._keeper.stdout.close()
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._supervisor.stdout.close()
         if self._home is not None and self._home.exists():
             end_daemon(self._home)
 
 
-def _named_devices() -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by UUID, for the daemon and its clients alike.
+def _visible_by_uuid() -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES with UUIDs, for both the daemon and its clients.
 
-    Numbers would be counted twice: the daemon's server counts what they leave it from 0, and its clients count that.
+    Indices would be applied twice: the server renumbers its visible GPUs from 0, and its clients index into those.
     """
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return {}
-    names = [gpu.uuid for gpu in read_visible(read_torch(), read_gpus()).gpus]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, names))} if names and all(names) else {}
+    uuids = [gpu.uuid for gpu in read_visible(read_torch(), read_gpus()).gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, uuids))} if uuids and all(uuids) else {}
 
 
-def _without(device: Device) -> str:
+def _fallback_hint(device: Device) -> str:
     return f"'{device.torch_name}@0.4' simulates a slower device without it"

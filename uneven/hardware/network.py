@@ -1,6 +1,6 @@
-"""The network interfaces, and which one a job over several machines would likely take.
+"""The network interfaces, and which one a job over several machines would probably use. Used by `uneven diagnose`.
 
-psutil first; /sys, /proc and one ioctl where it is missing. Reads only: no packet leaves the machine.
+Reads psutil, or /sys, /proc and one ioctl if it is missing. Sends no packet.
 """
 
 import os
@@ -10,27 +10,31 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from uneven.hardware.cgroup import read_int, read_text
 
-# Made by containers, virtual machines and tunnels: up and with an address, but no connection to another machine.
+# Created by containers, virtual machines and tunnels: up and with an address, but without a link to other machines.
 _VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)")
+
+
+InterfaceKind = Literal["loopback", "virtual", "physical"]
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface; kind is loopback, virtual or physical."""
+    """A network interface and its addresses."""
 
     name: str
-    kind: str
+    kind: InterfaceKind
     is_up: bool
     v4: tuple[str, ...] = ()
     v6: tuple[str, ...] = ()
     speed_mbps: int | None = None
 
 
-def kind_of(name: str) -> str:
-    """loopback, virtual or physical, by name."""
+def kind_of(name: str) -> InterfaceKind:
+    """The kind of an interface, judged by its name."""
     if re.fullmatch(r"lo\d*|Loopback.*", name):
         return "loopback"
     return "virtual" if _VIRTUAL.match(name) else "physical"
@@ -43,13 +47,13 @@ def _read_psutil() -> list[Interface] | None:
         addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     except Exception:  # not installed, or a platform call that fails (Android, gVisor)
         return None
-    found = []
+    interfaces = []
     for name in sorted({*addresses, *states}):
         by_family: dict[int, list[str]] = {}
         for address in addresses.get(name, []):
             by_family.setdefault(int(address.family), []).append(address.address.partition("%")[0])
         state = states.get(name)
-        found.append(
+        interfaces.append(
             Interface(
                 name=name,
                 kind=kind_of(name),
@@ -59,40 +63,40 @@ def _read_psutil() -> list[Interface] | None:
                 speed_mbps=int(state.speed) if state and state.speed > 0 else None,
             )
         )
-    return found
+    return interfaces
 
 
 def _v4_address(name: str) -> tuple[str, ...]:
     try:
         import fcntl
 
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # SIOCGIFADDR; the answer is a struct ifreq with the address in bytes 20 to 24.
-            answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
         return (socket.inet_ntoa(answer[20:24]),)
     except (ImportError, OSError):
         return ()
 
 
 def _v6_addresses(root: Path) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    addresses: dict[str, tuple[str, ...]] = {}
     for line in (read_text(root / "proc/net/if_inet6") or "").splitlines():
         fields = line.split()
         if len(fields) == 6 and len(fields[0]) == 32:
             address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
-            found[fields[5]] = (*found.get(fields[5], ()), address)
-    return found
+            addresses[fields[5]] = (*addresses.get(fields[5], ()), address)
+    return addresses
 
 
 def _read_sys(root: Path) -> list[Interface]:
     v6 = _v6_addresses(root)
-    found = []
+    interfaces = []
     for folder in sorted((root / "sys/class/net").glob("*")):
         if not folder.is_dir():
             continue  # bonding_masters is a file
         flags = read_text(folder / "flags") or "0x0"
         speed = read_int(folder / "speed")
-        found.append(
+        interfaces.append(
             Interface(
                 name=folder.name,
                 kind=kind_of(folder.name),
@@ -103,13 +107,13 @@ def _read_sys(root: Path) -> list[Interface]:
                 speed_mbps=speed if speed is not None and speed > 0 else None,
             )
         )
-    return found
+    return interfaces
 
 
 def read_interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
-    """All interfaces, by name; empty where nothing can be read."""
-    found = _read_psutil() if root == Path("/") else None
-    return tuple(found if found is not None else _read_sys(root))
+    """All interfaces, sorted by name; empty if none can be read."""
+    interfaces = _read_psutil() if root == Path("/") else None
+    return tuple(interfaces if interfaces is not None else _read_sys(root))
 
 
 def default_route(root: Path = Path("/")) -> str | None:
@@ -124,10 +128,10 @@ def default_route(root: Path = Path("/")) -> str | None:
 def likely_interface(
     interfaces: Sequence[Interface], route: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str | None, str]:
-    """(name, why) of the interface that Gloo or NCCL would likely use between machines."""
+    """(name, reason) of the interface that Gloo or NCCL would probably use between machines."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if environ.get(variable):
-            return environ[variable], f"{variable} says so"
+            return environ[variable], f"set by {variable}"
     ready = [interface for interface in interfaces if interface.is_up and (interface.v4 or interface.v6)]
     physical = [interface for interface in ready if interface.kind == "physical"]
     if any(interface.name == route for interface in physical):
@@ -136,4 +140,4 @@ def likely_interface(
         fastest = max(physical, key=lambda interface: interface.speed_mbps or 0)
         return fastest.name, "it is up and has an address"
     loopback = next((interface.name for interface in ready if interface.kind == "loopback"), None)
-    return loopback, "no other is up: this machine only" if loopback else "none is up"
+    return loopback, "only loopback is up: ranks on this machine only" if loopback else "no interface is up"

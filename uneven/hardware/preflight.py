@@ -1,7 +1,7 @@
-"""The verdict before anything starts: is this a machine we support, and is this device there.
+"""Checks before any process is started: is this machine supported, and does this device exist.
 
-Everything is one line with what was found, what would do, and the next command. run.py and the command
-line call these before the first process is started.
+Called by launch/ and the command line. Every error is one line with what was found, what is required and the command to
+run next.
 """
 
 import os
@@ -20,35 +20,32 @@ __all__ = ["check_device", "refuse_unsupported", "usable_devices"]
 OLDEST_TORCH = (2, 8)
 TESTED = "Linux; torch 2.8, 2.11 and 2.13"
 INSTALL = "pip install 'torch>=2.8'"
-OLDEST_SLICED = (7, 0)  # before Volta MPS knows no percentage: a slice would be the whole GPU
+OLDEST_SLICED = (7, 0)  # before Volta, MPS ignores the percentage and a slice would be the whole GPU
 
 
 def refuse_unsupported(environ: Mapping[str, str] = os.environ) -> None:
-    """MachineError when this is not Linux (unless UNEVEN_UNTESTED=1) or torch is missing or too old.
-
-    Does not import torch, so it costs nothing.
-    """
+    """MachineError unless this is Linux (or UNEVEN_UNTESTED=1) with a supported torch. Does not import torch."""
     system = platform.system() or "unknown"
     if system != "Linux" and environ.get("UNEVEN_UNTESTED") != "1":
         raise MachineError(
-            f"this is {system}, tested is {TESTED}; set UNEVEN_UNTESTED=1 to try anyway, "
-            "or run 'uneven diagnose' for the whole report"
+            f"this is {system}, but only {TESTED} are tested; set UNEVEN_UNTESTED=1 to try anyway, "
+            "or run 'uneven diagnose' for a full report"
         )
     version = installed_version()
     if version is None:
-        raise MachineError(f"torch is not installed, tested is {TESTED}; run: {INSTALL}")
-    found = release(version)
-    if found is not None and found < OLDEST_TORCH:
-        raise MachineError(f"this is torch {version}, tested is {TESTED}; run: {INSTALL}")
+        raise MachineError(f"torch is not installed (tested: {TESTED}); run: {INSTALL}")
+    major_minor = release(version)
+    if major_minor is not None and major_minor < OLDEST_TORCH:
+        raise MachineError(f"torch {version} is too old (tested: {TESTED}); run: {INSTALL}")
 
 
 def check_device(device: Device) -> None:
-    """InputError when this device is not there, MachineError when torch cannot train on it."""
+    """InputError if this device does not exist, MachineError if torch cannot train on it."""
     if device.kind == "cpu":
         return
     build, report = read_torch(), read_gpus()
     visible = read_visible(build, report)
-    here = ", ".join(["cpu", *(f"cuda:{gpu.index}" for gpu in visible.gpus)])
+    available = ", ".join(["cpu", *(f"cuda:{gpu.index}" for gpu in visible.gpus)])
     gpu = next((gpu for gpu in visible.gpus if gpu.index == device.index), None)
     if gpu is not None:
         why = why_unusable(gpu, build)
@@ -58,14 +55,14 @@ def check_device(device: Device) -> None:
             _check_slice(device, gpu)
         return
     if report.gpus and not visible.gpus:
-        # The GPU is there and the user is right to name it: it is torch that cannot reach it.
+        # The GPU exists, so the input is right: torch cannot use it.
         names = ", ".join(gpu.name for gpu in report.gpus)
         raise MachineError(
             f"device {str(device)!r}: this machine has {names}, but {visible.error}; "
             "run 'uneven diagnose' for what to install"
         )
-    also = f" ({visible.error}: run 'uneven diagnose')" if visible.error else ""
-    raise InputError(f"device {str(device)!r}: this machine has {here}{also}; run 'uneven devices' for the list")
+    cause = f" ({visible.error}: run 'uneven diagnose')" if visible.error else ""
+    raise InputError(f"device {str(device)!r}: this machine has {available}{cause}; run 'uneven devices' for the list")
 
 
 def _check_slice(device: Device, gpu: Gpu) -> None:

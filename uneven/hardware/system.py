@@ -1,7 +1,7 @@
-"""The machine in one frozen record: CPU, memory, operating system and what lies around it.
+"""The machine as one frozen record: CPU, memory, operating system, container.
 
-read_system never raises: a part that cannot be read is None. The root path and the environment are
-parameters, so that tests feed fake trees.
+read_system never raises: a value that cannot be read is None. The root path and the environment are parameters, so that
+tests pass fake trees.
 """
 
 import os
@@ -20,7 +20,7 @@ from uneven.hardware.cpumodel import Cpu, read_cpu
 
 @dataclass(frozen=True)
 class System:
-    """This machine; memory is what a container may use, where there is a limit."""
+    """This machine; memory is limited to what a container may use."""
 
     platform: str
     os_name: str | None
@@ -81,8 +81,8 @@ def read_memory(root: Path = Path("/")) -> tuple[int | None, int | None, bool]:
 
 
 def read_system(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> System:
-    """Everything about this machine but its GPUs, network and torch."""
-    # A fake tree is always that of a Linux machine, whatever the test runs on.
+    """All facts about this machine except GPUs, network and torch."""
+    # A fake tree is always that of a Linux machine.
     system = platform.system() if root == Path("/") else "Linux"
     total, available, is_limited = read_memory(root)
     kernel = (read_text(root / "proc/sys/kernel/osrelease") or "").strip()

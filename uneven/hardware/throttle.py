@@ -1,7 +1,7 @@
-"""A rank made slower on purpose: after each step it sleeps, so that the step takes 1/speed as long.
+"""Slow a rank down on purpose: after each step it sleeps, so that the step takes 1/speed as long.
 
-Sleeping is never exact, so what was slept too long or too short is carried over as a debt; over many steps
-the mean is right. Used by the training worker and by `uneven devices --measure` for `cpu@0.4`.
+Sleeping is not exact, so the difference is carried over to the next step; over many steps the mean is right. Used by
+the engine and by `uneven devices --measure` for `cpu@0.4`.
 """
 
 import os
@@ -15,7 +15,7 @@ class Throttle:
     """Call pause(step_seconds) after every step; speed 1.0 never sleeps.
 
     Invariant: after any number of pauses, slept + debt == (1/speed - 1) * sum of step_seconds, where the debt
-    is at most one oversleep. One long stall of the machine is thus paid back by shorter sleeps.
+    is at most one oversleep. A long stall of the machine is thus compensated by shorter sleeps.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class Throttle:
         self.speed = speed
         self.debt_s = 0.0
         self._clock = clock
-        # A sleeping rank leaves its core to others; a truly slow one would not. UNEVEN_SLOW=spin tells the difference.
+        # A sleeping rank leaves its core to others, a truly slow device does not; UNEVEN_SLOW=spin simulates that.
         self._sleep = sleep or (_spin if os.environ.get("UNEVEN_SLOW") == "spin" else time.sleep)
 
     def pause(self, step_seconds: float) -> float:
-        """Sleep off this step's share and any debt; the seconds really slept."""
+        """Sleep for this step and any debt; returns the seconds actually slept."""
         if self.speed == 1.0:
             return 0.0
         self.debt_s += step_seconds * (1.0 / self.speed - 1.0)

@@ -1,6 +1,6 @@
 """The installed torch: what it was built for, and which GPUs its compiled code runs on.
 
-read_torch imports torch but never initialises CUDA, so that a diagnosis works where CUDA does not.
+read_torch imports torch but never initialises CUDA, so that a diagnosis also works where CUDA fails.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The torch installation; `error` is set when it is there but does not import."""
+    """The torch installation; `error` is set if it is installed but cannot be imported."""
 
     installed: bool
     version: str | None = None
@@ -44,7 +44,7 @@ class Support(str, Enum):
 
 
 def installed_version() -> str | None:
-    """torch's version without importing it (an import takes seconds); None when it is not installed."""
+    """torch's version without importing it (an import takes seconds); None if it is not installed."""
     try:
         if importlib.util.find_spec("torch") is None:
             return None
@@ -53,17 +53,17 @@ def installed_version() -> str | None:
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return read_torch().version  # a source tree on the path has no package record
+        return read_torch().version  # a source tree on sys.path has no package metadata
 
 
 def release(version: str | None) -> tuple[int, int] | None:
-    """(major, minor) of '2.13.0+cpu', or of CUDA's '12.8'; None when it has no such shape."""
+    """(major, minor) of '2.13.0+cpu', or of CUDA's '12.8'; None if it does not match."""
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _try(call: Callable[[], _T]) -> _T | None:
-    """None for what this torch version does not offer."""
+def _or_none(call: Callable[[], _T]) -> _T | None:
+    """The result of `call`, or None if this torch version does not support it."""
     try:
         return call()
     except Exception:
@@ -71,7 +71,7 @@ def _try(call: Callable[[], _T]) -> _T | None:
 
 
 def read_torch() -> TorchBuild:
-    """The torch that an import gives; never raises."""
+    """Describe the torch that `import torch` finds; never raises."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -81,11 +81,11 @@ def read_torch() -> TorchBuild:
     except Exception as error:  # a missing shared library, a broken installation
         return TorchBuild(installed=True, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
-    # get_arch_list() is empty when no GPU is visible; the flags were compiled in and are always there.
-    flags = _try(lambda: torch._C._cuda_getArchFlags())
-    archs = flags.split() if flags else _try(lambda: torch.cuda.get_arch_list())
-    nccl = bool(_try(lambda: torch.distributed.is_nccl_available()))
-    nccl_version = _try(lambda: torch.cuda.nccl.version()) if nccl else None
+    # get_arch_list() is empty if no GPU is visible; the compiled-in flags are always available.
+    flags = _or_none(lambda: torch._C._cuda_getArchFlags())
+    archs = flags.split() if flags else _or_none(lambda: torch.cuda.get_arch_list())
+    nccl = bool(_or_none(lambda: torch.distributed.is_nccl_available()))
+    nccl_version = _or_none(lambda: torch.cuda.nccl.version()) if nccl else None
     return TorchBuild(
         installed=True,
         version=str(torch.__version__),
@@ -94,14 +94,14 @@ def read_torch() -> TorchBuild:
         archs=tuple(archs or ()),
         nccl=nccl,
         nccl_version=".".join(str(part) for part in nccl_version) if isinstance(nccl_version, tuple) else None,
-        gloo=bool(_try(lambda: torch.distributed.is_gloo_available())),
-        threads=_try(lambda: torch.get_num_threads()),
-        cpu_capability=_try(lambda: torch.backends.cpu.get_cpu_capability()),
+        gloo=bool(_or_none(lambda: torch.distributed.is_gloo_available())),
+        threads=_or_none(lambda: torch.get_num_threads()),
+        cpu_capability=_or_none(lambda: torch.backends.cpu.get_cpu_capability()),
     )
 
 
 def parse_sm(name: str) -> tuple[int, int] | None:
-    """'sm_86' to (8, 6), 'sm_120' to (12, 0); suffixes are dropped; None when it has no such shape."""
+    """'sm_86' to (8, 6), 'sm_120' to (12, 0); suffixes are dropped; None if it does not match."""
     match = re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[af]?", name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -110,13 +110,13 @@ def arch_support(sm: str, archs: Sequence[str]) -> Support:
     """Whether code compiled for `archs` runs on a GPU of architecture `sm`.
 
     Machine code (sm_XY) runs on the same major with an equal or higher minor; PTX (compute_XY) is compiled by
-    the driver for anything at or above it. Suffix 'a' is for that very architecture, 'f' for its family (the
+    the driver for anything at or above it. Suffix 'a' is for exactly that architecture, 'f' for its family (the
     same major). From the CUDA programming guide, "Binary Compatibility" and "PTX Compatibility".
     """
     gpu = parse_sm(sm)
     if gpu is None:
         return Support.MISSING
-    found = Support.MISSING
+    support = Support.MISSING
     for name in archs:
         arch = parse_sm(name)
         if arch is None:
@@ -131,5 +131,5 @@ def arch_support(sm: str, archs: Sequence[str]) -> Support:
         if runs and name.startswith("sm_"):
             return Support.OK
         if runs:
-            found = Support.JIT
-    return found
+            support = Support.JIT
+    return support

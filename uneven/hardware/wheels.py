@@ -13,7 +13,7 @@ from uneven.hardware.torchbuild import Support, arch_support, parse_sm, release
 
 @dataclass(frozen=True)
 class Wheel:
-    """One CUDA variant of the prebuilt torch; `torch` is the range of versions that has these archs."""
+    """A CUDA variant of the prebuilt torch; `torch` is the range of versions that have these archs."""
 
     tag: str
     cuda: tuple[int, int]
@@ -43,7 +43,7 @@ _OLDEST_DRIVER = {12: "525.60.13", 13: "580.65.06"}
 
 
 def pick_wheel(sms: Sequence[str], driver_cuda: str | None = None) -> Wheel | None:
-    """The wheel with compiled code for all these GPUs that the driver can run; None when there is none."""
+    """The preferred wheel with compiled code for all these GPUs that the driver can run; None if there is none."""
     driver = release(driver_cuda)
     for wheel in WHEELS:
         if driver is not None and driver[0] < wheel.cuda[0]:
@@ -54,7 +54,7 @@ def pick_wheel(sms: Sequence[str], driver_cuda: str | None = None) -> Wheel | No
 
 
 def install_command(wheel: Wheel) -> str:
-    """The pip command for a wheel; the index address is named on PyTorch's own page, not here."""
+    """The pip command for a wheel; the URL of its index is on pytorch.org, not in this code."""
     index = f"<the {wheel.tag} index named on pytorch.org/get-started>"
     return f"pip install --force-reinstall '{wheel.torch}' --index-url {index}"
 
@@ -63,7 +63,7 @@ def source_command(sms: Sequence[str]) -> str:
     """The command that builds torch for exactly these GPUs, in a checkout of the PyTorch sources."""
     parsed = sorted({arch for sm in sms if (arch := parse_sm(sm)) is not None})
     archs = ";".join(f"{major}.{minor}" for major, minor in parsed)
-    # Only the last toolkits of CUDA 12 know both what came before Turing and Blackwell.
+    # Only the last CUDA 12 toolkits support both Blackwell and GPUs older than Turing.
     toolkit = "12.8 or 12.9" if parsed and parsed[0] < (7, 5) else "12.8 or newer"
     return (
         f'TORCH_CUDA_ARCH_LIST="{archs}" pip install --no-build-isolation -v .  '
@@ -85,6 +85,6 @@ def how_to_cover(sms: Sequence[str], driver_cuda: str | None = None) -> str:
 
 
 def oldest_driver(cuda: str | None) -> str | None:
-    """The oldest driver version that runs code built for this CUDA, where known."""
+    """The oldest driver version that runs code built for this CUDA; None if unknown."""
     version = release(cuda)
     return _OLDEST_DRIVER.get(version[0]) if version else None

@@ -1,7 +1,7 @@
-"""What a set of speeds allows at best: pure arithmetic, printed by `uneven devices --measure`.
+"""Upper bounds that follow from the devices' speeds, as pure arithmetic. Printed by `uneven devices --measure`.
 
-The yardstick of the whole project: everything together is the sum of the speeds; equal batches make every
-device wait for the slowest, so they reach n * slowest at most.
+All devices together reach at most the sum of their speeds. With equal batches every device waits for the slowest, so n
+devices reach at most n * slowest.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ def gap(speeds: Sequence[float]) -> float:
 
 
 def ddp_bound(speeds: Sequence[float]) -> float:
-    """The most that equal-batch DDP can reach of the sum of speeds: n * min / sum."""
+    """The largest fraction of the summed speeds that equal-batch DDP can reach: n * min / sum."""
     _check(speeds)
     return len(speeds) * min(speeds) / sum(speeds)
 
 
 def joint_over_fast(speeds: Sequence[float]) -> float:
-    """What there is to win: the sum of speeds over the fast device alone."""
+    """The largest possible speedup over the fastest device alone: sum / max."""
     _check(speeds)
     return sum(speeds) / max(speeds)
 
 
 def ddp_over_fast(speeds: Sequence[float]) -> float:
-    """What equal-batch DDP can reach at most, over the fast device alone; below 1 it loses."""
+    """The largest speedup of equal-batch DDP over the fastest device alone; below 1 it is slower than that device."""
     _check(speeds)
     return len(speeds) * min(speeds) / max(speeds)

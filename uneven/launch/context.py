@@ -20,7 +20,7 @@ from uneven.comm.group import Group, SoloGroup, form_group
 from uneven.comm.store import get_text
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.hardware.backend import is_crowded
+from uneven.hardware.choices import is_crowded
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices

@@ -13,13 +13,11 @@ from uneven.config import RunConfig, Task, check_task
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
-from uneven.hardware.backend import choose_backend, is_crowded
+from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible
-from uneven.hardware.match import describe_devices
 from uneven.hardware.mps import check_slices
-from uneven.hardware.precision import choose_precision
 from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch

@@ -17,8 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.data.ledger import prove_exactly_once
 from uneven.data.replay import log_record
+from uneven.data.sample_order import prove_exactly_once
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.policy.axis import Axis

@@ -15,7 +15,7 @@ from uneven import InputError
 from uneven.bench.efficiency.measure import EfficiencyOrder, measure_efficiency, sentences, summarise
 from uneven.bench.efficiency.segments import Pairs, SegmentPlan, alternate
 from uneven.config import RunConfig, Task
-from uneven.data.ledger import prove_exactly_once
+from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter

@@ -7,8 +7,7 @@ import pytest
 from uneven.bench.sweep import run as module
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
 from uneven.bench.sweep.run import provide
-from uneven.data.datasets import Presence
-from uneven.data.progress import Event
+from uneven.data.datasets import Event, Presence
 from uneven.errors import MachineError
 
 

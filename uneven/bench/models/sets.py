@@ -14,8 +14,7 @@ from torch import Tensor
 
 from uneven.data import datasets
 from uneven.data.arrays import TextArrays
-from uneven.data.augment import crop_and_flip
-from uneven.data.tensors import TensorData, Transform
+from uneven.data.tensors import TensorData, Transform, crop_and_flip
 
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR_STD = (0.2023, 0.1994, 0.2010)

@@ -16,7 +16,7 @@ from uneven.bench.single.process import run_uneven
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
-from uneven.data.progress import Event
+from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
 from uneven.files import write_atomically
 

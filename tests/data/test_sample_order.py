@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uneven.data.ledger import permutation, prove_exactly_once, sample_keys
+from uneven.data.sample_order import permutation, prove_exactly_once, sample_keys
 from uneven.policy.axis import Axis
 
 
@@ -32,7 +32,7 @@ AXIS = Axis(samples=10, slot_size=4, epochs=2)  # slots of 4, 4 and 2 samples, t
 WHOLE = [(0, 0, 4), (1, 4, 4), (2, 8, 2), (3, 0, 4), (4, 4, 4), (5, 8, 2)]
 
 
-def test_slots_that_nobody_trained_are_holes_only_where_slots_were_claimed() -> None:
+def test_untrained_slots_are_allowed_only_where_slots_are_claimed() -> None:
     logs = [[WHOLE[0], WHOLE[4]], [WHOLE[2]], []]
     assert prove_exactly_once(AXIS, logs) == 3
     with pytest.raises(RuntimeError, match="slot 1: positions 4 to 8 were left out"):
@@ -54,8 +54,8 @@ def test_a_slot_may_be_trained_in_parts_by_several_ranks() -> None:
         ([[(1, 4, 1)], [(1, 6, 2)]], "slot 1: positions 5 to 6 were left out"),
         ([[(4, 4, 3)], []], "slot 4: positions 7 to 8 were left out"),
         ([[(2, 4, 4)], []], "slot 2"),
-        ([[], [(6, 0, 4)]], "rank 1 trained slot 6, which was never due"),
-        ([[(-1, 8, 2)]], "rank 0 trained slot -1, which was never due"),
+        ([[], [(6, 0, 4)]], "rank 1 trained slot 6, which is outside the run"),
+        ([[(-1, 8, 2)]], "rank 0 trained slot -1, which is outside the run"),
     ],
 )
 def test_with_holes_allowed_a_slot_must_still_be_trained_once_and_whole(

@@ -1,0 +1,120 @@
+"""What follows from the devices of a run before it starts: precision, backend, and whether the devices match.
+
+Called by launch/preflight.py; `uneven diagnose` prints the precision too. Every choice is returned with its reason, and
+both are printed.
+"""
+
+from collections.abc import Sequence
+
+from uneven.config import Backend, Precision
+from uneven.errors import InputError
+from uneven.hardware.device import Device
+from uneven.hardware.gpus import Gpu
+from uneven.hardware.system import System
+from uneven.hardware.torchbuild import parse_sm
+
+GIB = 2**30
+
+
+def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[Precision, str]:
+    """The number format of precision='auto' on a device, and the reason; `gpu` is the GPU of a CUDA device.
+
+    Depends on this device alone: a CPU rank next to a GPU that has bf16 still gets the format of its CPU.
+    """
+    if device.kind == "cpu":
+        if system.cpu.flags:
+            return "bf16", f"the cpu has native bf16 ({', '.join(system.cpu.flags)})"
+        return "fp32", "the cpu has no native bf16"
+    capability = parse_sm(gpu.sm) if gpu is not None and gpu.sm is not None else None
+    if gpu is None or capability is None:
+        return "fp32", "the GPU's architecture is unknown"
+    if capability >= (8, 0):
+        return "bf16", f"{gpu.sm} has native bf16"
+    if capability >= (7, 0):
+        return "fp16", f"{gpu.sm} has fp16 tensor cores but no native bf16"
+    return "fp32", f"{gpu.sm} has no tensor cores"
+
+
+def is_crowded(devices: Sequence[Device]) -> bool:
+    """Whether two of these devices, all of one machine, are the same GPU."""
+    cuda = [device.index for device in devices if device.kind == "cuda"]
+    return len(set(cuda)) < len(cuda)
+
+
+def choose_backend(
+    requested: Backend, devices: Sequence[Device], has_nccl: bool, crowded: bool | None = None
+) -> tuple[Backend, str]:
+    """The backend for gradient sums and averages, 'nccl' or 'cpu' (Gloo), and the reason.
+
+    `devices` are those of all ranks. If they are on several machines, pass `crowded`: whether ranks of any machine
+    share a GPU. InputError if NCCL is requested but not possible.
+    """
+    crowded = is_crowded(devices) if crowded is None else crowded
+    names = ",".join(str(device) for device in devices)
+    if requested == "cpu":
+        return "cpu", "as requested"
+    why_not = None
+    if any(device.kind != "cuda" for device in devices):
+        why_not = "NCCL needs a CUDA device for every rank"
+    elif any(device.percent is not None for device in devices):
+        why_not = "NCCL dead-locks between slices of one GPU"
+    elif not has_nccl:
+        why_not = "this torch was built without NCCL"
+    if requested == "nccl":
+        if why_not is not None:
+            raise InputError(f"backend='nccl' with devices={names!r}: {why_not}; use backend='cpu' or 'auto'")
+        note = ": two ranks share a GPU and take turns, fine for tests but no gain in speed"
+        return "nccl", "as requested" + (note if crowded else "")
+    if why_not is None and crowded:
+        why_not = "two ranks share a GPU"
+    return ("nccl", "every rank has a CUDA device of its own") if why_not is None else ("cpu", why_not)
+
+
+def describe_devices(
+    devices: Sequence[Device], gpus: Sequence[Gpu] = (), advice: str = "", is_one_machine: bool = True
+) -> str:
+    """One line such as '2 devices, mismatched: cpu, cpu@0.4 (advice)'; without the advice if the devices are alike.
+
+    `gpus` are this machine's, with CUDA's indices. Devices are called alike only if all are known: GPUs of another
+    machine, or that could not be queried, are not.
+    """
+    known = {gpu.index: gpu for gpu in gpus} if is_one_machine else {}
+    device_gpus = [known.get(device.index) if device.index is not None else None for device in devices]
+    labels = _labels(device_gpus)
+    if len(devices) == 1:
+        return f"1 device: {devices[0]}" + (f" ({labels[0]})" if labels[0] else "")
+    count = f"{len(devices)} devices"
+    is_known = is_one_machine and all(
+        gpu is not None or device.kind == "cpu" for device, gpu in zip(devices, device_gpus, strict=True)
+    )
+    is_mixed = _is_mixed(devices, labels)
+    if is_known and not is_mixed:
+        names = ", ".join(str(device) for device in devices)
+        return f"{count}, alike: {names}" + (f" ({labels[0]})" if labels[0] else "")
+    names = ", ".join(f"{device} {label}".strip() for device, label in zip(devices, labels, strict=True))
+    verdict = ", mismatched" if is_mixed else "" if is_one_machine else " on several machines"
+    return f"{count}{verdict}: {names}" + (f" ({advice})" if advice else "")
+
+
+def _is_mixed(devices: Sequence[Device], labels: Sequence[str]) -> bool:
+    """Whether known properties differ; a GPU that could not be queried has no label and is not compared."""
+    settings = {(device.kind, device.speed, device.percent) for device in devices}
+    names = {label for label in labels if label}
+    return len(settings) > 1 or len(names) > 1
+
+
+def _labels(gpus: Sequence[Gpu | None]) -> list[str]:
+    """The GPUs' names, with the memory size where GPUs of one name differ in it."""
+    sizes: dict[str, set[int | None]] = {}
+    for gpu in gpus:
+        if gpu is not None:
+            sizes.setdefault(gpu.name, set()).add(_gigabytes(gpu))
+    return [
+        "" if gpu is None else gpu.name if len(sizes[gpu.name]) == 1 else f"{gpu.name} {_gigabytes(gpu)} GB"
+        for gpu in gpus
+    ]
+
+
+def _gigabytes(gpu: Gpu) -> int | None:
+    # Boards of one model differ by some MB, which does not make them mismatched.
+    return None if gpu.memory_bytes is None else round(gpu.memory_bytes / GIB)
