@@ -25,7 +25,7 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Part
 from uneven.results.progress import Reporter
-from uneven.timeline.record import Recorder
+from uneven.timeline.record import Recorder, State
 from uneven.timeline.sample import Sampler
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
@@ -38,7 +38,7 @@ FEATURES, CLASSES, SAMPLES = 64, 10, 65_536
 class SilentRecorder(Recorder):
     """A recorder that does nothing."""
 
-    def enter(self, state: str, at_ns: int | None = None) -> int:
+    def enter(self, state: State, at_ns: int | None = None) -> int:
         del state, at_ns
         return 0
 
