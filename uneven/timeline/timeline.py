@@ -97,7 +97,7 @@ class Timeline:
         return cls(lanes, [Account(a["rank"], a["seconds"]) for a in record["accounts"]], events, samples)
 
     def to_json(self) -> dict[str, Any]:
-        codes = {state: code for code, state in enumerate(STATES)}
+        codes: dict[str, int] = {state: code for code, state in enumerate(STATES)}
         return {
             "version": VERSION,
             "unit": "ns since the run's start",
