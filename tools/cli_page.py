@@ -2,8 +2,8 @@
 
     python tools/cli_page.py docs/cli.md
 
-The page is made from the same objects that print `--help`, so it needs no terminal and is the same at every width.
-tests/test_cli_page.py compares the page with what this program makes.
+The page is made from the objects that print `--help`, so it does not depend on the width of a terminal.
+tests/test_cli_page.py fails if the committed page differs from the output of this script.
 """
 
 import re
@@ -48,7 +48,7 @@ def _verbs(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...
 
 
 def _section(path: tuple[str, ...], command: Any) -> str:
-    """One verb: what it does, its examples, its arguments (in capitals) and its options."""
+    """The section of one command: its help, examples, arguments (in capitals) and options."""
     prose, examples = _split_help(command.help or "")
     parts = [f"\n## {' '.join(path)}\n\n{prose}\n"]
     if examples:
@@ -62,7 +62,7 @@ def _section(path: tuple[str, ...], command: Any) -> str:
 
 
 def _split_help(text: str) -> tuple[str, list[str]]:
-    """The prose of a docstring, wrapped, and its examples as commands; what follows two spaces explains a command."""
+    """The wrapped prose of a docstring, and its examples as commands; text after three spaces becomes a comment."""
     prose, examples = [], []
     for paragraph in cleandoc(text).split("\n\n"):
         words = re.sub(r"^Example: |Examples?:$", "", paragraph.strip()).strip()

@@ -1,9 +1,9 @@
-"""The drawings of docs/how-it-works.md: policies on a simulated clock, the axis, and the merge of an average.
+"""Make the drawings of docs/how-it-works.md: policies on a simulated clock, the axis, and the merge of an average.
 
 Usage: python tools/draw_policies.py [FOLDER] [svg|png]     (needs matplotlib: pip install -e '.[docs]')
 
-Nothing is placed by hand. Two devices with a speed gap of 2.5 drive the package's own policies, and what they do is
-drawn. Times are assumed, not measured. No date and no random name goes into a file: the same code gives the same bytes.
+The drawings show simulations: two devices with a speed ratio of 2.5 run the policies of the package. Times are
+assumed, not measured. Files contain no dates and no random names: the same code gives the same bytes.
 """
 
 import heapq
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 
@@ -33,11 +33,11 @@ from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 BATCH = 64
 COSTS = (Cost(4.0, 36.0 / BATCH), Cost(10.0, 90.0 / BATCH))  # 40 and 100 ms a batch: a gap of 2.5
 SLOT_MS = [cost.time_ms(BATCH) for cost in COSTS]
-ALONE = sum(BATCH / ms for ms in SLOT_MS)  # samples per ms of both devices, each by itself
+ALONE = sum(BATCH / ms for ms in SLOT_MS)  # samples per ms of both devices, each alone
 WIRE_MS = 5.0  # a sum of gradients, or of params
-TOUCH_MS = 1.0  # a snapshot or a merge, of the rank's own time
+TOUCH_MS = 1.0  # a snapshot or a merge, on the rank's own time
 CLAIM_MS = 0.1
-NOISE = 0.08  # of a batch's time, either way
+NOISE = 0.08  # relative, of the time of a batch
 SHOWN_MS = 1000.0
 
 DEVICE = ("#0072B2", "#E69F00")  # fast, slow
@@ -61,10 +61,10 @@ STYLE: dict[Any, Any] = {
 
 @dataclass
 class Span:
-    """What a rank does for a while: compute, wait, wire, or (in the background) travel."""
+    """A rank's activity in an interval: compute, wait or wire."""
 
     rank: int
-    kind: str
+    kind: Literal["compute", "wait", "wire"]
     start_ms: float
     end_ms: float
     samples: float = 0.0
@@ -72,17 +72,17 @@ class Span:
 
 @dataclass
 class Average:
-    """A round: where on the axis it was due, and per rank when and at which slot it entered and merged."""
+    """A round: the slot at which it was due, and for each rank the times and slots at which it entered and merged."""
 
     due: int
     rows: dict[int, RoundReport] = field(default_factory=dict)
     entered_ms: dict[int, float] = field(default_factory=dict)
     merged_at: dict[int, int] = field(default_factory=dict)
-    met_ms: float = float("inf")
+    joined_ms: float = float("inf")  # when the last rank had entered
 
     @property
-    def here_ms(self) -> float:
-        return self.met_ms + WIRE_MS
+    def averaged_ms(self) -> float:
+        return self.joined_ms + WIRE_MS
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Trace:
     owner: dict[int, int] = field(default_factory=dict)
 
     def efficiency(self) -> float:
-        """Samples of the time shown over what the devices train alone in it."""
+        """Samples trained in the time shown, over those that both devices train alone in that time."""
         trained = 0.0
         for span in self.spans:
             if span.samples:
@@ -104,7 +104,7 @@ class Trace:
 
 
 def run_exact(policy: ExactPolicy) -> Trace:
-    """Every step ends in a sum over all ranks. Nothing overlaps here, which is the worst case."""
+    """Simulate an exact policy: every step ends in a sum over all ranks, without overlap, which is the worst case."""
     trace, noise, now_ms, slot = Trace(), _noise(), 0.0, 0
     whole = BATCH * len(COSTS)
     while now_ms < SHOWN_MS:
@@ -123,7 +123,7 @@ def run_exact(policy: ExactPolicy) -> Trace:
 
 
 def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
-    """Ranks as generators on one clock: each yields until when it is busy, or the round it waits for."""
+    """Simulate a local policy: ranks are generators on one clock, which yield the end of their work or a round."""
     trace, clock, count = Trace(), [0.0], [0]
 
     def claim(many: int) -> int:
@@ -131,24 +131,24 @@ def run_local(is_async: bool, axis: Axis, anchor: int) -> Trace:
         return count[0] - many
 
     config = LocalSGDConfig(is_async=is_async, anchor=anchor)
-    lives = [_live(rank, trace, clock, axis, config, claim if is_async else None) for rank in range(len(COSTS))]
-    queue = [(0.0, rank) for rank in range(len(lives))]
+    ranks = [_run_rank(rank, trace, clock, axis, config, claim if is_async else None) for rank in range(len(COSTS))]
+    queue = [(0.0, rank) for rank in range(len(ranks))]
     waiting: list[tuple[Average, int]] = []
     while queue:
         clock[0], rank = heapq.heappop(queue)
-        wish = next(lives[rank], None)
-        if isinstance(wish, Average):
-            waiting.append((wish, rank))
-        elif wish is not None:
-            heapq.heappush(queue, (wish, rank))
-        for round_, one in [pair for pair in waiting if pair[0].met_ms < float("inf")]:
-            waiting.remove((round_, one))
-            heapq.heappush(queue, (max(clock[0], round_.here_ms), one))
+        request = next(ranks[rank], None)
+        if isinstance(request, Average):
+            waiting.append((request, rank))
+        elif request is not None:
+            heapq.heappush(queue, (request, rank))
+        for round_, waiting_rank in [pair for pair in waiting if pair[0].joined_ms < float("inf")]:
+            waiting.remove((round_, waiting_rank))
+            heapq.heappush(queue, (max(clock[0], round_.averaged_ms), waiting_rank))
     assert sorted(trace.owner) == list(range(axis.total)), "not every slot was trained"
     return trace
 
 
-def _live(
+def _run_rank(
     rank: int, trace: Trace, clock: list[float], axis: Axis, config: LocalSGDConfig, claim: Callable[[int], int] | None
 ) -> Iterator[float | Average]:
     """The loop of uneven/train/local_sgd.py, with work replaced by time."""
@@ -175,18 +175,18 @@ def _live(
             samples, busy_ms = samples + many, busy_ms + ms
         while not schedule.is_over:
             if schedule.in_flight:
-                if not (windows.is_blocking or schedule.may_merge(round_.here_ms <= clock[0])):
+                if not (windows.is_blocking or schedule.may_merge(round_.averaged_ms <= clock[0])):
                     break
                 began_ms = clock[0]
-                if round_.here_ms > began_ms:
+                if round_.averaged_ms > began_ms:
                     yield round_
-                    met_ms = min(max(began_ms, round_.met_ms), clock[0])
-                    trace.spans.append(Span(rank, "wait", began_ms, met_ms))
-                    trace.spans.append(Span(rank, "wire", met_ms, clock[0]))
+                    joined_ms = min(max(began_ms, round_.joined_ms), clock[0])
+                    trace.spans.append(Span(rank, "wait", began_ms, joined_ms))
+                    trace.spans.append(Span(rank, "wire", joined_ms, clock[0]))
                 entered_ms = round_.entered_ms[rank]
-                costs = RoundReport(transfer_ms=2 * TOUCH_MS, latency_ms=round_.here_ms - entered_ms)
+                costs = RoundReport(transfer_ms=2 * TOUCH_MS, latency_ms=round_.averaged_ms - entered_ms)
                 round_.merged_at[rank] = schedule.next_slot
-                windows.note([round_.rows[one] for one in range(len(COSTS))])
+                windows.note([round_.rows[other] for other in range(len(COSTS))])
                 schedule.merged()
                 yield spend("wire", TOUCH_MS)
             elif schedule.is_due():
@@ -196,7 +196,7 @@ def _live(
                 round_.rows[rank] = costs._replace(next_slot=schedule.next_slot, samples=samples, busy_ms=busy_ms)
                 round_.entered_ms[rank] = clock[0]
                 if len(round_.rows) == len(COSTS):
-                    round_.met_ms = clock[0]
+                    round_.joined_ms = clock[0]
                 samples, busy_ms = 0, 0.0
                 schedule.enter()
                 yield spend("wire", TOUCH_MS)
@@ -216,7 +216,7 @@ def _noise() -> list[Iterator[float]]:
 
 
 def draw_policies() -> Figure:
-    """One second of two devices under the four ways."""
+    """One second of two devices under each of the four policies."""
     long = Axis(samples=BATCH * 70, slot_size=BATCH, epochs=1)
     panels = {
         "sync: equal batches, as in DDP": run_exact(Fixed.even(2)),
@@ -228,7 +228,7 @@ def draw_policies() -> Figure:
     for ax, (title, trace) in zip(axes, panels.items(), strict=True):
         _draw_lanes(ax, trace)
         if title.startswith("async"):
-            _draw_travel(ax, trace.rounds)
+            _draw_rounds_in_flight(ax, trace.rounds)
         ax.set_title(title, loc="left", fontsize=8.5, fontweight="bold", pad=4)
         ax.set_title(f"{100 * trace.efficiency():.0f} % of both alone", loc="right", fontsize=8.5, pad=4)
         ax.set_yticks([1, 0], NAMES)
@@ -261,15 +261,15 @@ def _draw_lanes(ax: Axes, trace: Trace) -> None:
             _bars(ax, [bar for bar in bars if bar[1] > bar[0]], 1 - rank, 0.62, **look)
 
 
-def _draw_travel(ax: Axes, rounds: Sequence[Average]) -> None:
+def _draw_rounds_in_flight(ax: Axes, rounds: Sequence[Average]) -> None:
     for rank in range(len(COSTS)):
-        bars = [(round_.entered_ms[rank], round_.here_ms) for round_ in rounds]
+        bars = [(round_.entered_ms[rank], round_.averaged_ms) for round_ in rounds]
         shown = [bar for bar in bars if bar[0] < SHOWN_MS]
         _bars(ax, shown, 0.56 - rank, 0.16, facecolor="white", edgecolor=WIRE, linewidth=0.8)
 
 
 def draw_axis() -> Figure:
-    """Who trained which slot of two epochs, where the rounds were due, and who entered and merged where."""
+    """The rank that trained each slot of two epochs, where rounds were due, and where ranks entered and merged them."""
     axis = Axis(samples=BATCH * 24 - BATCH // 2, slot_size=BATCH, epochs=2)
     figure, axes = plt.subplots(2, 1, figsize=(7.3, 3.7), sharex=True)
     titles = (
@@ -318,10 +318,10 @@ def _draw_strip(ax: Axes, axis: Axis, trace: Trace) -> None:
 
 
 def draw_merge() -> Figure:
-    """One param on two ranks: it is pulled different ways, snapshot, averaged, and the average is merged."""
+    """One param on two ranks: their steps move it apart, it is snapshot and averaged, and the average is merged."""
     figure, ax = plt.subplots(figsize=(7.3, 3.5))
     pulls = ((1.0, 0.10), (-0.7, 0.20))  # where a rank's own samples pull the param, and how far a step goes
-    entries_ms, here_ms, end_ms = (200.0, 300.0), 300.0 + WIRE_MS, 555.0
+    entries_ms, averaged_ms, end_ms = (200.0, 300.0), 300.0 + WIRE_MS, 555.0
     paths: list[list[tuple[float, float]]] = [[(0.0, 0.0)], [(0.0, 0.0)]]
     params, snapshots, average = [0.0, 0.0], [0.0, 0.0], 0.0
     is_merged = [False, False]
@@ -336,7 +336,7 @@ def draw_merge() -> Figure:
             if rank == 1:  # it came last: weighted by the samples since the last round
                 weights = (entries_ms[0] / SLOT_MS[0], entries_ms[1] / SLOT_MS[1])
                 average = sum(w * s for w, s in zip(weights, snapshots, strict=True)) / sum(weights)
-        elif now_ms >= here_ms and not is_merged[rank]:
+        elif now_ms >= averaged_ms and not is_merged[rank]:
             is_merged[rank] = True
             before = params[rank]
             params[rank] += average - snapshots[rank]
@@ -348,14 +348,14 @@ def draw_merge() -> Figure:
     for rank, path in enumerate(paths):
         path.append((end_ms, path[-1][1]))
         ax.plot(*zip(*path, strict=True), color=DEVICE[rank], linewidth=1.8, label=NAMES[rank])
-    ax.plot([here_ms, end_ms], [average] * 2, color=WIRE, linewidth=1.2, linestyle=(0, (4, 3)))
+    ax.plot([averaged_ms, end_ms], [average] * 2, color=WIRE, linewidth=1.2, linestyle=(0, (4, 3)))
     ax.text(end_ms - 4, average + 0.015, "the average", color=WIRE, ha="right", va="bottom")
     for rank, y in enumerate((0.1, -0.1)):
         va = "bottom" if rank == 0 else "top"
         place = (entries_ms[rank] - 8, snapshots[rank] + y)
         ax.text(*place, f"snapshot of {NAMES[rank]}", color=WORDS[rank], ha="right", va=va)
-    ax.axvspan(entries_ms[0], here_ms, color=IDLE, alpha=0.5, linewidth=0)
-    ax.text((entries_ms[0] + here_ms) / 2, 0.86, "round in flight", ha="center", va="top", color=INK)
+    ax.axvspan(entries_ms[0], averaged_ms, color=IDLE, alpha=0.5, linewidth=0)
+    ax.text((entries_ms[0] + averaged_ms) / 2, 0.86, "round in flight", ha="center", va="top", color=INK)
     ax.set_xlim(0, end_ms)
     ax.set_ylim(-0.55, 0.9)
     ax.set_xlabel("ms, simulated")
@@ -366,14 +366,14 @@ def draw_merge() -> Figure:
 
 
 def _show_kept(ax: Axes, words: str, now_ms: float, param: float, average: float) -> None:
-    """What stays of a rank's own work after the merge: its distance to the average."""
+    """Mark the rank's own work that is kept after the merge: the distance of the param from the average."""
     arrow = {"arrowstyle": "<->", "color": INK, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", (now_ms + 12, param), (now_ms + 12, average), arrowprops=arrow)
     ax.text(now_ms + 19, (param + average) / 2, words, va="center")
 
 
 def draw_late() -> Figure:
-    """The difference between two replicas when averages are merged at once, and when they come a window late."""
+    """The difference between two replicas when averages are merged after one step, and when a window later."""
     figure, axes = plt.subplots(1, 2, figsize=(7.3, 2.5))
     for ax, late in zip(axes, (1, 10), strict=True):
         values, merges = differences(late, window=10, rounds=6)
@@ -405,7 +405,7 @@ def differences(late: int, window: int, rounds: int) -> tuple[list[tuple[int, fl
             step += 1
             values.append((step, params[0] - params[1]))
             if place == late:
-                params = [param + average - one for param, one in zip(params, snapshots, strict=True)]
+                params = [param + average - snapshot for param, snapshot in zip(params, snapshots, strict=True)]
                 values.append((step, params[0] - params[1]))
                 merges.append(values[-1])
     return values, merges
@@ -430,7 +430,7 @@ def _bare(ax: Axes) -> None:
 def main(folder: Path, kind: str) -> None:
     drawings = {"policies": draw_policies, "axis": draw_axis, "merge": draw_merge, "late": draw_late}
     folder.mkdir(parents=True, exist_ok=True)
-    mpl.rcdefaults()  # whatever the user's own file says
+    mpl.rcdefaults()  # ignore the user's matplotlibrc
     with mpl.rc_context(STYLE):
         for name, draw in drawings.items():
             figure = draw()
@@ -440,5 +440,5 @@ def main(folder: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(Path(given[0] if given else "docs/images"), given[1] if len(given) > 1 else "svg")
+    arguments = sys.argv[1:]
+    main(Path(arguments[0] if arguments else "docs/images"), arguments[1] if len(arguments) > 1 else "svg")

@@ -1,11 +1,11 @@
-"""What a forward through a graph costs over the same forward through a module: ResNet-20, batch 32, one thread.
+"""Measure the overhead of a graph's forward over that of the hand-written module: ResNet-20, batch 32, one thread.
 
-    python tools/graph_overhead.py [--pairs N] [--no-compile]     (needs nothing else to run on the machine)
+    python tools/graph_overhead.py [--pairs N] [--no-compile]     (on an otherwise idle machine)
 
-One process times the two in turn, one forward each, and who goes first changes from pair to pair; a row is the mean
-ratio of the pairs' times with its 95 % interval. "eval" is without gradients, "train" records them. Compiled means
-torch.compile in its default mode, both compiled beforehand and without a break in the graph. The last column is the
-same module against a copy of itself: what the machine alone makes of equal things.
+One process times pairs of one forward each, and the order within a pair alternates. A row is the mean ratio of the
+pairs' times with its 95 % interval. "eval" runs without gradients, "train" records them. "compiled" means torch.compile
+in its default mode, without graph breaks, compiled before the measurement. The last column compares the module with a
+copy of itself and shows the noise.
 """
 
 import argparse
@@ -34,17 +34,17 @@ def seconds(forward: Forward, images: torch.Tensor, is_training: bool) -> float:
         return time.perf_counter() - began
 
 
-def compare(one: Forward, other: Forward, images: torch.Tensor, is_training: bool, pairs: int) -> list[float]:
-    """The pairs' ratios of the first's time over the second's."""
+def compare(subject: Forward, reference: Forward, images: torch.Tensor, is_training: bool, pairs: int) -> list[float]:
+    """The ratio of the subject's time to the reference's time in each pair."""
     ratios = []
     for number in range(pairs):
-        first, second = (one, other) if number % 2 == 0 else (other, one)
+        first, second = (subject, reference) if number % 2 == 0 else (reference, subject)
         times = [seconds(forward, images, is_training) for forward in (first, second)]
         ratios.append(times[0] / times[1] if number % 2 == 0 else times[1] / times[0])
     return ratios
 
 
-def words(ratios: list[float]) -> str:
+def format_mean(ratios: list[float]) -> str:
     mean, half = interval(ratios)
     return f"{mean:.4f} +- {half:.4f}"
 
@@ -60,24 +60,26 @@ def measure(is_compiled: bool, is_training: bool, pairs: int) -> str:
         model.train(is_training)
         forwards.append(torch.compile(model, fullgraph=True) if is_compiled else model)
     times = [[seconds(forward, images, is_training) for _ in range(WARM_UP)] for forward in forwards]
-    plain, graph, twin = forwards
-    found = words(compare(graph, plain, images, is_training, pairs))
-    noise = words(compare(twin, plain, images, is_training, pairs))
+    plain, graph, module_copy = forwards
+    overhead = format_mean(compare(graph, plain, images, is_training, pairs))
+    noise = format_mean(compare(module_copy, plain, images, is_training, pairs))
     name = f"{'train' if is_training else 'eval'}{', compiled' if is_compiled else ''}"
-    return f"{name:<18}{1e3 * min(times[0]):>10.1f}{found:>22}{noise:>22}"
+    return f"{name:<18}{1e3 * min(times[0]):>10.1f}{overhead:>22}{noise:>22}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=100, help="of each row, 40 or more")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
-    given = parser.parse_args()
+    parser.add_argument("--pairs", type=int, default=100, help="number of pairs in each row, 40 or more")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="skip the rows with torch.compile, which take minutes"
+    )
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {given.pairs} pairs, load {os.getloadavg()[0]:.2f}")
+    print(f"torch {torch.__version__}, {arguments.pairs} pairs, load {os.getloadavg()[0]:.2f}")
     print(f"{'mode':<18}{'module ms':>10}{'graph / module':>22}{'copy / module':>22}")
-    for is_compiled in (False,) if given.no_compile else (False, True):
+    for is_compiled in (False,) if arguments.no_compile else (False, True):
         for is_training in (False, True):
-            print(measure(is_compiled, is_training, given.pairs), flush=True)
+            print(measure(is_compiled, is_training, arguments.pairs), flush=True)
 
 
 if __name__ == "__main__":

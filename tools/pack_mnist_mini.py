@@ -1,4 +1,4 @@
-"""Make uneven/data/embedded/mnist-mini.xz from the four official idx files, and print its sums.
+"""Make uneven/data/embedded/mnist-mini.xz from the four official idx files, and print its checksums.
 
     python tools/pack_mnist_mini.py FOLDER_WITH_THE_IDX_FILES [OUTPUT]
 

@@ -1,10 +1,10 @@
-"""What recording costs a training step: the same loop with it and without it, in turn, in one process.
+"""Measure the overhead of recording on a training step: the same loop with and without it, in one process.
 
 Usage: python tools/recording_overhead.py [ROUNDS] [SECONDS]     (default: 30 rounds of 3 segments of 0.5 s)
 
 Each round runs a segment without recording (a recorder that does nothing), one with the recorder, and one with the
-recorder and the sampler, in an order that turns with every round. Prints per size of step the paired ratio of the
-time of a step to that without recording, with its 95 % interval. 1.01 is 1 % slower.
+recorder and the sampler, in an order that rotates with every round. Prints for each step size the paired ratio of the
+step time to that without recording, with its 95 % interval. 1.01 is 1 % slower.
 """
 
 import sys
@@ -25,12 +25,12 @@ from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Part
 from uneven.results.progress import Reporter
-from uneven.timeline.record import Recorder
+from uneven.timeline.record import Recorder, State
 from uneven.timeline.sample import Sampler
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
-WAYS = ("off", "recorder", "recorder and sampler")
+MODES = ("off", "recorder", "recorder and sampler")
 SIZES = {"small": (8, 16), "large": (256, 512)}  # (batch size, width of the model)
 FEATURES, CLASSES, SAMPLES = 64, 10, 65_536
 
@@ -38,7 +38,7 @@ FEATURES, CLASSES, SAMPLES = 64, 10, 65_536
 class SilentRecorder(Recorder):
     """A recorder that does nothing."""
 
-    def enter(self, state: str, at_ns: int | None = None) -> int:
+    def enter(self, state: State, at_ns: int | None = None) -> int:
         del state, at_ns
         return 0
 
@@ -51,7 +51,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Loop:
-    """A rank that trains alone, stopped and continued at will."""
+    """A training run of a single rank that can be advanced in segments."""
 
     def __init__(self, batch_size: int, width: int) -> None:
         def make_model() -> nn.Module:
@@ -64,22 +64,22 @@ class Loop:
         task = Task(make_model, lambda params: torch.optim.SGD(params, lr=0.01), loss, data)
         rank_info = RankInfo(0, parse_devices("cpu"))
         self._worker = Worker(task, config, rank_info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
-        self._pace = self._worker.prepare()
+        self._trainer = self._worker.prepare()
         self._recorders = {"off": SilentRecorder(), "on": self._worker.recorder}
-        self._stream: Iterator[tuple[Part, Micros]] = iter(self._worker.engine.feed.stream(self._pace.parts()))
+        self._stream: Iterator[tuple[Part, Micros]] = iter(self._worker.engine.feed.stream(self._trainer.parts()))
 
-    def step_us(self, way: str, seconds: float) -> float:
-        """Train for about so long; the time of a step."""
+    def step_us(self, mode: str, seconds: float) -> float:
+        """Train for about `seconds`; returns the mean time of a step in us."""
         worker = self._worker
-        worker.recorder = worker.engine.recorder = self._recorders["off" if way == "off" else "on"]
-        sampler = Sampler() if "sampler" in way else None
+        worker.recorder = worker.engine.recorder = self._recorders["off" if mode == "off" else "on"]
+        sampler = Sampler() if "sampler" in mode else None
         if sampler is not None:
             sampler.start()
-        self._pace.reset_timer()
+        self._trainer.reset_timer()
         steps, began = 0, time.perf_counter()
         while (now := time.perf_counter()) < began + seconds:
             part, micros = next(self._stream)
-            worker.train_part(self._pace, part, micros)
+            worker.train_part(self._trainer, part, micros)
             worker.recorder.enter("data")
             steps += 1
         if sampler is not None:
@@ -90,20 +90,20 @@ class Loop:
 def main(rounds: int, seconds: float) -> None:
     for name, (batch_size, width) in SIZES.items():
         loop = Loop(batch_size, width)
-        for way in WAYS:
-            loop.step_us(way, seconds)  # kernels, allocations and caches: this round does not count
-        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        for mode in MODES:
+            loop.step_us(mode, seconds)  # warm-up of kernels, allocator and caches: not counted
+        times_us: dict[str, list[float]] = {mode: [] for mode in MODES}
         for turn in range(rounds):
-            for place in range(len(WAYS)):
-                way = WAYS[(turn + place) % len(WAYS)]
-                found[way].append(loop.step_us(way, seconds))
-        print(f"{name} step (batch {batch_size}, {rounds} rounds): {min(found['off']):,.0f} us without recording")
-        for way in WAYS[1:]:
-            mean, half = interval([on / off for on, off in zip(found[way], found["off"], strict=True)])
-            print(f"  {way}: {mean:.4f} +- {half:.4f}")
+            for place in range(len(MODES)):
+                mode = MODES[(turn + place) % len(MODES)]
+                times_us[mode].append(loop.step_us(mode, seconds))
+        print(f"{name} step (batch {batch_size}, {rounds} rounds): {min(times_us['off']):,.0f} us without recording")
+        for mode in MODES[1:]:
+            mean, half = interval([on / off for on, off in zip(times_us[mode], times_us["off"], strict=True)])
+            print(f"  {mode}: {mean:.4f} +- {half:.4f}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    given = sys.argv[1:3]
-    main(int(given[0]) if given else 30, float(given[1]) if given[1:] else 0.5)
+    arguments = sys.argv[1:3]
+    main(int(arguments[0]) if arguments else 30, float(arguments[1]) if arguments[1:] else 0.5)

@@ -1,10 +1,10 @@
-"""Quality over seeds: LeNet on MNIST in every mode, the demo's job, ResNet-20 and gpt-nano on two slices of a GPU.
+"""Measure quality over seeds: LeNet on MNIST in every mode, the demo, ResNet-20 and gpt-nano on two slices of a GPU.
 
     python tools/seeds.py [OUT [WORD [SIDE_BY_SIDE]]]
 
-Runs the jobs whose name contains WORD; without it, those that need no GPU. Finished runs (their summary is there) are
-not repeated, so it can be interrupted. Prints a table. Runs side by side share the machine: their quality
-counts, their seconds do not.
+Runs the jobs whose name contains WORD; without it, all that need no GPU. Runs with a summary on disk are not repeated,
+so the script can be interrupted and resumed. Prints a table. SIDE_BY_SIDE runs at a time share the machine: then their
+quality is valid and their seconds are not.
 """
 
 import json
@@ -38,9 +38,9 @@ def cpu_jobs() -> Iterator[Job]:
 
 
 def gpu_jobs() -> Iterator[Job]:
-    """Solo is the larger slice by itself; the local policies step on the same batch as it.
+    """Solo is the larger slice alone; each rank of a local policy steps on the same batch size.
 
-    The scale that `auto` means (linear) is in the rows that name no scale.
+    Rows that name no lr_scale use `auto`, which is linear.
     """
     resnet = Order(model="resnet-20", devices=SLICES, compile="graph", eval_every=50)
     for epochs, seeds in ((200, (0,)), (50, (0, 1, 2))):
@@ -59,9 +59,9 @@ def gpu_jobs() -> Iterator[Job]:
 
 
 def measure(out: Path, name: str, order: Order, seed: int) -> tuple[float, float]:
-    """The quality and the seconds of training."""
-    home = out / name.replace(" ", "-").replace(",", "")
-    order = replace(order, seed=seed, out=home, progress="off")
+    """Run the job unless its summary exists; returns the quality and the seconds of training."""
+    folder = out / name.replace(" ", "-").replace(",", "")
+    order = replace(order, seed=seed, out=folder, progress="off")
     path = order.folder / "summary.json"
     if not path.exists():
         run_single(order)
@@ -73,15 +73,18 @@ def measure(out: Path, name: str, order: Order, seed: int) -> tuple[float, float
 def main(out: Path, word: str, side_by_side: int) -> None:
     print("| job | quality (accuracy in %, or loss), seed by seed | mean | standard deviation | s |")
     print("|---|---|---|---|---|")
-    asked = [job for job in [*cpu_jobs(), *gpu_jobs()] if word in job[0] and (word or not job[0].startswith("gpu"))]
+    jobs = [job for job in [*cpu_jobs(), *gpu_jobs()] if word in job[0] and (word or not job[0].startswith("gpu"))]
     with ProcessPoolExecutor(side_by_side, multiprocessing.get_context("spawn")) as pool:
-        runs = [[pool.submit(measure, out, name, order, seed) for seed in seeds] for name, order, seeds in asked]
-        for (name, _, _), started in zip(asked, runs, strict=True):
+        runs = [[pool.submit(measure, out, name, order, seed) for seed in seeds] for name, order, seeds in jobs]
+        for (name, _, _), started in zip(jobs, runs, strict=True):
             qualities, seconds = zip(*(run.result() for run in started), strict=True)
             deviation = f"{statistics.stdev(qualities):.3f}" if len(qualities) > 1 else "-"
-            each = ", ".join(f"{quality:.3f}" for quality in qualities)
-            took = f"{statistics.mean(seconds):.1f}" if side_by_side == 1 else "-"
-            print(f"| {name} | {each} | {statistics.mean(qualities):.3f} | {deviation} | {took} |", flush=True)
+            each_seed = ", ".join(f"{quality:.3f}" for quality in qualities)
+            train_seconds = f"{statistics.mean(seconds):.1f}" if side_by_side == 1 else "-"
+            print(
+                f"| {name} | {each_seed} | {statistics.mean(qualities):.3f} | {deviation} | {train_seconds} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

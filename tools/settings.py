@@ -1,9 +1,9 @@
-"""Writes what is made from the fields of RunConfig: uneven/api/settings.py and the table in docs/settings.md.
+"""Generate uneven/api/settings.py and the tables in docs/settings.md from the fields of RunConfig.
 
     python tools/settings.py            writes both
-    python tools/settings.py --check    exit code 1 where a committed file differs
+    python tools/settings.py --check    exit code 1 if a committed file differs
 
-Run it after a setting was added or changed in uneven/config/run_config.py; tests/test_settings.py fails until then.
+Run it after adding or changing a setting in uneven/config/run_config.py; tests/test_settings.py fails until then.
 """
 
 import sys
@@ -94,7 +94,7 @@ def _method(setting: Setting, name: str) -> str:
 
 
 def render_page(page: str) -> str:
-    """The text of docs/settings.md with its tables made anew."""
+    """The text of docs/settings.md with its tables regenerated."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     groups: dict[str, list[Setting]] = {}

@@ -1,9 +1,9 @@
-"""The shape of the package in numbers: rooms, import arrows between them, circles, sizes of files.
+"""Print the structure of the package in numbers: folders, imports between them, import cycles, sizes of files.
 
     python tools/shape.py [FOLDER]     # FOLDER holds the package `uneven`; default: this checkout
 
-A room is a folder below uneven/ (or a module at its root). An arrow is a pair of rooms of which the first imports the
-second. Arrows inside a circle of rooms are those that no order from top to bottom can make point downwards.
+A room is a folder below uneven/ or a module at its root. An arrow is a pair of rooms of which the first imports the
+second. A circle is a set of rooms (or files) that import each other: no order can make all its arrows point downwards.
 """
 
 import ast
@@ -13,33 +13,33 @@ from pathlib import Path
 
 
 def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name in modules}
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name in modules}
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
-    """Strongly connected components of more than one node: those that reach each other."""
+    """The strongly connected components of more than one node."""
     reach = {name: _reach(name, arrows) for name in arrows}
-    found: list[set[str]] = []
+    components: list[set[str]] = []
     for name in arrows:
         circle = {name} | {other for other in reach[name] if name in reach[other]}
-        if len(circle) > 1 and circle not in found:
-            found.append(circle)
-    return found
+        if len(circle) > 1 and circle not in components:
+            components.append(circle)
+    return components
 
 
 def _reach(start: str, arrows: dict[str, set[str]]) -> set[str]:
     seen: set[str] = set()
-    waiting = [start]
-    while waiting:
-        for target in arrows[waiting.pop()] - seen:
+    to_visit = [start]
+    while to_visit:
+        for target in arrows[to_visit.pop()] - seen:
             seen.add(target)
-            waiting.append(target)
+            to_visit.append(target)
     return seen
 
 
@@ -56,13 +56,13 @@ def main(folder: Path) -> None:
         rooms.setdefault(room, set()).update(target.split(".")[1] for target in targets)
     for room, targets in rooms.items():
         targets.discard(room)
-    stuck = sum(1 for circle in circles(rooms) for room in circle for target in rooms[room] if target in circle)
+    in_circle = sum(1 for circle in circles(rooms) for room in circle for target in rooms[room] if target in circle)
     lengths = [path.read_text().count("\n") for path in files if path.read_text().strip()]
     root = [path for path in files if path.parent == package]
     print(f"modules at the root       {len(root)}")
     print(f"rooms                     {len(rooms)}")
     print(f"arrows between rooms      {sum(len(targets) for targets in rooms.values())}")
-    print(f"  of them in a circle     {stuck}")
+    print(f"  of them in a circle     {in_circle}")
     print(f"circles of files          {len(circles(arrows))} ({sum(len(circle) for circle in circles(arrows))} files)")
     print(f"files                     {len(lengths)}")
     print(f"  under 60 lines          {sum(1 for length in lengths if length < 60)}")

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs for `make docs`: README.md becomes the first page, links that leave docs/ and doctests are mended.
+"""Hooks of mkdocs for `make docs`: add the pages at the root of the repository, and adapt links and doctests.
 
-README and the pages are written for the repository, where a link to a file of the package opens that file. The site
-holds the pages alone, so such a link becomes plain text.
+The pages are written for the repository, where a link to a source file opens that file. The site has no source files,
+so such a link becomes plain text.
 """
 
 import re
@@ -16,7 +16,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that stand at the root of the repository."""
+    """Add the pages that are at the root of the repository."""
     for source, page in PAGES.items():
         content = re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
         files.append(File.generated(config, page, content=content))
@@ -30,7 +30,7 @@ class FenceDoctests(griffe.Extension):  # type: ignore[misc]
         if obj.docstring is not None and ">>>" in obj.docstring.value:
             doctest = re.compile(r"(?:^[ ]*>>>.*\n?(?:^(?![ ]*$).*\n?)*)+", flags=re.MULTILINE)
             obj.docstring.value = doctest.sub(
-                lambda found: f"\n```python\n{found[0].rstrip()}\n```\n", obj.docstring.value
+                lambda match: f"\n```python\n{match[0].rstrip()}\n```\n", obj.docstring.value
             )
 
 

@@ -118,16 +118,16 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: 
 
 def node_paths(graph: Graph) -> list[str]:
     """The paths of all nodes, as a profile names them."""
-    graphs = [(path, one) for path, one in graph.named_modules() if isinstance(one, Graph)]
-    return [f"{path}.{node.name}".removeprefix(".") for path, one in graphs for node in one.plan.nodes]
+    graphs = [(path, module) for path, module in graph.named_modules() if isinstance(module, Graph)]
+    return [f"{path}.{node.name}".removeprefix(".") for path, inner in graphs for node in inner.plan.nodes]
 
 
 def titles(text: str) -> set[str]:
-    """The words by which tooltips begin; state across calls has both of its nodes in one."""
-    found = [element.text or "" for element in ET.fromstring(text).iter() if element.tag.endswith("}title")]
+    """The first words of all tooltips; the tooltip of state across calls names both of its nodes."""
+    texts = [element.text or "" for element in ET.fromstring(text).iter() if element.tag.endswith("}title")]
     return {
         name.removesuffix(": input")
-        for title in found
+        for title in texts
         for name in re.split(r", (?=\S+: the value of)", title.split("\n")[0])
     }
 
@@ -142,8 +142,8 @@ def layouts_in(layout: Layout) -> Iterator[Layout]:
 @each_example
 def test_every_node_is_in_the_picture(example: Callable[[], Graph]) -> None:
     graph = built(example)
-    found = {title.split(": the value of")[0] for title in titles(graph.draw())}
-    assert sorted(set(node_paths(graph)) - found) == []
+    drawn = {title.split(": the value of")[0] for title in titles(graph.draw())}
+    assert sorted(set(node_paths(graph)) - drawn) == []
 
 
 @each_example
@@ -213,8 +213,8 @@ def test_dot_is_balanced_and_has_every_node(example: Callable[[], Graph], tmp_pa
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
     assert bare.count("{") == bare.count("}") >= 1
     assert '"' not in bare
-    told = {name for word in words for name in re.split(r"\\n|: |, ", word)}
-    assert sorted(set(node_paths(graph)) - told) == []
+    names = {name for word in words for name in re.split(r"\\n|: |, ", word)}
+    assert sorted(set(node_paths(graph)) - names) == []
 
 
 def test_dot_edges_join_nodes_that_are_there(tmp_path: Path) -> None:
@@ -282,13 +282,13 @@ def profile_of(graph: Graph, hot: str) -> Profile:
 
 
 def heat(text: str) -> dict[str, float]:
-    """How much of the warm colour stands behind each node."""
-    found = {}
+    """The opacity of the heat colour behind each node."""
+    opacity = {}
     for group in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}g"):
         for child in group:
             if group.get("data-node") and child.get("class") == "heat":
-                found[group.get("data-node", "")] = float(child.get("fill-opacity", "nan"))
-    return found
+                opacity[group.get("data-node", "")] = float(child.get("fill-opacity", "nan"))
+    return opacity
 
 
 def test_heat_follows_the_profile() -> None:

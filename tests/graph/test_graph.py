@@ -91,8 +91,8 @@ def test_it_compiles_as_one_piece(backend: str) -> None:
     expected = [graph(X), graph(X)]
     graph.reset_state()
     compiled = torch.compile(graph, backend=backend, fullgraph=True)
-    for one in expected:
-        torch.testing.assert_close(compiled(X), one)
+    for value in expected:
+        torch.testing.assert_close(compiled(X), value)
 
 
 def test_autocast_reaches_the_parts() -> None:
@@ -255,9 +255,9 @@ def test_shared_params_and_starts_of_states_count_and_numbers_do_not() -> None:
     assert tied.at("q.linear_1") is a, "both names of a shared module lead to it"
 
 
-def test_files_that_are_none_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"12345678{")
-    with pytest.raises(InputError, match="is no safetensors file"):
+    with pytest.raises(InputError, match="is not a safetensors file"):
         make().load(tmp_path / "broken.safetensors")
     with pytest.raises(InputError, match="cannot write"):
         make().save(tmp_path / "missing" / "net.safetensors")

@@ -1,4 +1,4 @@
-"""A tag used before it is set is its value in the call before."""
+"""A tag that is used before it is set means its value in the last call."""
 
 import copy
 import operator
@@ -33,11 +33,11 @@ def test_gradients_stop_at_the_call_before() -> None:
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     graph(x)
     graph(y).sum().backward()
-    found = [param.grad.clone() for param in cell.parameters()]
+    grads = [param.grad.clone() for param in cell.parameters()]
     cell.zero_grad()
     cell(y, cell(x, torch.zeros(3, 4)).detach()).sum().backward()
-    for mine, param in zip(found, cell.parameters(), strict=True):
-        torch.testing.assert_close(mine, param.grad)
+    for grad, param in zip(grads, cell.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad)
 
 
 def test_gradients_flow_on_where_asked_for() -> None:
@@ -45,11 +45,11 @@ def test_gradients_flow_on_where_asked_for() -> None:
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     graph(x)
     graph(y).sum().backward()
-    found = [param.grad.clone() for param in cell.parameters()]
+    grads = [param.grad.clone() for param in cell.parameters()]
     cell.zero_grad()
     cell(y, cell(x, torch.zeros(3, 4))).sum().backward()
-    for mine, param in zip(found, cell.parameters(), strict=True):
-        torch.testing.assert_close(mine, param.grad)
+    for grad, param in zip(grads, cell.parameters(), strict=True):
+        torch.testing.assert_close(grad, param.grad)
 
 
 def test_a_start_of_its_own() -> None:
@@ -72,10 +72,10 @@ def test_several_steps_train() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_batch_of_another_size_is_told() -> None:
+def test_a_batch_of_another_size_is_refused() -> None:
     _, graph = recurrent()
     graph(torch.randn(3, 4))
-    with pytest.raises(InputError, match=r"state 'h' is of 3 samples and this batch has 2.*reset_state"):
+    with pytest.raises(InputError, match=r"state 'h' has 3 samples and this batch has 2.*reset_state"):
         graph(torch.randn(2, 4))
 
 

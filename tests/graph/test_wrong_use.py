@@ -1,4 +1,4 @@
-"""What cannot work is refused when the flow is told or built, with the node and the fix."""
+"""Mistakes are refused when the flow is described or built, with the node and the fix in the message."""
 
 from collections.abc import Callable
 
@@ -18,16 +18,19 @@ def start() -> FlowBuilder:
 X = torch.ones(2, 4)
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: FlowBuilder().build(), "the flow is empty"),
-    (lambda: start().through(nn.ReLU), r"through.*a part is a module, a function or a flow; make one: ReLU\(\.\.\.\)"),
-    (lambda: start().through(3), "through.3.: a part is"),
+    (
+        lambda: start().through(nn.ReLU),
+        r"through.*a part must be a module, a function or a flow; make an instance: ReLU\(\.\.\.\)",
+    ),
+    (lambda: start().through(3), "through.3.: a part must be"),
     (
         lambda: start().through(nn.Linear(7, 2)).build(X),
         r"node 'linear_1' \(Linear 7 to 2\) cannot take 'hidden' \(2, 8\)",
     ),
     (lambda: start().also(nn.Linear(8, 4)).build(X), r"node 'add'.*also_with\(skip, part\)"),
     (lambda: start().also_with(nn.Linear(8, 3), nn.Linear(8, 4)).build(X), r"node 'add'.*\(2, 3\).*\(2, 4\)"),
-    (lambda: start().fork(nn.Linear(8, 1)).build(X), r"nobody uses the branch 'linear_1'.*tag it.*using\('aside'\)"),
-    (lambda: start().fork(F.relu).tag("side").build(), r"nobody uses the branch 'side'.*outputs=\['side'\]"),
+    (lambda: start().fork(nn.Linear(8, 1)).build(X), r"the branch 'linear_1' .*is not used: tag it.*using\('aside'\)"),
+    (lambda: start().fork(F.relu).tag("side").build(), r"the branch 'side' .*is not used.*outputs=\['side'\]"),
     (
         lambda: start().split([nn.ReLU()]).through(nn.ReLU()),
         r"split.*not complete when \.through follows.*merge\('add'\)",
@@ -37,26 +40,26 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().split([F.relu, F.gelu]).merge("sum"), r"merge\('sum'\) must be one of add, mean, cat"),
     (
         lambda: start().split([nn.Linear(8, 1), nn.Linear(8, 2), nn.Linear(8, 3)]).merge("add").build(torch.ones(3, 4)),
-        r"node 'add'.*Branches that merge need one shape",
+        r"node 'add'.*Branches to merge need one shape",
     ),
-    (lambda: FlowBuilder().tag("early"), "comes before anything was computed"),
-    (lambda: start().tag("a.b"), "a name is a word of letters"),
-    (lambda: start().tag('a"b'), "a name is a word of letters"),
-    (lambda: FlowBuilder("two words"), "a name is a word of letters"),
-    (lambda: start().tag("pass"), "none of Python's own"),
-    (lambda: start().tag("self"), "a graph has an attribute of that name"),
-    (lambda: start().tag("forward"), "a graph has an attribute of that name"),
-    (lambda: start().tag("draw"), "a graph has an attribute of that name"),
-    (lambda: start().through(F.relu).tag("hidden").build(), r"'hidden' is given twice|two parts are named 'hidden'"),
+    (lambda: FlowBuilder().tag("early"), "comes before the first part"),
+    (lambda: start().tag("a.b"), "a name consists of letters"),
+    (lambda: start().tag('a"b'), "a name consists of letters"),
+    (lambda: FlowBuilder("two words"), "a name consists of letters"),
+    (lambda: start().tag("pass"), "is not a Python keyword"),
+    (lambda: start().tag("self"), "a graph has an attribute of this name"),
+    (lambda: start().tag("forward"), "a graph has an attribute of this name"),
+    (lambda: start().tag("draw"), "a graph has an attribute of this name"),
+    (lambda: start().through(F.relu).tag("hidden").build(), r"'hidden' is used twice|two parts have the name 'hidden'"),
     (lambda: start().through(F.relu).using("hiden").build(), r"unknown tag 'hiden': did you mean 'hidden'\?"),
-    (lambda: FlowBuilder().using("x1"), "has no part to give them to"),
+    (lambda: FlowBuilder().using("x1"), "must follow a part"),
     (lambda: start().build(outputs=["scores"]), "unknown tag 'scores'"),
-    (lambda: start().input("mask").build(), r"nothing uses the input 'mask'.*\.using\('mask'\)"),
-    (lambda: start().input("not a name"), "must be a name of its own"),
-    (lambda: start().input("mask").input("mask"), "must be a name of its own"),
-    (lambda: start().input("mask").through(F.relu).tag("mask").using("mask").build(), "the name of an input, too"),
+    (lambda: start().input("mask").build(), r"the input 'mask' is not used.*\.using\('mask'\)"),
+    (lambda: start().input("not a name"), "must be a new identifier"),
+    (lambda: start().input("mask").input("mask"), "must be a new identifier"),
+    (lambda: start().input("mask").through(F.relu).tag("mask").using("mask").build(), "also the name of an input"),
     (lambda: start().loop(nn.Linear(8, 8)).through(F.relu), r"loop\(body\) is not complete.*for_n\(n\)"),
-    (lambda: start().loop(nn.Linear(8, 8)).for_n(0), r"for_n\(0\) must be a whole number of at least 1"),
+    (lambda: start().loop(nn.Linear(8, 8)).for_n(0), r"for_n\(0\) must be an integer of at least 1"),
     (lambda: start().loop(nn.Linear(8, 8)).until(lambda x: x.sum(1)).build(X), "condition must return one bool"),
     (lambda: start().loop(nn.Linear(8, 7)).for_n(2).build(X), "node 'loop_1'"),
     (lambda: start().gate(nn.Linear(8, 3), [F.relu, F.gelu]).build(X), "3 scores for 2 experts"),
@@ -69,7 +72,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().map(F.relu).each(0).build(X), "0 is the batch"),
     (lambda: start().map(F.relu).slices(3).build(X), "8 elements, which 3 slices do not divide"),
     (lambda: start().map(F.relu).over("tokens").build(), "unknown tag 'tokens'"),
-    (lambda: FlowBuilder("a.b"), "a name is a word of letters"),
+    (lambda: FlowBuilder("a.b"), "a name consists of letters"),
     (
         lambda: (
             start().through(FlowBuilder("part").through(F.relu)).through(FlowBuilder("part").through(F.gelu)).build()
@@ -91,7 +94,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().map(F.relu).over("late").through(F.relu).tag("late").build(), "'late' is set only later"),
     (
         lambda: start().through(FlowBuilder("sub").input("m").through(torch.mul).using("m")).build(),
-        "'sub' takes 1 further",
+        "'sub' takes 1 extra",
     ),
     (
         lambda: start().through(FlowBuilder("sub").through(F.relu).using("mask")).build(),
@@ -101,35 +104,35 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().through(nn.Linear(8, 8).forward), "a method of Linear hides its params"),
     (
         lambda: start().also(nn.ReLU(inplace=True)).build(X),
-        r"changes 'hidden' in place, which 'add' reads.*inplace=False",
+        r"changes 'hidden' in place, which 'add' also reads.*inplace=False",
     ),
     (lambda: FlowBuilder.from_(nn.ReLU(inplace=True)).build(X), "changes 'x' in place"),
     (lambda: FlowBuilder.from_(nn.LSTM(4, 4)).through(nn.Linear(4, 2)).build(torch.ones(3, 2, 4)), "itemgetter"),
-    (lambda: start().input("torch"), "must be a name of its own"),
-    (lambda: start().input("type"), "a graph has an attribute of that name"),
-    (lambda: start().tag("_run"), "a name is a word of letters"),
+    (lambda: start().input("torch"), "must be a new identifier"),
+    (lambda: start().input("type"), "a graph has an attribute of this name"),
+    (lambda: start().tag("_run"), "a name consists of letters"),
     (
         lambda: start().through(torch.add).using("h").tag("h").fork(torch.add).using("h").build(),
-        "nobody uses the branch",
+        "the branch .* is not used",
     ),
     (
         lambda: (
             start().switch(lambda x: x[:, 0].long() * 0, [torch.add]).using("w").input("w").build(X, torch.ones(3, 8))
         ),
-        "it must have a row for each",
+        "it must have a row per sample",
     ),
     (lambda: start().build(X, X), "the example has 2 inputs, the graph 1"),
-    (lambda: start().through(start().split([F.relu])), r"open split"),
+    (lambda: start().through(start().split([F.relu])), r"incomplete split"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG)
-def test_a_wrong_use_is_told(make: Callable[[], object], message: str) -> None:
+def test_a_mistake_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
 
 
-def test_a_fault_inside_a_sub_graph_is_told_with_its_path() -> None:
+def test_a_mistake_inside_a_sub_graph_is_reported_with_its_path() -> None:
     inner = FlowBuilder("inner").through(nn.Linear(8, 8)).through(nn.Linear(9, 2)).tag("scores")
     with pytest.raises(InputError, match=r"node 'inner\.scores' \(Linear 9 to 2\) cannot take 'linear_1' \(2, 8\)"):
         start().through(inner).build(X)

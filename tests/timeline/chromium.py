@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its two pipes: no port, no client library, and it ends with the test."""
+"""A headless Chromium, controlled over two pipes: no port, no client library, and it ends with the test."""
 
 import json
 import os
@@ -19,61 +19,63 @@ _START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
 )
 
-# Drawn, painted and at rest.
+# Resolves when the charts are drawn and painted.
 _READY = """new Promise((done) => {
-  const look = () => document.documentElement.dataset.ready && Bokeh.documents.every((doc) => doc.is_idle)
-    ? done(true) : requestAnimationFrame(look);
-  look();
+  const check = () => document.documentElement.dataset.ready && Bokeh.documents.every((doc) => doc.is_idle)
+    ? done(true) : requestAnimationFrame(check);
+  check();
 })"""
 
 
 def find_chromium() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Tab:
-    """One page; `noted` holds what the browser told since it was opened, in its order."""
+    """One page; `messages` holds what the browser has sent since the page was opened, in order."""
 
     def __init__(self, browser: "Browser", session: str) -> None:
         self._browser, self._session = browser, session
-        self.noted: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        return self._browser.send(method, self._session, self.noted, **params)
+        return self._browser.send(method, self._session, self.messages, **params)
 
     def open(self, path: Path) -> None:
         """Returns when the charts of the page are drawn."""
-        self.noted.clear()
-        went = self.send("Page.navigate", url=path.as_uri())
-        assert "errorText" not in went, went
-        while not any(note["method"] == "Page.loadEventFired" for note in self.noted):
-            self._browser.listen(self._session, self.noted)
+        self.messages.clear()
+        answer = self.send("Page.navigate", url=path.as_uri())
+        assert "errorText" not in answer, answer
+        while not any(message["method"] == "Page.loadEventFired" for message in self.messages):
+            self._browser.listen(self._session, self.messages)
         self.ask(_READY)
 
     def ask(self, expression: str) -> Any:
         """The value of an expression, or of the promise that it is; AssertionError where it throws."""
-        found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        answer = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the page's console, and exceptions that nothing caught."""
-        found = []
-        for note in self.noted:
-            said = note["params"]
-            if note["method"] == "Runtime.exceptionThrown":
-                found.append(str(said["exceptionDetails"]))
-            elif note["method"] == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-                found.append(str(said["args"]))
-            elif note["method"] == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-                found.append(str(said["entry"]))
-        return found
+        complaints = []
+        for message in self.messages:
+            params = message["params"]
+            if message["method"] == "Runtime.exceptionThrown":
+                complaints.append(str(params["exceptionDetails"]))
+            elif message["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+                complaints.append(str(params["args"]))
+            elif message["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+                complaints.append(str(params["entry"]))
+        return complaints
 
     def requests(self) -> list[str]:
         return [
-            note["params"]["request"]["url"] for note in self.noted if note["method"] == "Network.requestWillBeSent"
+            message["params"]["request"]["url"]
+            for message in self.messages
+            if message["method"] == "Network.requestWillBeSent"
         ]
 
 
@@ -88,29 +90,29 @@ class Browser:
         return Tab(self, self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
 
     def send(
-        self, method: str, session: str | None = None, noted: list[dict[str, Any]] | None = None, **params: Any
+        self, method: str, session: str | None = None, messages: list[dict[str, Any]] | None = None, **params: Any
     ) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         os.write(self._commands, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
         while True:
-            answer = self.listen(session, noted)
+            answer = self.listen(session, messages)
             if answer.get("id") == self._number:
                 assert "error" not in answer, (method, answer["error"])
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def listen(self, session: str | None, noted: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """The next message; what it tells of the session is noted."""
+    def listen(self, session: str | None, messages: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """The next message; messages of this session are also appended to `messages`."""
         while b"\0" not in self._unread:
-            assert select.select([self._answers], [], [], SILENCE_S)[0], "the browser says nothing"
+            assert select.select([self._answers], [], [], SILENCE_S)[0], "the browser does not answer"
             more = os.read(self._answers, 1 << 16)
             assert more, "the browser has ended"
             self._unread += more
         text, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
-        if noted is not None and "method" in message and message.get("sessionId") == session:
-            noted.append(message)
+        if messages is not None and "method" in message and message.get("sessionId") == session:
+            messages.append(message)
         return message
 
 

@@ -1,10 +1,9 @@
-"""Runs that never were: timelines of any size, with everything in them that a page can show."""
+"""Synthetic timelines of any size, with everything that a page can show."""
 
 import random
 from typing import Any
 
-from uneven.timeline.device import account_of
-from uneven.timeline.record import Event
+from uneven.timeline.record import Event, account_of
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
 
@@ -12,7 +11,7 @@ MS = 1_000_000
 
 
 def lanes_of(*lanes: list[tuple[str, int]]) -> Timeline:
-    """Lanes by states and lengths, all from 0."""
+    """A timeline of lanes that are given as (state, length) pairs and start at 0."""
     made = []
     for rank, pieces in enumerate(lanes):
         spans, at = [], 0
@@ -24,7 +23,7 @@ def lanes_of(*lanes: list[tuple[str, int]]) -> Timeline:
 
 
 def make_run(ranks: int = 2, steps: int = 120, epochs: int = 3, seed: int = 0) -> Timeline:
-    """Set-up, then steps of data, compute and wait with a round now and then, and an evaluation after every epoch."""
+    """Setup, then steps of data, compute and wait, with some rounds and an evaluation after every epoch."""
     rng = random.Random(seed)
     lanes = []
     for rank in range(ranks):

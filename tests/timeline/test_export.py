@@ -34,7 +34,7 @@ def test_json_is_complete_and_counts_from_the_start(tmp_path: Path) -> None:
     assert sum(record["accounts"][0]["shares"].values()) == 1
 
 
-def test_csv_has_a_row_per_thing_in_order(tmp_path: Path) -> None:
+def test_csv_has_a_row_per_span_event_and_sample_in_order(tmp_path: Path) -> None:
     save_timeline(make_timeline(), tmp_path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "timeline.csv").read_text())))
     assert [row["kind"] for row in rows] == ["setup", "data", "sample", "compute", "epoch", "setup"]

@@ -1,5 +1,7 @@
-"""The page as a file: one, small, safe, complete; its colours can be told apart. What a browser makes of it: see
-test_page_browser.py."""
+"""The page as a file: self-contained, small, safe and complete, in colours that can be distinguished.
+
+test_page_browser.py opens it in a browser.
+"""
 
 import json
 import re
@@ -29,7 +31,7 @@ def page(tmp_path: Path, timeline: Timeline, *, epochs: int = 3, title: str = "A
     return path.read_text()
 
 
-def test_a_page_names_what_it_shows(tmp_path: Path) -> None:
+def test_a_page_has_its_title_facts_charts_and_keys(tmp_path: Path) -> None:
     text = page(tmp_path, make_run(), title="lenet async", model="lenet", devices="cpu, cpu@0.4")
     assert "<title>lenet async</title>" in text
     for name, fact in (("model", "lenet"), ("devices", "cpu, cpu@0.4")):
@@ -62,7 +64,7 @@ def test_the_table_counts_all_of_a_lane(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_without_shares_anchor_or_epochs_says_so(tmp_path: Path) -> None:
+def test_a_run_without_shares_anchor_or_epochs_has_sentences_instead(tmp_path: Path) -> None:
     text = page(tmp_path, lanes_of([("compute", 50 * MS)]), epochs=0)
     assert re.findall(r'<figure id="([\w-]+)"', text) == ["lanes", "busy"]
     for sentence in ("there are no shares", "There is no anchor", "No epoch has ended"):
@@ -71,11 +73,11 @@ def test_a_run_without_shares_anchor_or_epochs_says_so(tmp_path: Path) -> None:
     fixed = Timeline(
         base.lanes, base.accounts, [Event(5, 0, "shares", {"slot": 0, "shares": [64, 64], "alone": []})], []
     )
-    assert "The shares stayed as they were: 50 % / 50 %." in page(tmp_path, fixed)
+    assert "The shares did not change: 50 % / 50 %." in page(tmp_path, fixed)
 
 
-def test_odd_runs_have_a_page_too(tmp_path: Path) -> None:
-    """Nothing but set-up, no events; a loss that is not finite; a metric that only some epochs have."""
+def test_unusual_runs_have_a_page_too(tmp_path: Path) -> None:
+    """Setup alone without events; a loss that is not finite; a metric that only some epochs have."""
     write_page(tmp_path / "one.html", lanes_of([("setup", 5)]))
     entries = history(3)
     entries[1]["train_loss"] = float("nan")
@@ -86,7 +88,7 @@ def test_odd_runs_have_a_page_too(tmp_path: Path) -> None:
         write_page(tmp_path / "three.html", Timeline([], [], [], []))
 
 
-def test_nothing_in_a_page_comes_from_elsewhere(tmp_path: Path) -> None:
+def test_a_page_loads_nothing(tmp_path: Path) -> None:
     text = page(tmp_path, make_run())
     markup = re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"""\b(?:src|href|action)\s*=|url\(|@import|https?://""", markup)
@@ -95,7 +97,7 @@ def test_nothing_in_a_page_comes_from_elsewhere(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_what_a_user_wrote_stays_text(tmp_path: Path) -> None:
+def test_texts_of_the_user_are_escaped(tmp_path: Path) -> None:
     nasty = "</script><script>alert(1)</script>"
     run = make_run()
     lanes = [type(lane)(lane.rank, nasty, lane.spans) for lane in run.lanes]
@@ -119,12 +121,12 @@ def test_a_million_spans_of_eight_ranks_make_a_small_page(tmp_path: Path) -> Non
     big = Timeline(run.lanes, run.accounts, sorted(rounds, key=lambda event: event.t_ns), samples)
     text = page(tmp_path, big, epochs=90)
     assert len(text) < 3_000_000
-    assert "stay together however far one zooms in" in text
+    assert "stay stacked at every zoom" in text
     assert "longest of" in text
-    assert "rounds are marked" in text
+    assert "rounds are drawn" in text
 
 
-def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bokeh_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoBokeh(PathFinder):
         @classmethod
         def find_spec(cls, fullname: str, path: object = None, target: object = None) -> None:  # type: ignore[override]
@@ -138,7 +140,7 @@ def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="a part of the path is a file"):
         write_page(tmp_path / "file" / "page.html", make_run(steps=5))
@@ -170,11 +172,11 @@ def lab(colour: str, vision: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_everyone_can_tell_the_states_apart(vision: str, is_dark: bool) -> None:
+def test_states_differ_in_every_kind_of_colour_vision(vision: str, is_dark: bool) -> None:
     light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark)")
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", dark.partition("* {")[0] if is_dark else light))
     named = [*TRAINING, "apart", "paper"]
-    for one, other in combinations(named, 2):
-        pair = zip(lab(colours[one], vision), lab(colours[other], vision), strict=True)
+    for first, second in combinations(named, 2):
+        pair = zip(lab(colours[first], vision), lab(colours[second], vision), strict=True)
         distance = sum((a - b) ** 2 for a, b in pair) ** 0.5
-        assert distance > 20, f"{one} and {other}: {distance:.0f}"
+        assert distance > 20, f"{first} and {second}: {distance:.0f}"

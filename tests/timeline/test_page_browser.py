@@ -23,22 +23,22 @@ WORDS = """
 globalThis.fig = (name) => Bokeh.documents[0].roots().find((one) => one.name === name);
 globalThis.drawn = (name) => fig("lanes").renderers.filter((one) => one.name === name);
 globalThis.rest = () => new Promise((done) => {
-  const look = () => Bokeh.documents[0].is_idle ? done(true) : requestAnimationFrame(look);
-  requestAnimationFrame(look);
+  const check = () => Bokeh.documents[0].is_idle ? done(true) : requestAnimationFrame(check);
+  requestAnimationFrame(check);
 });
 globalThis.place = (name, x, y) => {
   const view = Bokeh.index[fig(name).id], box = view.canvas.el.getBoundingClientRect();
   return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)];
 };
-globalThis.found = (query, node = document) => [...node.querySelectorAll(query),
-  ...[...node.querySelectorAll("*")].flatMap((one) => one.shadowRoot ? found(query, one.shadowRoot) : [])];
-globalThis.told = (about) => new Promise((done) => {
-  const look = () => {
-    const texts = found(".told").filter((one) => one.checkVisibility()).map((one) => one.innerText);
-    const text = texts.find((one) => one.startsWith(about));
-    text ? done(text) : requestAnimationFrame(look);
+globalThis.select = (query, node = document) => [...node.querySelectorAll(query),
+  ...[...node.querySelectorAll("*")].flatMap((element) => element.shadowRoot ? select(query, element.shadowRoot) : [])];
+globalThis.tooltip = (start) => new Promise((done) => {
+  const check = () => {
+    const texts = select(".tooltip").filter((element) => element.checkVisibility()).map((element) => element.innerText);
+    const text = texts.find((text) => text.startsWith(start));
+    text ? done(text) : requestAnimationFrame(check);
   };
-  look();
+  check();
 });
 """
 
@@ -70,10 +70,10 @@ def tab(fresh: Tab) -> Tab:
 
 
 def ranges(tab: Tab, names: list[str]) -> list[list[float]]:
-    found: list[list[float]] = tab.ask(
+    intervals: list[list[float]] = tab.ask(
         f"{names}.map((name) => [fig(name).x_range.start, fig(name).x_range.end])",
     )
-    return found
+    return intervals
 
 
 def press(tab: Tab, kind: str, x: float, y: float, button: str = "left") -> None:
@@ -103,7 +103,7 @@ def test_every_chart_is_drawn(tab: Tab) -> None:
 def test_zooming_one_chart_zooms_all_over_time(tab: Tab) -> None:
     before = ranges(tab, OVER_TIME)
     others = ranges(tab, OVER_SAMPLES)
-    assert len({tuple(one) for one in before}) == 1
+    assert len({tuple(interval) for interval in before}) == 1
     tab.ask("fig('busy').x_range.setv({start: 0.2, end: 0.3})")
     assert ranges(tab, OVER_TIME) == [[0.2, 0.3]] * len(OVER_TIME)
     assert ranges(tab, OVER_SAMPLES) == others
@@ -119,11 +119,11 @@ def test_dragging_over_a_chart_zooms_in(tab: Tab) -> None:
         press(tab, "mouseMoved", start + part * (end - start), y)
     press(tab, "mouseReleased", end, y)
     tab.ask("rest()")
-    (found,) = ranges(tab, ["quality-time"])
-    assert found == pytest.approx([0.2, 0.6], abs=0.01)
+    (interval,) = ranges(tab, ["quality-time"])
+    assert interval == pytest.approx([0.2, 0.6], abs=0.01)
 
 
-def test_spans_are_seen_together_from_afar_and_one_by_one_from_near(tab: Tab) -> None:
+def test_spans_are_stacked_when_zoomed_out_and_single_when_zoomed_in(tab: Tab) -> None:
     def shown() -> dict[str, bool]:
         pairs: list[list[object]] = tab.ask("drawn('state-wait').map((one) => [one.tags[1], one.visible])")
         return {str(level): bool(visible) for level, visible in pairs}
@@ -146,13 +146,13 @@ def test_a_key_shows_and_hides(tab: Tab) -> None:
     assert tab.ask(f"[{visible}, {pressed}]") == [True, "true"]
 
 
-def test_pointing_at_a_gap_tells_its_causes(tab: Tab) -> None:
+def test_the_tooltip_of_a_gap_lists_its_causes(tab: Tab) -> None:
     gap = max((gap for gap in idle_gaps(make_run()) if gap.rank == 0), key=lambda gap: gap.length_ns)
     middle = (gap.start_ns + gap.end_ns) / 2e9
     press(tab, "mouseMoved", *tab.ask(f"place('lanes', {middle}, 1.87)"), "none")
-    told = tab.ask("told('idle')")
-    assert told.splitlines()[0] == f"idle for {gap.length_ns / 1e6:.2f} ms, rank 0"
-    assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in told.splitlines()[1:]] == [c for c, _ in gap.parts]
+    text = tab.ask("tooltip('idle')")
+    assert text.splitlines()[0] == f"idle for {gap.length_ns / 1e6:.2f} ms, rank 0"
+    assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in text.splitlines()[1:]] == [c for c, _ in gap.parts]
 
 
 def test_it_follows_light_and_dark(tab: Tab) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uneven.timeline.record import MOST_FRESH, STATES, TRAINING, Recorder
+from uneven.timeline.record import PACK_AFTER, STATES, TRAINING, Recorder
 
 
 class Clock:
@@ -56,7 +56,7 @@ def test_compile_and_evaluation_stop_the_training_clock() -> None:
     assert recorder.account().wall_s == len(STATES)
 
 
-def test_an_unknown_state_is_a_mistake_of_ours() -> None:
+def test_an_unknown_state_raises() -> None:
     recorder = Recorder()
     recorder.enter("idle")
     recorder.enter("compute")
@@ -64,18 +64,18 @@ def test_an_unknown_state_is_a_mistake_of_ours() -> None:
         recorder.account()
 
 
-def test_a_long_recording_is_packed_on_its_way_and_nothing_of_it_is_lost() -> None:
+def test_a_long_recording_is_packed_in_batches_and_complete() -> None:
     clock = Clock()
     recorder = Recorder(clock=clock)
-    for place in range(2 * MOST_FRESH):
+    for index in range(2 * PACK_AFTER):
         clock.now += 3
-        recorder.enter("compute" if place % 2 else "data")
+        recorder.enter("compute" if index % 2 else "data")
     assert recorder.state == "compute"
     recorder.close()
-    assert len(recorder.spans()) == 2 * MOST_FRESH + 2, "the first and the last, which has no length, are set-up"
+    assert len(recorder.spans()) == 2 * PACK_AFTER + 2, "the first and the last span, which is empty, are setup"
     seconds = recorder.account().seconds
-    assert seconds["data"] == pytest.approx(3e-9 * MOST_FRESH)
-    assert seconds["compute"] == pytest.approx(3e-9 * (MOST_FRESH - 1))
+    assert seconds["data"] == pytest.approx(3e-9 * PACK_AFTER)
+    assert seconds["compute"] == pytest.approx(3e-9 * (PACK_AFTER - 1))
 
 
 @pytest.mark.parametrize(("estimated", "moment"), [(500, 2_000), (2_300, 2_300), (9_000, 2_500)])

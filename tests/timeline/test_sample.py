@@ -9,7 +9,7 @@ from uneven.timeline.sample import Sampler
 
 
 class OneGpu(ModuleType):
-    """An NVML with one GPU that answers, and one that has fallen off the bus."""
+    """An NVML with one GPU that answers and one that is lost."""
 
     class NVMLError(Exception):
         pass
@@ -58,14 +58,14 @@ def test_a_lost_gpu_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampler.samples[0].gpus == ((0, 73.0, 1234),)
 
 
-def test_the_process_is_measured_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_is_measured_since_the_last_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler()
-    moments = iter([(10.0, 4.0), (10.5, 4.75), (12.5, 4.75)])  # (clock, seconds worked)
+    moments = iter([(10.0, 4.0), (10.5, 4.75), (12.5, 4.75)])  # (clock, CPU seconds)
     for expected in (None, 150.0, 0.0):
         now, worked = next(moments)
         clock = SimpleNamespace(
             perf_counter=lambda now=now: now, process_time=lambda worked=worked: worked, perf_counter_ns=lambda: 0
         )
         monkeypatch.setattr(module, "time", clock)
-        look = sampler._look()
-        assert expected is None or look.process_cpu == expected
+        measured = sampler._take_sample()
+        assert expected is None or measured.process_cpu == expected

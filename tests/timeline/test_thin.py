@@ -1,4 +1,4 @@
-"""Thinning loses no time of any state and moves none: the area of what is drawn is the time that was recorded."""
+"""Thinning keeps the time of every state: the area that is drawn is the time that was recorded."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.timeline.synthetic import MS, lanes_of
 from uneven.timeline.record import STATES
 from uneven.timeline.sample import Sample
-from uneven.timeline.thin import Piece, bin_spans, busy_shares, some_of, thin_samples, thin_spans
+from uneven.timeline.thin import Piece, bin_spans, busy_shares, evenly_spaced, thin_samples, thin_spans
 
 spans = st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 1000)), min_size=1, max_size=400)
 
@@ -22,7 +22,7 @@ def totals(pieces: list[Piece]) -> dict[str, float]:
 
 
 def check(pieces: list[Piece], lane: list[tuple[str, int, int]]) -> None:
-    """They cover the lane's time at full height, and every state has its own."""
+    """The pieces cover the lane's time at full height, and the area of every state is its time."""
     expected = dict.fromkeys(STATES, 0)
     for state, first, last in lane:
         expected[state] += last - first
@@ -50,9 +50,9 @@ def test_many_spans_become_few_pieces_of_the_same_area(pieces: list[tuple[str, i
 @given(spans, st.integers(1, 60))
 def test_columns_have_the_same_area_too(pieces: list[tuple[str, int]], bins: int) -> None:
     lane = lanes_of(pieces).lanes[0].spans
-    found = bin_spans(lane, bins)
-    assert len({piece.start_ns for piece in found}) <= bins
-    check(found, lane)
+    binned = bin_spans(lane, bins)
+    assert len({piece.start_ns for piece in binned}) <= bins
+    check(binned, lane)
 
 
 def test_long_spans_stay_as_they_are() -> None:
@@ -69,8 +69,8 @@ def test_long_spans_stay_as_they_are() -> None:
 
 def test_columns_of_one_state_are_one_piece() -> None:
     lane = lanes_of([("compute", 600), ("wait", 300), ("data", 50), ("compute", 50)]).lanes[0].spans
-    found = [(piece.state, piece.start_ns, piece.end_ns, piece.state_ns) for piece in bin_spans(lane, 10)]
-    assert found == [
+    binned = [(piece.state, piece.start_ns, piece.end_ns, piece.state_ns) for piece in bin_spans(lane, 10)]
+    assert binned == [
         ("compute", 0, 600, 600),
         ("wait", 600, 900, 300),
         ("compute", 900, 1000, 50),
@@ -83,13 +83,13 @@ def test_busy_shares_are_of_the_lanes_own_time() -> None:
     assert busy_shares(lane.spans, [0, 20, 30, 100, 200]) == [0.5, 1.0, 0.0, None]
 
 
-def test_samples_and_things_are_thinned_to_their_number() -> None:
+def test_samples_and_items_are_thinned_to_the_limit() -> None:
     samples = [Sample(t, float(t), 2.0 * t, 8 * t, 4 * t, ((0, float(t), t),) if t % 2 else ()) for t in range(1, 11)]
     thinned = thin_samples(samples, 3)
-    assert [one.t_ns for one in thinned] == [4, 8, 10]
-    assert [one.cpu for one in thinned] == [2.5, 6.5, 9.5]
+    assert [sample.t_ns for sample in thinned] == [4, 8, 10]
+    assert [sample.cpu for sample in thinned] == [2.5, 6.5, 9.5]
     assert thinned[0].gpus == ((0, 2.0, 2),)
     assert thin_samples(samples, 10) == samples
     assert thin_samples([], 10) == []
-    assert some_of(range(100), 4) == [0, 33, 66, 99]
-    assert some_of([1, 2], 4) == [1, 2]
+    assert evenly_spaced(range(100), 4) == [0, 33, 66, 99]
+    assert evenly_spaced([1, 2], 4) == [1, 2]

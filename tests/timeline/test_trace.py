@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.timeline.synthetic import lanes_of, make_run
-from uneven.timeline.export import save_timeline
+from uneven.timeline.export import save_timeline, to_trace
 from uneven.timeline.record import Event
 from uneven.timeline.timeline import Timeline
-from uneven.timeline.trace import to_trace
 
 NUMBER = (int, float)
 METADATA = {
@@ -88,15 +87,15 @@ def test_every_event_follows_the_rules_of_the_format(timeline: Timeline, tmp_pat
     assert {entry["pid"] for entry in trace["traceEvents"]} == named
 
 
-def test_it_says_what_the_timeline_says() -> None:
+def test_the_trace_equals_the_timeline() -> None:
     timeline = make_run()
     entries = to_trace(timeline)["traceEvents"]
     names = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
     assert names == ["rank 0: cpu@0", "rank 1: cpu@1", "machine"]
     for lane in timeline.lanes:
         own = [entry for entry in entries if entry["ph"] == "X" and entry["tid"] == 10 * (lane.rank + 1)]
-        found = [(entry["name"], round(1e3 * entry["ts"]), round(1e3 * entry["dur"])) for entry in own]
-        assert found == [(state, first, last - first) for state, first, last in lane.spans]
+        drawn = [(entry["name"], round(1e3 * entry["ts"]), round(1e3 * entry["dur"])) for entry in own]
+        assert drawn == [(state, first, last - first) for state, first, last in lane.spans]
     instants = [(entry["name"], round(1e3 * entry["ts"])) for entry in entries if entry["ph"] == "i"]
     assert instants == [(event.kind, event.t_ns) for event in timeline.events]
     cpu = [entry["args"]["all cores"] for entry in entries if entry["name"] == "cpu %"]
@@ -116,22 +115,22 @@ def test_a_round_in_the_background_has_a_lane_of_its_own() -> None:
         ("waiting for its merge", 18_000, 2_000),
     ]
     assert rounds[0]["args"] == {"bytes": 1000, "cost_ms": 0.5, "steps_late": 0}
-    assert {entry["tid"] for entry in entries if entry["ph"] == "X"} == {10, 20, 21}  # rank 0's has no known way
+    assert {entry["tid"] for entry in entries if entry["ph"] == "X"} == {10, 20, 21}  # rank 0's round has no stages
 
 
-def test_too_many_spans_lose_the_shortest_and_it_says_so() -> None:
+def test_the_shortest_of_too_many_spans_are_left_out_and_counted() -> None:
     timeline = lanes_of([("compute", 1000 + place) if place % 2 else ("data", 10 + place) for place in range(100)])
-    trace = to_trace(timeline, most_spans=50)
+    trace = to_trace(timeline, max_spans=50)
     assert [entry["name"] for entry in trace["traceEvents"] if entry["ph"] == "X"] == ["compute"] * 50
     assert trace["otherData"]["spans"] == 100
     assert trace["otherData"]["kept"] == 50
     assert "shorter than" in trace["otherData"]["thinned"]
-    assert "thinned" not in to_trace(timeline, most_spans=100)["otherData"]
+    assert "thinned" not in to_trace(timeline, max_spans=100)["otherData"]
     equal = lanes_of([("compute", 10), ("data", 10), ("compute", 30)])
-    assert to_trace(equal, most_spans=2)["otherData"]["kept"] == 1
+    assert to_trace(equal, max_spans=2)["otherData"]["kept"] == 1
 
 
-def test_numbers_that_json_does_not_have_become_words() -> None:
+def test_nan_and_infinity_become_strings() -> None:
     events = [Event(1, 0, "epoch", {"train_loss": float("nan"), "all": [float("inf"), 1.0]})]
     trace = to_trace(Timeline(lanes_of([("compute", 5)]).lanes, [], events, []))
     again = json.loads(json.dumps(trace), parse_constant=no_constant)

@@ -1,1 +1,1 @@
-"""Models as graphs: FlowBuilder's verbs -> a plan of nodes -> a Graph, which is an nn.Module on torch.fx."""
+"""Models as graphs: FlowBuilder records verbs, wiring makes a plan of nodes, and a Graph (an nn.Module) runs it."""

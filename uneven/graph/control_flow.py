@@ -1,7 +1,7 @@
-"""Control flow as modules: Loop, Map, Gate and Switch, made by FlowBuilder's verbs of these names.
+"""Control flow as modules: Loop, Map, Gate and Switch, made by FlowBuilder's methods of these names.
 
-Each holds its parts as children and decides by itself when they run. Invariant: a decision (condition, selector) is
-detached, so no gradient flows through it, and a sample that does not take part keeps its value.
+Each holds its parts as children and decides in forward when they run. Invariant: no gradient flows through a decision
+(condition, selector), and a sample that a decision leaves out keeps its value.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 class Loop(nn.Module):
     """A body applied to its own result: `times` passes, while a condition holds, or until one does (at least one pass).
 
-    A condition returns one bool for the batch, or one per sample: then a sample that is done keeps its value and only
-    the others run. After `most` passes the loop ends in any case.
+    A condition returns one bool for the batch, or one per sample; then only the samples that are not done run, and the
+    others keep their values. The loop ends after `most` passes in any case.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Loop(nn.Module):
         return x
 
     def _pass(self, x: Tensor, active: Tensor | None, extra: tuple[Any, ...]) -> Tensor:
-        """One pass of the active samples. The others do not run, so their gradients are unchanged too."""
+        """One pass of the active samples. The others do not run, so their gradients do not change either."""
         if active is None or active.dim() == 0 or bool(active.all()):
             result: Tensor = self.body(x, *extra)
             return result
@@ -63,7 +63,7 @@ class Loop(nn.Module):
         return x.index_copy(0, rows, self.body(x[rows], *_rows_of(extra, rows, len(x), "loop")))
 
     def _active(self, x: Tensor) -> Tensor:
-        """Which samples take the next pass; a 0-dim bool where the condition decides for the whole batch."""
+        """A mask of the samples that take the next pass; a 0-dim bool if the condition decides for the whole batch."""
         assert self.condition is not None
         verdict = self.condition(x)
         verdict = verdict.detach() if isinstance(verdict, Tensor) else torch.tensor(bool(verdict), device=x.device)
@@ -85,11 +85,11 @@ class Loop(nn.Module):
 
 
 class Map(nn.Module):
-    """The body on each element along `dim` (stacked again), or on each of `slices` equal parts of it (joined again).
+    """The body on each element along `dim` (results are stacked), or on each of `slices` equal slices (concatenated).
 
-    `batched` folds the elements into the batch, so that the body runs once: the same result for a body that treats
-    samples independently, but not for a body that mixes them, as BatchNorm does. Extra inputs go to every element
-    whole.
+    `batched` folds the elements into the batch, so that the body runs once. The result is the same for a body that
+    treats samples independently, but not for one that mixes them, as BatchNorm does. Extra inputs are passed whole to
+    every element.
     """
 
     def __init__(self, body: nn.Module, dim: int, slices: int | None = None, batched: bool = False) -> None:
@@ -112,14 +112,14 @@ class Map(nn.Module):
             results = self.body(torch.cat(elements), *widened).unflatten(0, (num_elements, samples)).unbind(0)
         else:
             results = [self.body(element, *extra) for element in elements]
-        dim = self.dim % x.dim()  # a body may change the number of dimensions, behind it
+        dim = self.dim % x.dim()  # counted from the front, since the body may add or drop trailing dimensions
         return torch.stack(tuple(results), dim) if self.slices is None else torch.cat(tuple(results), dim)
 
     def _elements(self, x: Tensor) -> tuple[Tensor, ...]:
         if not -x.dim() <= self.dim < x.dim() or self.dim % x.dim() == 0:
             raise InputError(
-                f"a map along dimension {self.dim} of a value of shape {tuple(x.shape)}: it must be one of "
-                f"1 to {x.dim() - 1} (0 is the batch)"
+                f"map along dim={self.dim} of a value of shape {tuple(x.shape)}: dim must be from 1 to {x.dim() - 1} "
+                "(0 is the batch)"
             )
         if self.slices is None:
             return x.unbind(self.dim)
@@ -135,7 +135,7 @@ class Map(nn.Module):
 
 
 class Gate(nn.Module):
-    """The sum of all experts' results, weighted by the router: scores of shape (..., experts)."""
+    """The sum of all experts' results, weighted by the router's scores, which have shape (..., experts)."""
 
     def __init__(self, router: nn.Module, experts: Sequence[nn.Module], weighting: Weighting = "softmax") -> None:
         super().__init__()
@@ -164,10 +164,10 @@ class Gate(nn.Module):
 class Switch(nn.Module):
     """Each sample goes through one branch.
 
-    The selector gives a branch for the whole batch (an int), one per sample (integers of shape (batch,)), or scores
-    of shape (batch, branches) of which the highest wins. No gradient flows through the choice. A branch that no
-    sample chose does not run, and its params get no gradient. Extra inputs have a row for each sample, or
-    are passed whole if they are no tensors.
+    The selector returns a branch for the whole batch (an int), one per sample (integers of shape (batch,)), or scores
+    of shape (batch, branches), of which the highest wins. No gradient flows through the choice. A branch without
+    samples does not run, and its params get no gradient. Extra inputs that are tensors have a row per sample; others
+    are passed whole.
     """
 
     def __init__(self, selector: Any, branches: Sequence[nn.Module]) -> None:
@@ -214,17 +214,17 @@ class Switch(nn.Module):
 
 
 def _is_per_sample(extra: Any, samples: int, verb: str) -> bool:
-    """Whether an extra input has a row for every sample: a tensor with dimensions must, others are passed whole."""
+    """Whether an extra input has a row per sample. A tensor with dimensions must have; others are passed whole."""
     if not isinstance(extra, Tensor) or extra.dim() == 0:
         return False
     if len(extra) != samples:
         raise InputError(
-            f"{verb}: a further input of shape {tuple(extra.shape)} for {samples} samples: it must have a row for "
-            "each, and what is the same for all belongs into the part"
+            f"{verb}: an extra input has shape {tuple(extra.shape)}, and the batch {samples} samples: it must have a "
+            "row per sample; a value that is the same for all samples belongs in the part"
         )
     return True
 
 
 def _rows_of(extra: tuple[Any, ...], rows: Tensor, samples: int, verb: str) -> tuple[Any, ...]:
-    """The extra inputs of the samples `rows` alone."""
+    """The extra inputs, restricted to the samples `rows`."""
     return tuple(value[rows] if _is_per_sample(value, samples, verb) else value for value in extra)

@@ -1,4 +1,4 @@
-"""Graphs and their modules in words: the summary table, short names of modules, sizes, plain text tables."""
+"""Graphs and their modules as text: the summary table, short descriptions of modules, sizes, plain text tables."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,12 +6,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from uneven.graph.function import Function
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import PlanModule
 from uneven.graph.structure import structural_hash
 
 
 def summary(graph: PlanModule) -> str:
-    """Shapes are those of the example that `build` was given; without one they are left out."""
+    """A table of the nodes. Shapes are those of the example passed to `build`; without one they are left out."""
     params = count(graph)
     trained = count(graph, only_trained=True)
     total = f"{params:,} params" + (f", {trained:,} of them trained" if trained != params else "")
@@ -28,15 +28,15 @@ def _summary_rows(graph: PlanModule, path: str) -> Iterator[tuple[str, ...]]:
             yield (path + node.name, node.kind, ", ".join(node.sources), shape, "")
             continue
         module = graph.get_submodule(node.target)
-        many = count(module)
-        own = f"{many:,}" if many and not is_inner(module) else ""
-        yield (path + node.name, short(module), ", ".join(node.sources), shape, own)
+        num_params = count(module)
+        params = f"{num_params:,}" if num_params and not is_inner(module) else ""
+        yield (path + node.name, short(module), ", ".join(node.sources), shape, params)
         for inner, child in inner_graphs(module):
             yield from _summary_rows(child, f"{path}{node.name}.{inner}." if inner else f"{path}{node.name}.")
 
 
 def short(module: nn.Module) -> str:
-    """A module in a few words, as `Conv2d 3x3, 16 to 32, stride 2`."""
+    """A short description of a module, such as `Conv2d 3x3, 16 to 32, stride 2`."""
     if isinstance(module, Function):
         return module.name.strip("_")
     kind = type(module).__name__
@@ -58,7 +58,7 @@ def short(module: nn.Module) -> str:
 
 
 def inner_graphs(module: nn.Module) -> Iterator[tuple[str, PlanModule]]:
-    """The graphs that run inside a module, the outermost of them, with their paths in it ("" for itself)."""
+    """The outermost graphs inside a module, with their paths in it ("" if the module is a graph itself)."""
     if isinstance(module, PlanModule):
         yield "", module
         return
@@ -68,18 +68,18 @@ def inner_graphs(module: nn.Module) -> Iterator[tuple[str, PlanModule]]:
 
 
 def is_inner(module: nn.Module) -> bool:
-    """Whether nodes of a graph of its own run inside it."""
+    """Whether a module contains a graph, whose nodes are listed themselves."""
     return next(inner_graphs(module), None) is not None
 
 
 def count(module: nn.Module, only_trained: bool = False) -> int:
-    """Params; those whose shape is not known yet count nothing."""
-    found = [param for param in module.parameters() if param.requires_grad or not only_trained]
-    return sum(param.numel() for param in found if not is_lazy(param))
+    """The number of params; lazy params without a shape count as 0."""
+    params = [param for param in module.parameters() if param.requires_grad or not only_trained]
+    return sum(param.numel() for param in params if not is_lazy(param))
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes with a unit."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -88,7 +88,7 @@ def in_bytes(count: float) -> str:
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; those of numbers stand right."""
+    """A plain text table with columns as wide as their widest entry; numbers are aligned right."""
     columns = list(zip(head, *lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_number = [all(not entry or entry[0].isdigit() or entry[0] == "(" for entry in column[1:]) for column in columns]

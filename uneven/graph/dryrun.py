@@ -1,4 +1,7 @@
-"""Run a new graph once on an example, so that a part that does not fit is reported with its node."""
+"""Run a new graph once on an example: a part that does not fit is reported with its node before training starts.
+
+`FlowBuilder.build` calls it.
+"""
 
 from typing import Any
 
@@ -10,15 +13,14 @@ from uneven.errors import InputError
 from uneven.graph.describe import short
 from uneven.graph.memory import Memory
 from uneven.graph.observe import Compute, observed
-from uneven.graph.plan import ENTRY, Node
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import ENTRY, Node, PlanModule
 
 
 def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
-    """InputError where a node cannot take what it gets; otherwise notes the shapes of all values.
+    """Run the graph and record the shapes of all values; InputError if a node cannot take its inputs.
 
-    Params, buffers, memories, modes and random states are as before, and so is the example. Hooks are called, and of a
-    switch only the branches that the example chooses.
+    Params, buffers, memories, modes, random states and the example are unchanged afterwards. Hooks are called. Of a
+    switch only the branches that the example selects are checked.
     """
     if len(example) != len(graph.plan.inputs):
         names = ", ".join(graph.plan.inputs)
@@ -30,7 +32,7 @@ def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
     graph.reset_state()
     try:
         with torch.random.fork_rng(_cuda_devices(graph, example)), torch.no_grad(), observed(graph, _check_node):
-            # State across calls must fit, too.
+            # The second run checks the state across calls, which the first run stored.
             for _ in range(2 if memories else 1):
                 graph(*(value.clone() if isinstance(value, Tensor) else value for value in example))
     finally:
@@ -44,9 +46,9 @@ def dry_run(graph: PlanModule, example: tuple[Any, ...]) -> None:
 
 
 def _cuda_devices(graph: PlanModule, example: tuple[Any, ...]) -> list[int]:
-    """The devices whose random state the run can change; saving all would initialise every GPU of the machine."""
-    held = [*graph.parameters(), *graph.buffers(), *(value for value in example if isinstance(value, Tensor))]
-    return sorted({tensor.device.index or 0 for tensor in held if tensor.device.type == "cuda"})
+    """The devices whose random state the run can change. Saving all of them would initialise every GPU."""
+    tensors = [*graph.parameters(), *graph.buffers(), *(value for value in example if isinstance(value, Tensor))]
+    return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
 
 
 def _check_node(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
@@ -70,30 +72,30 @@ def _check_node(path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...
 
 
 def _refuse_in_place(graph: PlanModule, node: Node) -> None:
-    """InputError where a part changes a value in place that another node or the caller reads."""
+    """InputError if a part changes in place a value that another node or the caller reads."""
     plan = graph.plan
     for source in node.sources:
         users = [other.name for other in plan.nodes if source in other.sources and other.name != node.name]
         is_input = plan.node(source).kind == "input"
         if users or is_input or source in plan.outputs:
             reader = users[0] if users else "the caller"
-            raise InputError(f"it changes {source!r} in place, which {reader!r} reads, too: use inplace=False")
+            raise InputError(f"it changes {source!r} in place, which {reader!r} also reads: use inplace=False")
 
 
 def _refuse_broadcast(inputs: tuple[Any, ...]) -> None:
-    """A sum of (8, 1) and (8, 2) broadcasts, which is hardly ever intended."""
+    """InputError for a sum such as (8, 1) + (8, 2): it would broadcast, which is hardly ever intended."""
     if len({tuple(value.shape) for value in inputs if isinstance(value, Tensor)}) > 1:
         raise InputError("their shapes differ")
 
 
 def _fault(path: str, graph: PlanModule, node: Node, error: Exception) -> InputError:
     what = node.kind if not node.target else short(graph.get_submodule(node.target))
-    given = ", ".join(
+    sources = ", ".join(
         f"{'the input' if source == ENTRY else repr(source)} {graph.shapes.get(source, '')}".rstrip()
         for source in node.sources
     )
     reason = str(error).rstrip(".")
-    return InputError(f"node {path!r} ({what}) cannot take {given}: {reason}. {_fix(node, graph)}")
+    return InputError(f"node {path!r} ({what}) cannot take {sources}: {reason}. {_fix(node, graph)}")
 
 
 def _fix(node: Node, graph: PlanModule) -> str:
@@ -103,11 +105,11 @@ def _fix(node: Node, graph: PlanModule) -> str:
             "to broadcast is .split([a, b]).merge(torch.add)"
         )
     if node.verb == "merge":
-        return "Branches that merge need one shape ('cat': but for its dimension): change them, or merge by a function"
+        return "Branches to merge need one shape (for 'cat' except along its dim): change them, or merge by a function"
     recalled = [source for source in node.sources if graph.plan.node(source).kind == "recall"]
     if recalled:
         tag = recalled[0].removeprefix("recall_")
         return f"If the state {tag!r} starts with another shape than the stream: .using({tag!r}, start=...)"
     if any(source not in graph.shapes for source in node.sources):
-        return "If the part before it gives a tuple, pick one: .through(operator.itemgetter(0))"
+        return "If the part before it returns a tuple, select one element: .through(operator.itemgetter(0))"
     return "Change this part, or the one before it, so that they fit"

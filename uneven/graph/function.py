@@ -1,4 +1,4 @@
-"""A plain function as a module, so that a graph has one kind of part."""
+"""A plain function as a module, so that all parts of a graph are modules."""
 
 import functools
 import hashlib
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Function(nn.Module):
-    """Calls a function. It pickles if the function does: a lambda does not, but for cloudpickle."""
+    """Calls a function. It can be pickled if the function can; lambdas need cloudpickle."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -27,16 +27,16 @@ class Function(nn.Module):
 
 
 def identity(function: Any) -> str:
-    """A text that identifies a function: its module and name; for a lambda a hash of its code, else its repr."""
+    """A text that identifies a function: module and name, with a hash of the code for a lambda; otherwise its repr."""
     if isinstance(function, functools.partial):
-        given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
-        return f"{identity(function.func)}({', '.join(given)})"
+        arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{identity(function.func)}({', '.join(arguments)})"
     name = getattr(function, "__qualname__", None)
     if name is None:
         return repr(function)
     code = getattr(function, "__code__", None)
     if "<" in name and code is not None:
-        # Lambdas share one name. Their code, unlike a name, differs between versions of Python.
+        # All lambdas have the same name. The hash of their code differs between versions of Python.
         digest = hashlib.sha256(repr((code.co_code, code.co_names, _constants(code.co_consts))).encode()).hexdigest()[
             :8
         ]
@@ -45,5 +45,5 @@ def identity(function: Any) -> str:
 
 
 def _constants(constants: tuple[Any, ...]) -> list[Any]:
-    """Constants without memory addresses: an inner function counts by its own constants."""
+    """Constants without memory addresses: an inner function is represented by its own constants."""
     return [_constants(value.co_consts) if hasattr(value, "co_consts") else repr(value) for value in constants]

@@ -1,7 +1,6 @@
-"""Graph: what `FlowBuilder.build` returns. A PlanModule with everything that a user asks of it as methods.
+"""Graph: the module that `FlowBuilder.build` returns. A PlanModule with everything that users need as methods.
 
-The top of this folder but for the builder: it imports structure, describe, profile and drawing, and none of them
-imports it.
+It imports structure, describe, profile and drawing, and none of them imports it; only wiring and the builder do.
 """
 
 import difflib
@@ -15,7 +14,7 @@ from torch import nn
 from uneven.errors import InputError
 from uneven.graph.describe import summary
 from uneven.graph.drawing.draw import draw
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import PlanModule
 from uneven.graph.profile import Profile, profile
 from uneven.graph.structure import structural_hash, structure_of
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Graph(PlanModule):
-    """A flow as an nn.Module: trained, saved, compiled and moved like any other."""
+    """A flow as an nn.Module: it is trained, saved, compiled and moved like any other module."""
 
     @property
     def structure(self) -> str:
@@ -49,7 +48,7 @@ class Graph(PlanModule):
         return list(self.at(path).parameters())
 
     def freeze(self, path: str = "") -> "Self":
-        """No gradients for the params under a path, until `thaw`."""
+        """Turn off gradients for the params under a path; `thaw` turns them on again."""
         self.at(path).requires_grad_(False)
         return self
 
@@ -58,14 +57,14 @@ class Graph(PlanModule):
         return self
 
     def save(self, path: str | Path) -> None:
-        """Params and buffers as safetensors under their names, with the structure they belong to."""
+        """Write params and buffers as safetensors under their names, together with the structure of the graph."""
         try:
             save_model(self, str(path), {"structure": self.structure})
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot write {path}: {error}") from error
 
     def load(self, path: str | Path) -> "Self":
-        """What `save` wrote, if it was this structure; else InputError with the difference."""
+        """Read what `save` wrote; InputError with a diff if it was another structure."""
         if not Path(path).is_file():
             raise InputError(f"there is no file {path}")
         try:
@@ -74,13 +73,13 @@ class Graph(PlanModule):
             self.check_structure(structure, str(path))
             load_model(self, path)
         except SafetensorError as error:
-            raise InputError(f"{path} is no safetensors file: {error}") from error
+            raise InputError(f"{path} is not a safetensors file: {error}") from error
         except RuntimeError as error:
             raise InputError(f"{path} does not fit the graph: {error}") from error
         return self
 
     def check_structure(self, structure: str | None, what: str) -> None:
-        """InputError with a diff where params belong to another graph than this one."""
+        """InputError with a diff if params belong to another graph than this one."""
         if structure is None or structure == self.structure:
             return
         lines = difflib.unified_diff(
@@ -89,13 +88,13 @@ class Graph(PlanModule):
         raise InputError(f"{what} belongs to another graph:\n" + "\n".join(lines))
 
     def draw(self, path: str | Path | None = None, *, profile: Profile | None = None) -> str:
-        """The graph as SVG, or as DOT if the path ends in .dot; with a profile the time of each node as heat."""
+        """The graph as SVG, or as DOT if the path ends in .dot; with a profile, nodes are coloured by their time."""
         return draw(self, None if path is None else Path(path), profile)
 
     def profile(self, *batch: Any, repeats: int = 10) -> Profile:
-        """Time and bytes of every node, on this batch."""
+        """Measure time and bytes of every node on this batch."""
         return profile(self, batch, repeats)
 
     def summary(self) -> str:
-        """A table of nodes, with the shapes of the last example and the numbers of params."""
+        """A table of the nodes with their shapes (of the last example) and numbers of params."""
         return summary(self)

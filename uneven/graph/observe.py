@@ -1,4 +1,4 @@
-"""Run a graph node by node under an observer: the dry run finds faults with it, the profile measures times."""
+"""Run a graph node by node under an observer. The dry run uses it to check shapes, the profile to measure times."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,21 +7,19 @@ from typing import Any
 from torch import fx
 
 from uneven.errors import InputError
-from uneven.graph.plan import Node
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import Node, PlanModule
 
 Compute = Callable[[], Any]
-Observer = Callable[
-    [str, PlanModule, Node, tuple[Any, ...], Compute], Any
-]  # path of the node, ..., its inputs, how to run it
+# Called with the node's path, its graph, the node, its inputs and a function that runs it; returns its value.
+Observer = Callable[[str, PlanModule, Node, tuple[Any, ...], Compute], Any]
 
 
 class _Observed(fx.Interpreter):
-    """fx's own interpreter, with every node handed to the observer."""
+    """fx.Interpreter with every node passed to the observer."""
 
     def __init__(self, graph: PlanModule, path: str, observer: Observer) -> None:
         super().__init__(graph, graph=graph.fx)
-        self.extra_traceback = False  # fx would append its own traceback text to the message of an error
+        self.extra_traceback = False  # otherwise fx appends its own text to the message of an error
         self._graph, self._path, self._observer = graph, path, observer
 
     def run_node(self, n: fx.Node) -> Any:
@@ -37,7 +35,7 @@ class _Observed(fx.Interpreter):
 
 @contextmanager
 def observed(graph: PlanModule, observer: Observer) -> Iterator[None]:
-    """Inside, calls of the graph and of the graphs in it go through the observer, innermost nodes included."""
+    """Within this context, every node of the graph and of the graphs inside it runs through the observer."""
     graphs = [(path, module) for path, module in graph.named_modules() if isinstance(module, PlanModule)]
     saved = [inner.__dict__["forward"] for _, inner in graphs]
     for path, inner in graphs:
@@ -53,8 +51,8 @@ def _observed_forward(graph: PlanModule, path: str, observer: Observer) -> Calla
     def forward(*inputs: Any, **named: Any) -> Any:
         missing = [name for name in graph.plan.inputs[len(inputs) :] if name not in named]
         if missing:
-            raise InputError(f"the graph takes {', '.join(graph.plan.inputs)}, and {missing[0]!r} is not given")
-        places = [*inputs, *(named[name] for name in graph.plan.inputs[len(inputs) :])]
-        return _Observed(graph, path, observer).run(*places)
+            raise InputError(f"the graph takes {', '.join(graph.plan.inputs)}, and {missing[0]!r} is missing")
+        arguments = [*inputs, *(named[name] for name in graph.plan.inputs[len(inputs) :])]
+        return _Observed(graph, path, observer).run(*arguments)
 
     return forward

@@ -1,4 +1,4 @@
-"""Where a graph's forward spends time and memory, node by node. `Graph.profile` calls it."""
+"""Time and memory of a graph's forward, node by node. `Graph.profile` calls it."""
 
 import copy
 import statistics
@@ -13,39 +13,38 @@ from torch.nn.parameter import is_lazy
 from uneven.errors import InputError
 from uneven.graph.describe import in_bytes, is_inner, short, table
 from uneven.graph.observe import Compute, observed
-from uneven.graph.plan import Node
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import Node, PlanModule
 
-WARM_UP = 2  # runs that are not counted
+WARM_UP = 2  # runs before the measurement
 
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """One node: the median of its forward time, and the bytes of its value and of its params."""
+    """One node: the median of its forward time, and the bytes of its output and of its params."""
 
     path: str
     what: str
     ms: float
     output_bytes: int
     param_bytes: int
-    is_inner: bool  # it contains nodes that are listed themselves
-    own_ms: float = 0.0  # of such a node: the time not spent in its nodes
+    is_inner: bool  # it contains a graph, whose nodes are listed themselves
+    own_ms: float = 0.0  # of such a node: the time outside its nodes
 
 
 @dataclass(frozen=True)
 class Profile:
     nodes: tuple[NodeProfile, ...]
-    forward_ms: float  # of the whole graph, not observed node by node
+    forward_ms: float  # of the whole graph, measured without an observer
 
     def __getitem__(self, path: str) -> NodeProfile:
-        found = next((row for row in self.nodes if row.path == path), None)
-        if found is None:
+        node = next((row for row in self.nodes if row.path == path), None)
+        if node is None:
             raise InputError(f"the profile has no node {path!r}: it has {', '.join(row.path for row in self.nodes)}")
-        return found
+        return node
 
     @property
     def node_ms(self) -> float:
-        """The time of all nodes; the time of nested nodes is counted once."""
+        """The sum over all nodes; nested nodes are counted once."""
         return sum(row.own_ms if row.is_inner else row.ms for row in self.nodes)
 
     def share(self, row: NodeProfile) -> float:
@@ -61,7 +60,7 @@ class Profile:
 
 
 def profile(graph: PlanModule, batch: tuple[Any, ...], repeats: int = 10) -> Profile:
-    """Run a copy of the graph on a batch, in the mode it is in; the graph itself is left as it was."""
+    """Run a copy of the graph on a batch, in its current mode; the graph itself does not change."""
     subject = copy.deepcopy(graph)
     stopwatch = _Stopwatch()
     whole_ms = []
@@ -92,16 +91,16 @@ def profile(graph: PlanModule, batch: tuple[Any, ...], repeats: int = 10) -> Pro
 
 
 def _own_ms(row: NodeProfile, rows: tuple[NodeProfile, ...]) -> float:
-    """The time of a gate, loop, switch or map outside the graphs in it: router, condition, plain experts."""
+    """The time of a gate, loop, switch or map outside the graphs in it: router, condition, plain modules."""
     inside = [inner for inner in rows if inner.path.startswith(f"{row.path}.")]
     direct = [inner for inner in inside if not any(inner.path.startswith(f"{other.path}.") for other in inside)]
     return max(0.0, row.ms - sum(inner.ms for inner in direct))
 
 
 class _Stopwatch:
-    """The observer: seconds of each run by path, and what stays the same from run to run.
+    """The observer: seconds of each run by path, and the facts that are the same in every run.
 
-    A node in a loop runs several times in one run; its times are added up.
+    A node in a loop executes several times in one run; its times are added up.
     """
 
     def __init__(self) -> None:
@@ -116,7 +115,7 @@ class _Stopwatch:
     def __call__(self, path: str, graph: PlanModule, node: Node, inputs: tuple[Any, ...], compute: Compute) -> Any:
         if node.kind == "input":
             return compute()
-        before = self._run.setdefault(path, 0.0)  # before it runs, so that a graph is listed before its nodes
+        before = self._run.setdefault(path, 0.0)  # inserted before it runs, so that a graph is listed before its nodes
         started = _now(inputs)
         value = compute()
         self._run[path] = before + _now(inputs) - started
@@ -137,7 +136,7 @@ class _Stopwatch:
 
 
 def _now(values: tuple[Any, ...]) -> float:
-    """The time, once the device of these values has done what it was given."""
+    """The time after the devices of these values have finished their work."""
     for value in values:
         if isinstance(value, Tensor) and value.is_cuda:
             torch.cuda.synchronize(value.device)

@@ -1,4 +1,7 @@
-"""What makes a graph the same graph: its nodes, modules and sources, without the values of params."""
+"""The structure of a graph as text: its nodes, modules and sources, without the values of params.
+
+`Graph.save` stores it and `Graph.load` compares it.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,16 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from uneven.graph.function import Function, identity
 from uneven.graph.memory import Memory
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import PlanModule
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def structure_of(graph: PlanModule) -> str:
-    """Lines that are equal for two graphs only if they compute the same function of the same params.
+    """Text that is equal for two graphs only if they compute the same function of the same params.
 
-    A module counts by its type, the plain values and functions it holds, and the shapes of its params and buffers; what
-    it keeps elsewhere (in objects of its own, in closures) is not seen. Params that are shared are marked.
+    A module is represented by its type, its attributes that are plain values or functions, and the shapes of its params
+    and buffers. State that it keeps elsewhere (in other objects, in closures) is not seen. Shared params are marked.
     """
     return "\n".join(_lines(graph, "", {}))
 
@@ -55,13 +58,13 @@ def _lines_of_module(module: nn.Module, indent: str, known: dict[int, str], path
 
 
 def _kind(module: nn.Module) -> str:
-    """A module's type and what it holds; synchronised BatchNorm computes the same function as the plain one."""
+    """A module's type and plain attributes. SyncBatchNorm counts as BatchNorm: it computes the same function."""
     name = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
     if isinstance(module, Function | Memory | _BatchNorm):
         return f"{name}[{module.extra_repr()}]"
-    held = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
-    facts = [f"{key}={value!r}" for key, value in sorted(held.items()) if _is_plain(value)]
-    facts += [f"{key}={identity(value)}" for key, value in sorted(held.items()) if _is_function(value)]
+    attributes = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
+    facts = [f"{key}={value!r}" for key, value in sorted(attributes.items()) if _is_plain(value)]
+    facts += [f"{key}={identity(value)}" for key, value in sorted(attributes.items()) if _is_function(value)]
     return f"{name}[{', '.join(facts)}]"
 
 

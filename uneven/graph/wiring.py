@@ -1,6 +1,7 @@
-"""From a flow's notes to a plan: every value gets a node, every module a name, every tag its place.
+"""From a flow's notes to a plan: every value gets a node, every module a name, every tag a node.
 
-Faults are reported here with the node and the fix: unknown tags, names given twice, results that are not used.
+`FlowBuilder.build` calls `wire`. Mistakes are reported here with the node and the fix: unknown tags, names that are
+used twice, results that are not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,22 +14,22 @@ from uneven.graph.function import Function
 from uneven.graph.graph import Graph
 from uneven.graph.memory import Memory
 from uneven.graph.notes import Branches, Call, Flow, Part, Tag, Use
-from uneven.graph.plan import ENTRY, Node, Plan
+from uneven.graph.plan import ENTRY, Node, Plan, Verb
 
 
 def wire(flow: Flow, outputs: tuple[str, ...] = ()) -> Graph:
-    """The graph of a flow; InputError where it has a fault."""
+    """The graph of a flow; InputError if the flow has a mistake."""
     if not flow.notes:
         raise InputError("the flow is empty: give it a part, as in FlowBuilder.from_(nn.Linear(4, 2)).build()")
     wiring = _Wiring(flow)
-    end = wiring.lay(flow, ENTRY)
+    end = wiring.add_flow(flow, ENTRY)
     plan = wiring.plan(end, outputs)
     _refuse_unused(plan, wiring.modules)
     return Graph(plan, wiring.modules)
 
 
 def _all_tags(flow: Flow) -> Iterator[str]:
-    """Every tag in the flow and in the flows drawn into it."""
+    """Every tag in the flow and in the flows inlined in it."""
     for note in flow.notes:
         if isinstance(note, Tag):
             yield note.name
@@ -40,7 +41,7 @@ def _all_tags(flow: Flow) -> Iterator[str]:
 
 
 def _all_labels(flow: Flow) -> Iterator[str]:
-    """The names that flows with a label, and graphs, will have in it."""
+    """The names that labelled flows and graphs will have as modules of this flow."""
     for note in flow.notes:
         for part in _parts(note):
             if isinstance(part, Flow) and not part.name:
@@ -60,29 +61,29 @@ def _label(part: Part | None) -> str:
 
 
 class _Wiring:
-    """The growing plan of one graph."""
+    """Builds the plan of one graph, note by note; `plan` returns it."""
 
     def __init__(self, flow: Flow) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._label = flow.name
         self._nodes = {name: Node(name, "input") for name in (ENTRY, *flow.inputs)}
         self._tags: dict[str, str] = {}
-        self._coming = list(_all_tags(flow))
+        self._all_tags = list(_all_tags(flow))
         self._labels = set(_all_labels(flow))
-        self._recalls: dict[str, Node] = {}  # tag -> where its value in the call before comes in
-        self._uses: dict[str, Use] = {}  # the same, as they were asked for
-        self._beside: list[str] = []  # tags of a skip, while the part beside it is laid
-        self._homes: dict[int, str] = {}  # id of a part -> the name of its module
-        self._last = ENTRY
+        self._recalls: dict[str, Node] = {}  # tag -> node that reads its value of the last call
+        self._uses: dict[str, Use] = {}  # the same tags -> their `using`
+        self._skip_tags: list[str] = []  # tags in a skip, while the nodes of the part beside it are added
+        self._module_names: dict[int, str] = {}  # id of a part -> name of its module
+        self._last = ENTRY  # the node that a tag would name
 
     def plan(self, end: str, outputs: tuple[str, ...]) -> Plan:
         return Plan(self._label, tuple(self._nodes.values()), (end, *map(self._find, outputs)), dict(self._tags))
 
-    def lay(self, flow: Flow, stream: str) -> str:
-        """Lay the notes of a flow from this node on; returns where its stream ends."""
-        for place, note in enumerate(flow.notes):
-            following = flow.notes[place + 1] if place + 1 < len(flow.notes) else None
-            wanted = following.name if isinstance(following, Tag) else ""
+    def add_flow(self, flow: Flow, stream: str) -> str:
+        """Add the nodes of a flow whose stream starts at this node; returns the node at the end of its stream."""
+        for index, note in enumerate(flow.notes):
+            following = flow.notes[index + 1] if index + 1 < len(flow.notes) else None
+            wanted = following.name if isinstance(following, Tag) else ""  # the module takes the name of its tag
             if isinstance(note, Tag):
                 self._tag(note.name, self._last)
             elif isinstance(note, Branches):
@@ -95,35 +96,35 @@ class _Wiring:
     def _call(self, note: Call, stream: str, wanted: str) -> str:
         start = stream if note.over is None else self._find(note.over)
         is_sum = note.verb == "also"
-        before = self._beside
+        outer_skip_tags = self._skip_tags
         if isinstance(note.skip, Flow) and not note.skip.name:
-            self._beside = [*before, *_all_tags(note.skip)]
-        further = tuple(self._use(use, stream) for use in note.using)
-        end = self._place(note.part, start, further, note.verb, "" if is_sum else wanted)
-        self._beside = before
+            self._skip_tags = [*outer_skip_tags, *_all_tags(note.skip)]
+        extra = tuple(self._use(use, stream) for use in note.using)
+        end = self._place(note.part, start, extra, note.verb, "" if is_sum else wanted)
+        self._skip_tags = outer_skip_tags
         if not is_sum:
             return end
-        beside = stream if note.skip is None else self._place(note.skip, stream, (), "skip", "")
-        return self._add(Node(self._free("add"), "add", (beside, end), verb="also"))
+        skip = stream if note.skip is None else self._place(note.skip, stream, (), "skip", "")
+        return self._add(Node(self._free_node_name("add"), "add", (skip, end), verb="also"))
 
-    def _place(self, part: Part, start: str, further: tuple[str, ...], verb: str, wanted: str) -> str:
-        """A node for a part that runs on `start`; a flow without a label is laid here instead."""
+    def _place(self, part: Part, start: str, extra: tuple[str, ...], verb: Verb, wanted: str) -> str:
+        """Add the node of a part that runs on `start`, or the nodes of a flow without label; returns the last node."""
         if isinstance(part, Flow) and not part.name:
-            if further or part.inputs:
+            if extra or part.inputs:
                 raise InputError(
-                    f"{verb}: a flow that takes further inputs ({', '.join(part.inputs) or 'using'}) needs a label: "
+                    f"{verb}: a flow with extra inputs ({', '.join(part.inputs) or 'using'}) needs a label: "
                     "flow.label('name')"
                 )
-            return self.lay(part, start)
-        target = self._home(part, wanted)
+            return self.add_flow(part, start)
+        target = self._module_name(part, wanted)
         module = self.modules[target]
-        if isinstance(module, Graph) and len(module.plan.inputs) != 1 + len(further):
-            wants = ", ".join(module.plan.inputs[1:]) or "none"
+        if isinstance(module, Graph) and len(module.plan.inputs) != 1 + len(extra):
+            expected = ", ".join(module.plan.inputs[1:]) or "none"
             raise InputError(
-                f"{verb}: the graph {target!r} takes {len(module.plan.inputs) - 1} further inputs ({wants}) "
-                f"and is given {len(further)}: name them by .using(...)"
+                f"{verb}: the graph {target!r} takes {len(module.plan.inputs) - 1} extra inputs ({expected}) "
+                f"and gets {len(extra)}: pass them with .using(...)"
             )
-        return self._add(Node(self._free(target), "call", (start, *further), target, verb=verb))
+        return self._add(Node(self._free_node_name(target), "call", (start, *extra), target, verb=verb))
 
     def _branches(self, note: Branches, stream: str, wanted: str) -> str:
         names = note.tags or [""] * len(note.parts)
@@ -131,28 +132,28 @@ class _Wiring:
         for name, end in zip(note.tags, ends, strict=False):
             self._tag(name, end)
         if callable(note.merge):
-            target = self._home(note.merge, wanted)
-            return self._add(Node(self._free(target), "call", tuple(ends), target, verb="merge"))
-        return self._add(Node(self._free(note.merge), note.merge, tuple(ends), dim=note.dim, verb="merge"))
+            target = self._module_name(note.merge, wanted)
+            return self._add(Node(self._free_node_name(target), "call", tuple(ends), target, verb="merge"))
+        return self._add(Node(self._free_node_name(note.merge), note.merge, tuple(ends), dim=note.dim, verb="merge"))
 
     def _use(self, use: Use, stream: str) -> str:
-        """The node of a further input; a tag that only comes later is what the last call left."""
-        if use.tag in self._beside:
+        """The node of an extra input; a tag that is set only later in the flow is read from the last call."""
+        if use.tag in self._skip_tags:
             raise InputError(
-                f"using({use.tag!r}): the tag is set in the skip, which runs beside this part and not before it; "
+                f"using({use.tag!r}): the tag is set in the skip, which runs beside this part, not before it; "
                 "tag it before .also_with(skip, part), or swap the two"
             )
-        if use.tag in self._tags or self._is_input(use.tag) or use.tag not in self._coming:
+        if use.tag in self._tags or self._is_input(use.tag) or use.tag not in self._all_tags:
             return self._find(use.tag)
         if use.tag not in self._recalls:
-            target = self._unused(f"memory_{use.tag}")
+            target = self._unused_module_name(f"memory_{use.tag}")
             self.modules[target] = Memory(use.tag, use.start, use.detach)
-            node = Node(self._free(f"recall_{use.tag}"), "recall", (stream,), target, verb="using")
+            node = Node(self._free_node_name(f"recall_{use.tag}"), "recall", (stream,), target, verb="using")
             self._recalls[use.tag], self._uses[use.tag] = node, use
             self._add(node)
         if self._uses[use.tag] != use:
             raise InputError(
-                f"the state {use.tag!r} is used twice with different start or detach: say the same in both"
+                f"the state {use.tag!r} is used twice with different start or detach: use the same in both"
             )
         return self._recalls[use.tag].name
 
@@ -161,72 +162,73 @@ class _Wiring:
             return self._tags[tag]
         if self._is_input(tag):
             return tag
-        if tag in self._coming:
-            raise InputError(f"the tag {tag!r} is set only later in the flow: here it has no value of this call yet")
+        if tag in self._all_tags:
+            raise InputError(f"the tag {tag!r} is set only later in the flow: it has no value here yet")
         known = [*self._tags, *filter(self._is_input, self._nodes)]
-        close = get_close_matches(tag, [*known, *self._coming], 1)
+        close = get_close_matches(tag, [*known, *self._all_tags], 1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}."
-        raise InputError(f"unknown tag {tag!r}: {hint} A value is named by .tag({tag!r}), an input by .input({tag!r})")
+        raise InputError(f"unknown tag {tag!r}: {hint} Name a value with .tag({tag!r}), an input with .input({tag!r})")
 
     def _is_input(self, name: str) -> bool:
         return name != ENTRY and name in self._nodes and self._nodes[name].kind == "input"
 
     def _tag(self, name: str, node: str) -> None:
         if name in self._tags:
-            self._refuse_second(name)
+            self._refuse_duplicate(name)
         if self._is_input(name):
-            raise InputError(f"the tag {name!r} is the name of an input, too: choose another")
+            raise InputError(f"the tag {name!r} is also the name of an input: choose another name")
         self._tags[name] = node
         recall = self._recalls.get(name)
         if recall is not None:
-            place = self._free(f"remember_{name}")
-            self._add(Node(place, "remember", (recall.sources[0], node), recall.target, verb="tag"))
+            node_name = self._free_node_name(f"remember_{name}")
+            self._add(Node(node_name, "remember", (recall.sources[0], node), recall.target, verb="tag"))
 
-    def _refuse_second(self, name: str) -> None:
+    def _refuse_duplicate(self, name: str) -> None:
         raise InputError(
-            f"the tag {name!r} is given twice, first to {self._tags[name]!r}: choose another name, "
+            f"the tag {name!r} is used twice, first for {self._tags[name]!r}: choose another name, "
             "or label a flow that is used twice"
         )
 
-    def _home(self, part: Part, wanted: str) -> str:
-        """The name of a part's module: the same one where the same part stands again."""
-        if id(part) in self._homes:
-            return self._homes[id(part)]
-        module = made(part)
+    def _module_name(self, part: Part, wanted: str) -> str:
+        """The name of a part's module. The same part has the same module and name everywhere in the graph."""
+        if id(part) in self._module_names:
+            return self._module_names[id(part)]
+        module = to_module(part)
         wanted = (part.name if isinstance(part, Flow) else wanted) or _label(part)
         if wanted in self._tags:
-            self._refuse_second(wanted)
+            self._refuse_duplicate(wanted)
         if wanted in self.modules:
-            raise InputError(f"two parts are named {wanted!r}: labels and tags must differ within a graph")
-        name = wanted or self._numbered(module)
-        self._homes[id(part)] = name
+            raise InputError(f"two parts have the name {wanted!r}: labels and tags must be unique in a graph")
+        name = wanted or self._numbered_name(module)
+        self._module_names[id(part)] = name
         self.modules[name] = module
         return name
 
-    def _numbered(self, module: nn.Module) -> str:
+    def _numbered_name(self, module: nn.Module) -> str:
         kind = (module.name if isinstance(module, Function) else type(module).__name__).lower()
         kind = "".join(letter if letter.isalnum() else "_" for letter in kind)
-        return self._unused(f"{kind}_1", lambda many: f"{kind}_{many}")
+        return self._unused_module_name(f"{kind}_1", lambda number: f"{kind}_{number}")
 
-    def _unused(self, name: str, numbered: Callable[[int], str] | None = None) -> str:
-        """A name that no module has or will have."""
-        taken = {*self.modules, *self._coming, *self._labels}
-        names = map(numbered or (lambda many: f"{name}_{many}"), range(2, len(taken) + 3))
+    def _unused_module_name(self, name: str, numbered: Callable[[int], str] | None = None) -> str:
+        """The name, or a numbered variant of it, that no module has or will have."""
+        taken = {*self.modules, *self._all_tags, *self._labels}
+        names = map(numbered or (lambda number: f"{name}_{number}"), range(2, len(taken) + 3))
         return name if name not in taken else next(free for free in names if free not in taken)
 
-    def _free(self, name: str) -> str:
-        """A node name close to this one."""
+    def _free_node_name(self, name: str) -> str:
+        """The name, or a numbered variant of it, that no node has."""
         if name not in self._nodes:
             return name
-        return next(f"{name}_{many}" for many in range(2, len(self._nodes) + 3) if f"{name}_{many}" not in self._nodes)
+        numbered = (f"{name}_{number}" for number in range(2, len(self._nodes) + 3))
+        return next(free for free in numbered if free not in self._nodes)
 
     def _add(self, node: Node) -> str:
         self._nodes[node.name] = node
         return node.name
 
 
-def made(part: Part) -> nn.Module:
-    """A part as a module of its own; a fault in a flow with a label is reported with the label."""
+def to_module(part: Part) -> nn.Module:
+    """A part as a module; a mistake in a flow with a label is reported with the label."""
     if not isinstance(part, Flow):
         return part if isinstance(part, nn.Module) else Function(part)
     try:
@@ -236,25 +238,25 @@ def made(part: Part) -> nn.Module:
 
 
 def _refuse_unused(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """InputError where something is computed, or asked for, that reaches no output and no later call."""
+    """InputError if a node or an input is used by no output and by no later call."""
     reached: set[str] = set()
-    ends = [*plan.outputs, *(node.name for node in plan.nodes if node.kind == "remember")]
-    while ends:
-        name = ends.pop()
+    to_visit = [*plan.outputs, *(node.name for node in plan.nodes if node.kind == "remember")]
+    while to_visit:
+        name = to_visit.pop()
         if name not in reached:
             reached.add(name)
-            ends.extend(plan.node(name).sources)
+            to_visit.extend(plan.node(name).sources)
     for node in reversed(plan.nodes):
         if node.name in reached:
             continue
         if node.name == ENTRY:
-            raise InputError("nothing uses the flow's own input: let its first part take the stream")
+            raise InputError("the input of the flow is not used: let its first part take the stream")
         if node.kind == "input":
-            raise InputError(f"nothing uses the input {node.name!r}: give it to a part by .using({node.name!r})")
+            raise InputError(f"the input {node.name!r} is not used: pass it to a part with .using({node.name!r})")
         tag = next(iter(plan.tags_of(node.name)), None)
         what = f"{node.name!r} ({type(modules[node.target]).__name__})" if node.target in modules else repr(node.name)
         name_it = "" if tag else f"tag it, .{node.verb}(...).tag('aside'), and "
         raise InputError(
-            f"nobody uses the branch {what}: {name_it}give it to a later part by .using({tag or 'aside'!r}), "
-            f"return it by .build(outputs=[{tag or 'aside'!r}]), or leave it out"
+            f"the branch {what} is not used: {name_it}pass it to a later part with .using({tag or 'aside'!r}), "
+            f"return it with .build(outputs=[{tag or 'aside'!r}]), or remove it"
         )

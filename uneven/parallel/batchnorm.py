@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
+from uneven.timeline.record import State
 
 
 class BatchNormSync:
@@ -27,7 +28,7 @@ class BatchNormSync:
 
     def __init__(self) -> None:
         self.group: Group | None = None
-        self.enter: Callable[[str], Any] = lambda _: None
+        self.enter: Callable[[State], Any] = lambda _: None
         self.is_dummy = False
         self.layers: list[nn.Module] = []
 

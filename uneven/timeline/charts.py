@@ -1,12 +1,13 @@
-"""What the charts of a page have in common: their figure, its tools, and the keys that show and hide what is drawn.
+"""The common base of the page's charts: figures with their tools, tooltips, and keys that show and hide renderers.
 
-Colours are the style sheet's (page.css): a renderer carries the name of its colour as a tag, and the page's script
-paints it, so that a page follows its reader's light or dark. Needs bokeh, as everything that imports this.
+lanes.py and curves.py build on it. Colours are defined in the style sheet (page.css): a renderer carries the name of
+its colour as a tag, and page.js applies it, so that a page follows the browser's light or dark scheme. Imports bokeh,
+which is an optional dependency.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from bokeh.models import (
@@ -32,25 +33,27 @@ DASHES = ("solid", "dashed", "dotted", "dashdot")
 RANK_COLOURS = 8
 FONT = "system-ui, sans-serif"
 
-EPOCH_LINES = 60
+EPOCH_LINES = 60  # at most
 
+Level: TypeAlias = Literal["", "fine", "coarse"]
 Drawn: TypeAlias = "GlyphRenderer[Any]"
-Epochs: TypeAlias = Mapping[int, float]  # its number, and when it had ended, in seconds
+Epochs: TypeAlias = Mapping[int, float]  # number of an epoch -> its end in seconds
+Swatch: TypeAlias = str  # "box", "strip", "mark", "diamond", "hatch" or a line dash: a class of page.css
 
 
 @dataclass(frozen=True)
 class Key:
-    """A button beside a chart that shows and hides renderers; `look` says how its swatch is drawn."""
+    """A button above a chart that shows and hides renderers; `look` is the style of its swatch."""
 
     label: str
     renderers: tuple[str, ...]
     colour: str
-    look: str = "box"
+    look: Swatch = "box"
 
 
 @dataclass
 class Chart:
-    """A figure with what stands around it."""
+    """A figure with its keys and the notes below it."""
 
     figure: figure
     keys: list[Key] = field(default_factory=list)
@@ -59,21 +62,21 @@ class Chart:
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """What the charts over time share: their range, where it begins on the page, and the line under the pointer."""
+    """The x axis that all charts over time share, so that they pan and zoom together; with the crosshair line."""
 
     end_s: float
     range: Range1d
-    margin: int  # in pixels: moments lie below each other
+    margin: int  # px at the left, the same in all charts, so that equal times are aligned
     pointer: Span
 
     @classmethod
     def until(cls, end_s: float, labels: Sequence[str]) -> "TimeAxis":
-        """`labels` name the lanes, and take the widest place at the side."""
+        """`labels` are those of the lanes: they are the widest labels at the left and determine the margin."""
         end_s = max(end_s, 1e-6)
-        edge_s = 1.01 * end_s  # room for a marker on the last moment
-        wide = Range1d(start=0.0, end=edge_s, bounds=(0.0, edge_s), min_interval=min(1e-6, end_s), name="time")
+        edge_s = 1.01 * end_s  # room for a marker at the very end
+        x_range = Range1d(start=0.0, end=edge_s, bounds=(0.0, edge_s), min_interval=min(1e-6, end_s), name="time")
         margin = min(120, max(64, 24 + 7 * max(map(len, labels), default=0)))
-        return cls(end_s, wide, margin, Span(dimension="height", line_width=1, line_alpha=0.6, tags=["ink"]))
+        return cls(end_s, x_range, margin, Span(dimension="height", line_width=1, line_alpha=0.6, tags=["ink"]))
 
 
 def time_figure(name: str, height: int, axis: TimeAxis, y_label: str, y_range: Range1d | None = None) -> figure:
@@ -86,9 +89,9 @@ def time_figure(name: str, height: int, axis: TimeAxis, y_label: str, y_range: R
 def plain_figure(
     name: str, height: int, x_label: str, y_label: str, x_range: Range | None = None, y_range: Range | None = None
 ) -> figure:
-    """A figure as wide as its page, that zooms along x."""
+    """A figure of the page's width that zooms along x only."""
     ranges: dict[str, Any] = {key: value for key, value in (("x_range", x_range), ("y_range", y_range)) if value}
-    # Ctrl (or a pinch on a touch pad, which browsers report as that): a bare wheel scrolls the page.
+    # Zoom needs Ctrl, since the wheel alone scrolls the page; browsers report a pinch on a touch pad as Ctrl + wheel.
     drag, wheel = BoxZoomTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers="ctrl")
     zooms = (ZoomInTool(dimensions="width"), ZoomOutTool(dimensions="width"))
     fig = figure(
@@ -104,7 +107,7 @@ def plain_figure(
         background_fill_alpha=0.0,
         border_fill_alpha=0.0,
         min_border_right=12,
-        lod_threshold=None,  # else bokeh draws rough while one pans
+        lod_threshold=None,  # otherwise bokeh drops points while the user pans
         **ranges,
     )
     fig.toolbar.logo = None
@@ -116,39 +119,39 @@ def plain_figure(
 
 
 def source(columns: Mapping[str, Any]) -> ColumnDataSource:
-    """Numbers as arrays, which travel packed, and words as lists."""
-    return ColumnDataSource({name: _packed(values) for name, values in columns.items()})
+    """A data source with numbers as arrays, which bokeh encodes compactly, and texts as lists."""
+    return ColumnDataSource({name: _as_column(values) for name, values in columns.items()})
 
 
-def _packed(values: Any) -> Any:
+def _as_column(values: Any) -> Any:
     if isinstance(values, np.ndarray) or any(isinstance(value, str) for value in values):
         return values
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def paint(renderer: Drawn, name: str, colour: str, level: str = "") -> Drawn:
-    """Gives it its name and colour; one of a level is seen only from near (fine) or from afar (coarse)."""
+def paint(renderer: Drawn, name: str, colour: str, level: Level = "") -> Drawn:
+    """Set the name and colour of a renderer; one with a level shows only when zoomed in ("fine") or out ("coarse")."""
     renderer.update(name=name, tags=[colour, level])
     return renderer
 
 
-def explain(fig: figure, renderers: Sequence[Drawn], tooltip: str) -> None:
-    """What is said about the thing under the pointer; `tooltip` is HTML with @columns."""
-    text = f'<div class="told" style="max-width: 300px; font: 13px/1.45 {FONT}">{tooltip}</div>'
+def add_tooltip(fig: figure, renderers: Sequence[Drawn], tooltip: str) -> None:
+    """Show a tooltip for the element under the pointer; `tooltip` is HTML with @columns."""
+    text = f'<div class="tooltip" style="max-width: 300px; font: 13px/1.45 {FONT}">{tooltip}</div>'
     fig.add_tools(HoverTool(renderers=list(renderers), tooltips=text, point_policy="follow_mouse", visible=False))
 
 
 def mark_epochs(fig: figure, epochs: Epochs) -> None:
-    """A line at the end of every epoch, or of every second, fifth, tenth ... where there are many."""
-    times_s = list(every_so_many(epochs, EPOCH_LINES).values())
+    """Draw a line at the end of every epoch; of many epochs only every second, fifth, tenth ..."""
+    times_s = list(thin_epochs(epochs, EPOCH_LINES).values())
     lines = fig.vspan(x="x", source=source({"x": times_s}), line_width=1, line_dash=[2, 3], level="underlay")
     paint(lines, f"{fig.name}-epochs", "epoch")
 
 
-def every_so_many(epochs: Epochs, most: int) -> dict[int, float]:
-    """Those whose number is a multiple of a round one, so that there are at most so many."""
+def thin_epochs(epochs: Epochs, limit: int) -> dict[int, float]:
+    """At most `limit` epochs: the multiples of the smallest of 1, 2, 5, 10, 20, 50 ... that gives so few."""
     steps = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
-    step = next(step for step in steps if len(epochs) // step <= most)
+    step = next(step for step in steps if len(epochs) // step <= limit)
     return {number: time_s for number, time_s in epochs.items() if number % step == 0}
 
 
@@ -157,5 +160,5 @@ def rank_colour(rank: int) -> str:
 
 
 def rank_dash(rank: int) -> str:
-    """Ranks differ by more than their colour."""
+    """A dash pattern, so that ranks can be distinguished without colour."""
     return DASHES[rank % len(DASHES)]

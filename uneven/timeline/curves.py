@@ -1,4 +1,7 @@
-"""The curves of a page: utilisation, shares and anchor over time, and what was learned over time and samples."""
+"""The curves of a page: utilisation, shares and anchor over time, and loss and metrics over time and samples.
+
+page.py calls them. A function that has nothing to draw returns a sentence for the page instead of a chart.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from uneven.timeline.charts import (
     Epochs,
     Key,
     TimeAxis,
-    explain,
+    add_tooltip,
     mark_epochs,
     paint,
     plain_figure,
@@ -27,33 +30,36 @@ from uneven.timeline.charts import (
 from uneven.timeline.idle import mean_sampled
 from uneven.timeline.record import Event
 from uneven.timeline.sample import Sample
-from uneven.timeline.thin import busy_shares, some_of, thin_samples
+from uneven.timeline.thin import busy_shares, evenly_spaced, thin_samples
 from uneven.timeline.timeline import Lane, Timeline
 
-POINTS = 1_000  # of a curve: about one for each pixel of a wide screen
-BIN_NS = 100_000_000  # as often as the machine is sampled
+MAX_POINTS = 1_000  # of a curve: about one per pixel of a wide screen
+BIN_NS = 100_000_000  # the interval of the sampler
 
-# What an epoch's entry says besides its metrics.
-PLAIN = {"epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s"}
+# Keys of an epoch's entry in metrics.jsonl that are not metrics.
+NOT_METRICS = {"epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s"}
 
 
 def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
-    """How much of the time each device computed, by its lane, and what the machine was sampled at."""
-    samples = thin_samples(timeline.samples, POINTS)
+    """How busy each device was according to its lane, and the sampled utilisation of the machine."""
+    samples = thin_samples(timeline.samples, MAX_POINTS)
     top = max([100.0, *(sample.process_cpu for sample in samples)])
     fig = time_figure("busy", 260, axis, "% busy", Range1d(start=0.0, end=1.06 * top))
     chart = Chart(fig)
     mark_epochs(fig, epochs)
     end_ns = max(lane.spans[-1][2] for lane in timeline.lanes)
-    bins = max(1, min(POINTS // 2, end_ns // BIN_NS))
-    edges = [end_ns * place // bins for place in range(bins + 1)]
+    bins = max(1, min(MAX_POINTS // 2, end_ns // BIN_NS))
+    edges = [end_ns * index // bins for index in range(bins + 1)]
     computed = {lane.rank: busy_shares(lane.spans, edges) for lane in timeline.lanes}
-    own = {f"rank-{rank}": [None if one is None else 100.0 * one for one in found] for rank, found in computed.items()}
-    table = source({"x": [edge / 1e9 for edge in edges[:-1]]} | {name: _light(values) for name, values in own.items()})
+    percentages = {
+        f"rank-{rank}": _float32([None if share is None else 100.0 * share for share in shares])
+        for rank, shares in computed.items()
+    }
+    table = source({"x": [edge / 1e9 for edge in edges[:-1]]} | percentages)
     for lane in timeline.lanes:
         name = f"rank {lane.rank}: {lane.device} computes"
         line = _Line(f"busy-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
-        _step(chart, line, table, f"rank-{lane.rank}", _computing(lane))
+        _draw_steps(chart, line, table, f"rank-{lane.rank}", _mean_busy(lane))
     _draw_samples(chart, samples, mean_sampled(timeline))
     return chart
 
@@ -62,13 +68,13 @@ def _draw_samples(chart: Chart, samples: Sequence[Sample], means: Mapping[str, f
     if not samples:
         return
     gpus = sorted({gpu[0] for sample in samples for gpu in sample.gpus})
-    seen = [{index: used for index, used, _ in sample.gpus} for sample in samples]
+    utilisations = [{index: used for index, used, _ in sample.gpus} for sample in samples]
     table = source(
         {
             "x": [sample.t_ns / 1e9 for sample in samples],
-            "cpu": _light([sample.cpu for sample in samples]),
-            "process": _light([sample.process_cpu for sample in samples]),
-            **{f"gpu {index}": _light([one.get(index) for one in seen]) for index in gpus},
+            "cpu": _float32([sample.cpu for sample in samples]),
+            "process": _float32([sample.process_cpu for sample in samples]),
+            **{f"gpu {index}": _float32([by_gpu.get(index) for by_gpu in utilisations]) for index in gpus},
         }
     )
     lines = {"cpu": _Line("busy-cpu", "all cores", "ink", "dotted", 1.2)}
@@ -76,70 +82,84 @@ def _draw_samples(chart: Chart, samples: Sequence[Sample], means: Mapping[str, f
     for index in gpus:
         lines[f"gpu {index}"] = _Line(f"busy-gpu-{index}", f"GPU {index} (NVML)", rank_colour(index), "dotted", 1.2)
     for name, line in lines.items():
-        # A sample speaks for the time before it.
-        _step(chart, line, table, name, means.get(name), "before")
+        # A sample covers the time before it.
+        _draw_steps(chart, line, table, name, means.get(name), "before")
 
 
-def _computing(lane: Lane) -> float:
-    """The percentage of all of a lane's time that is compute: the mean of its curve."""
+def _mean_busy(lane: Lane) -> float:
+    """The percentage of a lane's whole time that is compute, which is the mean of its curve."""
     busy_ns = sum(last - first for state, first, last in lane.spans if state == "compute")
     return 100.0 * busy_ns / max(1, lane.spans[-1][2] - lane.spans[0][1])
 
 
-def _light(values: Sequence[float | None]) -> "np.ndarray[Any, Any]":
+def _float32(values: Sequence[float | None]) -> "np.ndarray[Any, Any]":
     return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
 
 
 def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | str:
-    """Every rank's part of the work, as planned and as done in the rounds; words where nothing moved."""
-    moves = [(event.t_ns, shares) for event in _of_one_rank(timeline) if (shares := _shares(event))]
-    done = [(event.t_ns, shares) for event in _of_one_rank(timeline, "round") if (shares := _parts(event, "samples"))]
-    if not moves:
-        return "One device has all of the work: there are no shares." if len(timeline.lanes) == 1 else "No shares."
-    if len(moves) == 1 and not done:
-        return f"The shares stayed as they were: {' / '.join(f'{100 * share:.0f} %' for share in moves[0][1])}."
+    """Every rank's share of the samples, as planned and as trained in each round; a sentence if it never changed."""
+    planned_shares = [
+        (event.t_ns, shares) for event in _events_of_first_rank(timeline) if (shares := _planned_shares(event))
+    ]
+    trained_shares = [
+        (event.t_ns, shares)
+        for event in _events_of_first_rank(timeline, "round")
+        if (shares := _fractions(event, "samples"))
+    ]
+    if not planned_shares:
+        return "One device trains all samples: there are no shares." if len(timeline.lanes) == 1 else "No shares."
+    if len(planned_shares) == 1 and not trained_shares:
+        return f"The shares did not change: {' / '.join(f'{100 * share:.0f} %' for share in planned_shares[0][1])}."
     fig = time_figure("shares", 240, axis, "% of the samples", Range1d(start=0.0, end=105.0))
     chart = Chart(fig)
     mark_epochs(fig, epochs)
-    moves, done = some_of(moves, POINTS), some_of(done, POINTS)
+    planned_shares = evenly_spaced(planned_shares, MAX_POINTS)
+    trained_shares = evenly_spaced(trained_shares, MAX_POINTS)
     for place, lane in enumerate(timeline.lanes):
         name = f"rank {lane.rank}: {lane.device}"
         line = _Line(f"share-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
-        times, planned = [t / 1e9 for t, _ in moves], [100.0 * shares[place] for _, shares in moves]
-        _step(chart, line, source({"x": [*times, axis.end_s], "y": [*planned, planned[-1]]}))
-        if done:
-            columns = {"x": [t / 1e9 for t, _ in done], "y": [100.0 * shares[place] for _, shares in done]}
+        times, planned = [t / 1e9 for t, _ in planned_shares], [100.0 * shares[place] for _, shares in planned_shares]
+        _draw_steps(chart, line, source({"x": [*times, axis.end_s], "y": [*planned, planned[-1]]}))
+        if trained_shares:
+            columns = {
+                "x": [t / 1e9 for t, _ in trained_shares],
+                "y": [100.0 * shares[place] for _, shares in trained_shares],
+            }
             dots = fig.scatter(x="x", y="y", source=source(columns), size=7, line_width=0.5)
-            explain(fig, [paint(dots, f"done-{lane.rank}", line.colour)], f"{name}<br>@y{{0.0}} % of a round's samples")
+            add_tooltip(
+                fig, [paint(dots, f"done-{lane.rank}", line.colour)], f"{name}<br>@y{{0.0}} % of a round's samples"
+            )
             chart.keys[-1] = Key(name, (line.name, f"done-{lane.rank}"), line.colour, line.dash)
-    if done:
-        chart.notes.append("Lines: the plan. Dots: what the ranks had trained when a round was merged.")
+    if trained_shares:
+        chart.notes.append("Lines: the planned shares. Dots: the shares of the samples trained in each round.")
     return chart
 
 
 def anchor_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | str:
-    """The slowest rank's batches per window; words where the run has no windows."""
-    found = [event for event in _of_one_rank(timeline) if "anchor" in event.fields]
-    if not found:
+    """The slowest rank's batches per window; a sentence if they never changed or the run has no windows."""
+    changes = [event for event in _events_of_first_rank(timeline) if "anchor" in event.fields]
+    if not changes:
         has_rounds = any(event.kind == "round" for event in timeline.events)
-        return "The anchor never moved." if has_rounds else "There is no anchor: the run has no windows between rounds."
-    first = found[0].fields["anchor"]
-    if all(event.fields["anchor"] == first for event in found):
+        return (
+            "The anchor never changed." if has_rounds else "There is no anchor: the run has no windows between rounds."
+        )
+    first = changes[0].fields["anchor"]
+    if all(event.fields["anchor"] == first for event in changes):
         return f"The anchor stayed at {first:g} batches of the slowest device per window."
     fig = time_figure("anchor", 200, axis, "batches per window")
     chart = Chart(fig)
     mark_epochs(fig, epochs)
-    some = some_of(found, POINTS)
-    times, anchors = [event.t_ns / 1e9 for event in some], [float(event.fields["anchor"]) for event in some]
+    shown = evenly_spaced(changes, MAX_POINTS)
+    times, anchors = [event.t_ns / 1e9 for event in shown], [float(event.fields["anchor"]) for event in shown]
     line = _Line("anchor-line", "anchor (of the slowest device)", "rank-0", "solid")
-    _step(chart, line, source({"x": [*times, axis.end_s], "y": [*anchors, anchors[-1]]}))
+    _draw_steps(chart, line, source({"x": [*times, axis.end_s], "y": [*anchors, anchors[-1]]}))
     fig.y_range = Range1d(start=0.0, end=1.15 * max(anchors))
     return chart
 
 
-def learned_charts(history: Sequence[Mapping[str, Any]], ends: Epochs, axis: TimeAxis) -> list[Chart]:
-    """Loss and quality, each over time (left) and over samples (right); nothing where no epoch ended."""
-    names = sorted({name for entry in history for name, value in entry.items() if _is_number(value)} - PLAIN)
+def metric_charts(history: Sequence[Mapping[str, Any]], ends: Epochs, axis: TimeAxis) -> list[Chart]:
+    """Loss and other metrics, each over time (left) and over samples (right); empty if no epoch has ended."""
+    names = sorted({name for entry in history for name, value in entry.items() if _is_number(value)} - NOT_METRICS)
     losses = [name for name in names if name.endswith("loss")]
     others = [name for name in names if name not in losses]
     charts = []
@@ -157,14 +177,14 @@ def learned_charts(history: Sequence[Mapping[str, Any]], ends: Epochs, axis: Tim
                 if fig is over_time:
                     points = [entry for entry in points if entry["epoch"] in ends]
                 xs = [ends[entry["epoch"]] if fig is over_time else float(entry["samples"]) for entry in points]
-                _curve(chart, place, name, xs, points)
+                _draw_metric(chart, place, name, xs, points)
             charts.append(chart)
     return charts
 
 
 @dataclass(frozen=True)
 class _Line:
-    """How a curve looks and is called."""
+    """The name and style of a curve."""
 
     name: str
     label: str
@@ -173,7 +193,7 @@ class _Line:
     width: float = 2.0
 
 
-def _step(
+def _draw_steps(
     chart: Chart,
     line: _Line,
     table: ColumnDataSource,
@@ -184,12 +204,12 @@ def _step(
     fig = chart.figure
     drawn = fig.step(x="x", y=column, source=table, mode=mode, line_width=line.width, line_dash=line.dash)
     paint(drawn, line.name, line.colour)
-    explain(fig, [drawn], f"{line.label}<br>@{{{column}}}{{0.0}} at @x{{0.000}} s")
+    add_tooltip(fig, [drawn], f"{line.label}<br>@{{{column}}}{{0.0}} at @x{{0.000}} s")
     label = line.label if mean is None else f"{line.label}, mean {mean:.0f} %"
     chart.keys.append(Key(label, (line.name,), line.colour, line.dash))
 
 
-def _curve(chart: Chart, place: int, name: str, xs: Sequence[float], points: Sequence[Mapping[str, Any]]) -> None:
+def _draw_metric(chart: Chart, place: int, name: str, xs: Sequence[float], points: Sequence[Mapping[str, Any]]) -> None:
     fig: figure = chart.figure
     label, colour, dash = name.replace("_", " "), f"rank-{place % RANK_COLOURS}", DASHES[place % len(DASHES)]
     columns = source(
@@ -205,22 +225,22 @@ def _curve(chart: Chart, place: int, name: str, xs: Sequence[float], points: Seq
     names = (f"{fig.name}-{name}", f"{fig.name}-{name}-dots")
     paint(line, names[0], colour)
     paint(dots, names[1], colour)
-    explain(fig, [dots], f"<b>{label}</b> @y{{0.0000}}<br>epoch @epoch, @samples{{0,0}} samples")
+    add_tooltip(fig, [dots], f"<b>{label}</b> @y{{0.0000}}<br>epoch @epoch, @samples{{0,0}} samples")
     chart.keys.append(Key(label, names, colour, dash))
 
 
-def _of_one_rank(timeline: Timeline, kind: str | None = None) -> list[Event]:
-    """The events of the first rank that has any: all ranks decide alike."""
+def _events_of_first_rank(timeline: Timeline, kind: str | None = None) -> list[Event]:
+    """The events of the first rank that has any. That is enough, since all ranks take the same decisions."""
     first = min((event.rank for event in timeline.events), default=0)
     return [event for event in timeline.events if event.rank == first and kind in (None, event.kind)]
 
 
-def _shares(event: Event) -> list[float]:
+def _planned_shares(event: Event) -> list[float]:
     name = {"shares": "shares", "share": "shares", "counts": "counts"}.get(event.kind)
-    return _parts(event, name) if name else []
+    return _fractions(event, name) if name else []
 
 
-def _parts(event: Event, name: str) -> list[float]:
+def _fractions(event: Event, name: str) -> list[float]:
     amounts = event.fields.get(name) or []
     total = sum(amounts)
     return [amount / total for amount in amounts] if total else []

@@ -1,6 +1,6 @@
 """A timeline as files: timeline.json (complete, versioned), timeline.csv (a row per span or event), trace.json.
 
-launch/run.py calls `save_timeline` at the end of a run.
+launch/run.py calls `save_timeline` at the end of a run, and users read the files.
 
 JSON, version 1:
   version, unit ("ns since the run's start"), states,
@@ -9,17 +9,23 @@ JSON, version 1:
   events: [{t, rank, kind, ...fields}],
   samples: [{t, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
 CSV columns: t_ms, rank, kind, ms, fields (JSON). `kind` is a state, an event's kind or "sample".
-trace.json is the Chrome trace of trace.py.
+trace.json is in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process
+per rank, with a thread for its lane and one for its rounds in the background, and one more process whose counters are
+the machine samples. Its times are in microseconds.
 """
 
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from uneven.timeline.timeline import Timeline
-from uneven.timeline.trace import to_trace
+from uneven.timeline.timeline import RankRound, Timeline, rank_rounds
+
+MAX_TRACE_SPANS = 200_000  # of the whole trace
+
+TraceEvent = dict[str, Any]
 
 
 def save_timeline(timeline: Timeline, folder: Path) -> None:
@@ -43,3 +49,114 @@ def to_csv(timeline: Timeline) -> str:
     for t_ns, rank, kind, length, fields in rows:
         writer.writerow([f"{t_ns / 1e6:.4f}", rank, kind, f"{length / 1e6:.4f}", json.dumps(fields) if fields else ""])
     return out.getvalue()
+
+
+def to_trace(timeline: Timeline, max_spans: int = MAX_TRACE_SPANS) -> dict[str, Any]:
+    """The whole trace. Only the `max_spans` longest spans are kept; `otherData` records how many were left out."""
+    shortest_ns, facts = _min_length(timeline, max_spans)
+    entries: list[TraceEvent] = []
+    for lane in timeline.lanes:
+        pid, tid = _pid(lane.rank), _tid(lane.rank)
+        entries += _process_metadata(pid, f"rank {lane.rank}: {lane.device}", lane.rank)
+        entries += _thread_metadata(pid, tid, "lane", 0)
+        entries += [
+            {"ph": "X", "name": state, "pid": pid, "tid": tid, "ts": first / 1e3, "dur": (last - first) / 1e3}
+            for state, first, last in lane.spans
+            if last - first >= shortest_ns
+        ]
+    rounds = [round_ for round_ in rank_rounds(timeline.events) if round_.snapshot_ns is not None]
+    for rank in sorted({round_.rank for round_ in rounds}):
+        entries += _thread_metadata(_pid(rank), _tid(rank) + 1, "rounds", 1)
+    for round_ in rounds:
+        entries += _round_entries(round_)
+    for event in timeline.events:
+        pid, tid = _pid(event.rank), _tid(event.rank)
+        entry = {"ph": "i", "s": "t", "name": event.kind, "pid": pid, "tid": tid, "ts": event.t_ns / 1e3}
+        entries.append({**entry, "args": _finite(event.fields)} if event.fields else entry)
+    entries += _counters(timeline)
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": facts}
+
+
+def _pid(rank: int) -> int:
+    return rank + 1  # some viewers reserve pid 0 for the kernel
+
+
+def _tid(rank: int) -> int:
+    return 10 * _pid(rank)  # some viewers identify a thread by its tid alone, so it is unique over all processes
+
+
+def _min_length(timeline: Timeline, limit: int) -> tuple[int, dict[str, Any]]:
+    """The length in ns from which spans are kept so that at most `limit` remain, and the entries of `otherData`."""
+    lengths = sorted((last - first for lane in timeline.lanes for _, first, last in lane.spans if first < last))
+    shortest_ns = 1
+    if len(lengths) > limit:
+        # One ns more than the longest span that does not fit: spans of equal length are kept or dropped together.
+        shortest_ns = lengths[len(lengths) - limit - 1] + 1
+    dropped = [ns for ns in lengths if ns < shortest_ns]
+    facts: dict[str, Any] = {"spans": len(lengths), "kept": len(lengths) - len(dropped)}
+    if dropped:
+        facts["thinned"] = f"spans shorter than {shortest_ns / 1e3:g} us are left out ({sum(dropped) / 1e9:.3f} s)"
+    return shortest_ns, facts
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinity (the loss of a diverged run) as strings: JSON has no such numbers, and viewers
+    refuse a file that contains them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _finite(field) for name, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(element) for element in value]
+    return value
+
+
+def _process_metadata(pid: int, name: str, sort_index: int) -> list[TraceEvent]:
+    return [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": sort_index}},
+    ]
+
+
+def _thread_metadata(pid: int, tid: int, name: str, sort_index: int) -> list[TraceEvent]:
+    return [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}},
+        {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": sort_index}},
+    ]
+
+
+def _round_entries(round_: RankRound) -> list[TraceEvent]:
+    """A round from its snapshot to its merge, with its stages nested in it."""
+    assert round_.snapshot_ns is not None, "only rounds that were recorded with the times of their stages"
+    whole = {"ph": "X", "pid": _pid(round_.rank), "tid": _tid(round_.rank) + 1}
+    args = {"bytes": round_.wire_bytes, "cost_ms": round_.cost_ms, "steps_late": round_.steps_late}
+    stages = [
+        ("waiting for the others", round_.snapshot_ns, round_.joined_ns),
+        ("sum", round_.joined_ns, round_.averaged_ns),
+        ("waiting for its merge", round_.averaged_ns, round_.merged_ns),
+    ]
+    length = (round_.merged_ns - round_.snapshot_ns) / 1e3
+    return [
+        {**whole, "name": f"round {round_.number}", "ts": round_.snapshot_ns / 1e3, "dur": length}
+        | {"args": _finite(args)},
+        *({**whole, "name": name, "ts": a / 1e3, "dur": (b - a) / 1e3} for name, a, b in stages if a < b),
+    ]
+
+
+def _counters(timeline: Timeline) -> list[TraceEvent]:
+    if not timeline.samples:
+        return []
+    pid = max((_pid(lane.rank) for lane in timeline.lanes), default=0) + 1
+    entries = _process_metadata(pid, "machine", pid)
+    for sample in timeline.samples:
+        counters: list[tuple[str, dict[str, float]]] = [
+            ("cpu %", {"all cores": sample.cpu}),
+            ("process %", {"100 per core": sample.process_cpu}),
+            ("memory MB", {"process": sample.process_bytes / 1e6}),
+        ]
+        for index, utilisation, memory in sample.gpus:
+            counters += [(f"gpu {index} %", {"gpu": utilisation}), (f"gpu {index} memory MB", {"used": memory / 1e6})]
+        entries += [
+            {"ph": "C", "name": name, "pid": pid, "ts": sample.t_ns / 1e3, "args": args} for name, args in counters
+        ]
+    return entries

@@ -1,38 +1,38 @@
-"""Why a device did not compute: every idle stretch of a lane, its time divided among its causes.
+"""Why a device did not compute: every idle gap of a lane, with its time divided among causes.
 
-A cause comes from what is known of that very moment (the rank's state, and what the other ranks were doing), never
-from the nearest event. So the causes of a lane add up to all of its time that is not compute.
+The page and the benchmark report call it. A cause is derived from the same moment (the rank's state and the states of
+the other ranks), never from the nearest event. Invariant: the causes of a lane add up to all its time outside compute.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from uneven.timeline.device import Span, account_of
-from uneven.timeline.record import APART, STATES
+from uneven.timeline.record import NOT_TRAINING, STATES, Span, account_of
 from uneven.timeline.timeline import Lane, Timeline
 
 START_UP, EPOCH_END, TRANSFER, UNEXPLAINED = "start-up", "epoch end", "transfer", "unexplained"
-OFF_THE_CLOCK = (START_UP, *APART[1:])  # causes that are no loss of training time
-LEAST_NS = 1_000_000
+OFF_THE_CLOCK = (START_UP, *NOT_TRAINING[1:])  # causes that do not count as training time
+MIN_GAP_NS = 1_000_000
 
-# In these a rank does nothing that another one would have to wait for.
+# In these states a rank does no work that another rank could be waiting for.
 _WITH_OTHERS = ("wait", "communication")
-_NAMED = ("data", "compile", "evaluation", "checkpoint")
+# States that are the cause themselves.
+_OWN_CAUSE = ("data", "compile", "evaluation", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch in which a rank's lane does not compute. Invariant: the parts add up to its length."""
+    """An interval in which a rank's lane does not compute. Invariant: the parts add up to its length."""
 
     rank: int
     start_ns: int
     end_ns: int
-    parts: tuple[tuple[str, int], ...]  # (cause, ns), the longest first
+    parts: tuple[tuple[str, int], ...]  # (cause, ns), longest first
 
     @property
     def cause(self) -> str:
-        """Where most of it went."""
+        """The cause of the largest part."""
         return self.parts[0][0]
 
     @property
@@ -40,30 +40,30 @@ class Gap:
         return self.end_ns - self.start_ns
 
 
-def idle_gaps(timeline: Timeline, at_least_ns: int = LEAST_NS) -> list[Gap]:
-    """Every idle stretch of at least this length, lane by lane and in order."""
+def idle_gaps(timeline: Timeline, at_least_ns: int = MIN_GAP_NS) -> list[Gap]:
+    """Every idle gap of at least this length, lane by lane and ordered by time."""
     works = [_OwnWork(lane) for lane in timeline.lanes]
     return [gap for lane in timeline.lanes for gap in _gaps(timeline, lane, works) if gap.length_ns >= at_least_ns]
 
 
 def idle_by_cause(timeline: Timeline) -> dict[int, dict[str, float]]:
-    """Per rank the seconds of each cause, the largest first; together the rank's time outside compute."""
-    found = sum_by_cause(idle_gaps(timeline, at_least_ns=0))
-    return {lane.rank: found.get(lane.rank, {}) for lane in timeline.lanes}
+    """The seconds of each cause per rank, largest first; they add up to the rank's time outside compute."""
+    seconds = sum_by_cause(idle_gaps(timeline, at_least_ns=0))
+    return {lane.rank: seconds.get(lane.rank, {}) for lane in timeline.lanes}
 
 
 def sum_by_cause(gaps: Iterable[Gap]) -> dict[int, dict[str, float]]:
-    """The same of gaps that are known: those of any length, or the sums lack what the others had."""
+    """As `idle_by_cause`, from gaps that the caller has already; pass gaps of every length to get complete sums."""
     totals: dict[int, dict[str, int]] = {}
     for gap in gaps:
-        own = totals.setdefault(gap.rank, {})
+        rank_totals = totals.setdefault(gap.rank, {})
         for cause, ns in gap.parts:
-            own[cause] = own.get(cause, 0) + ns
-    return {rank: {cause: ns / 1e9 for cause, ns in _longest_first(own)} for rank, own in totals.items()}
+            rank_totals[cause] = rank_totals.get(cause, 0) + ns
+    return {rank: {cause: ns / 1e9 for cause, ns in _longest_first(causes)} for rank, causes in totals.items()}
 
 
 def mean_utilisation(lane: Lane) -> float:
-    """The part of a device's training time in which it computed, from 0 to 1; set-up and evaluation are apart."""
+    """The fraction of a device's training time in which it computed; setup and evaluation do not count."""
     account = account_of(lane.rank, lane.spans)
     return account.shares["compute"]
 
@@ -71,16 +71,16 @@ def mean_utilisation(lane: Lane) -> float:
 def mean_sampled(timeline: Timeline, between_ns: tuple[int, int] | None = None) -> dict[str, float]:
     """The time-weighted mean of each sampled utilisation in percent: "cpu", "process" (100 per core), "gpu 0" ...
 
-    A sample speaks for the time since the one before it, so the first one only says where that time begins. A device
-    that was not sampled in the time asked for has no entry.
+    A sample covers the time since the previous one, so the first sample only marks where that time begins. A device
+    without samples in the interval has no entry.
     """
     first_ns, last_ns = between_ns or (0, max((sample.t_ns for sample in timeline.samples), default=0))
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
-    before: int | None = None
+    previous_ns: int | None = None
     for sample in timeline.samples:
-        weight = 0 if before is None else min(sample.t_ns, last_ns) - max(before, first_ns)
-        before = sample.t_ns
+        weight = 0 if previous_ns is None else min(sample.t_ns, last_ns) - max(previous_ns, first_ns)
+        previous_ns = sample.t_ns
         if weight <= 0:
             continue
         gpus = [(f"gpu {index}", utilisation) for index, utilisation, _ in sample.gpus]
@@ -94,27 +94,28 @@ def _gaps(timeline: Timeline, lane: Lane, works: Sequence["_OwnWork"]) -> Iterat
     others = [work for work in works if work.rank != lane.rank]
     epochs = [event.t_ns for event in timeline.events if event.rank == lane.rank and event.kind == "epoch"]
     is_started = False
-    stretch: list[Span] = []
-    # A last span of nothing ends the stretch that the lane may end with.
+    gap: list[Span] = []
+    # An empty compute span at the end closes a gap that the lane ends with.
     for span in [*lane.spans, ("compute", 0, 0)]:
         if span[0] != "compute":
             if span[1] < span[2]:
-                stretch.append(span)
+                gap.append(span)
             continue
-        if stretch:
-            yield _explain(lane.rank, stretch, is_started, others, epochs)
-            stretch = []
+        if gap:
+            yield _explain(lane.rank, gap, is_started, others, epochs)
+            gap = []
         is_started = True
 
 
 def _explain(
-    rank: int, stretch: Sequence[Span], is_started: bool, others: Sequence["_OwnWork"], epochs: Sequence[int]
+    rank: int, spans: Sequence[Span], is_started: bool, others: Sequence["_OwnWork"], epochs: Sequence[int]
 ) -> Gap:
-    start, end = stretch[0][1], stretch[-1][2]
-    place = bisect_left(epochs, start)
-    rest = EPOCH_END if place < len(epochs) and epochs[place] <= end else UNEXPLAINED
+    """The gap that these spans form; time without another cause counts as the end of an epoch that lies in the gap."""
+    start, end = spans[0][1], spans[-1][2]
+    next_epoch = bisect_left(epochs, start)
+    rest = EPOCH_END if next_epoch < len(epochs) and epochs[next_epoch] <= end else UNEXPLAINED
     totals: dict[str, int] = {}
-    for state, first, last in stretch:
+    for state, first, last in spans:
         for cause, ns in _causes(state, first, last, is_started, rest, others):
             totals[cause] = totals.get(cause, 0) + ns
     return Gap(rank, start, end, tuple(_longest_first(totals)))
@@ -123,10 +124,11 @@ def _explain(
 def _causes(
     state: str, first: int, last: int, is_started: bool, rest: str, others: Sequence["_OwnWork"]
 ) -> list[tuple[str, int]]:
-    if state in _NAMED:
+    if state in _OWN_CAUSE:
         return [(state, last - first)]
     if state == "setup" or not is_started:
-        return [(START_UP, last - first)]  # before the first step ranks meet, and that is none of training's transfers
+        # Communication before the first step is the rendezvous of the ranks, not a transfer of training.
+        return [(START_UP, last - first)]
     if state == "communication":
         return [(TRANSFER, last - first)]
     if state == "wait" and others:
@@ -135,10 +137,10 @@ def _causes(
 
 
 def _waits(first: int, last: int, others: Sequence["_OwnWork"]) -> list[tuple[str, int]]:
-    """For the rank that came last; once all had come, what was left of it was the wire."""
+    """Time until the last rank has joined is waiting for that rank; the rest is the transfer."""
     latest, rank = -1, 0
     for other in others:
-        # Of several that were at work until the end the one that stayed longest: moments are known to microseconds.
+        # If several ranks worked until the end of the wait, take the one that worked longest.
         if (end := other.finish(last)) > latest:
             latest, rank = end, other.rank
     finish = min(latest, last)
@@ -149,7 +151,7 @@ def _waits(first: int, last: int, others: Sequence["_OwnWork"]) -> list[tuple[st
 
 
 class _OwnWork:
-    """When a rank did its own work, by itself: everything but waiting and communication."""
+    """The intervals in which a rank did work of its own: every state but waiting and communication."""
 
     def __init__(self, lane: Lane) -> None:
         self.rank = lane.rank
@@ -165,13 +167,13 @@ class _OwnWork:
                 self.ends.append(last)
 
     def finish(self, before: int) -> int:
-        """When its last work that began before this moment ended."""
-        place = bisect_left(self.starts, before)
-        return self.ends[place - 1] if place else -1
+        """The end of the last work that began before this time, -1 if there is none."""
+        index = bisect_left(self.starts, before)
+        return self.ends[index - 1] if index else -1
 
 
 def _longest_first(totals: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(totals.items(), key=lambda item: (-item[1], item[0]))
 
 
-assert set(_NAMED) | set(_WITH_OTHERS) | {"compute", "other", "setup"} == set(STATES), "every state has its causes"
+assert set(_OWN_CAUSE) | set(_WITH_OTHERS) | {"compute", "other", "setup"} == set(STATES), "every state has a cause"

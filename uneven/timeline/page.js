@@ -1,10 +1,11 @@
-// Paints the charts in the style sheet's colours, follows light and dark, and shows what is asked for and can be seen.
+// Applies the colours of the style sheet, follows the light or dark scheme, and shows and hides renderers by the keys
+// and by the zoom.
 (() => {
   "use strict";
-  const PIECES_PER_PIXEL = 0.4; // more of them blend into each other: from afar the coarse ones are shown
+  const PIECES_PER_PIXEL = 0.4; // more pieces would blend into each other, so the coarse level is shown instead
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const coarse = matchMedia("(pointer: coarse)");
-  const hidden = new Set(); // names that their keys have switched off
+  const hidden = new Set(); // names of renderers that the user has switched off
 
   function figures() {
     return Bokeh.documents.flatMap((doc) => doc.roots());
@@ -39,7 +40,7 @@
     if (glyph.fill_color !== undefined) glyph.fill_color = own;
     if (glyph.hatch_color !== undefined) glyph.hatch_color = own;
     if (glyph.line_color === undefined) return;
-    // A marker has the paper around it, to stand out from what lies below; boxes have no line.
+    // A marker is outlined in the background colour, to stand out from what it covers; boxes have no outline.
     if (glyph.marker !== undefined) glyph.line_color = { value: colour("paper") };
     else if (glyph.fill_color === undefined) glyph.line_color = own;
   }
@@ -67,7 +68,7 @@
     show();
   }
 
-  function leaveTouchToThePage() {
+  function deactivateTouchTools() {
     for (const fig of figures()) {
       for (const tool of fig.toolbar.tools) {
         if (tool.event_types?.some((type) => ["pan", "pinch", "scroll"].includes(type))) tool.active = false;
@@ -82,7 +83,7 @@
     }
     paint();
     show();
-    if (coarse.matches) leaveTouchToThePage();
+    if (coarse.matches) deactivateTouchTools();
     dark.addEventListener("change", paint);
     for (const fig of figures().filter((fig) => fig.tags.length)) {
       fig.x_range.change.connect(show);

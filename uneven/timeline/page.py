@@ -1,7 +1,8 @@
-"""A run as one page to look at: lanes, idle gaps, utilisation, shares, anchor, and what was learned.
+"""A run as one HTML page: lanes, idle gaps, utilisation, shares, anchor, loss and metrics.
 
-The file needs nothing else: bokeh's script, the style sheet and the data lie in it, thinned to what a screen can show,
-and a policy in its head forbids the browser to fetch anything. bokeh is an extra, imported when a page is written.
+The benchmark calls `write_page` after a run. The file is self-contained: it holds bokeh's script, the style sheet and
+the data, thinned to what a screen can show, and its content security policy forbids the browser to load anything.
+bokeh is an optional dependency, imported only when a page is written.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, write_atomically
-from uneven.timeline.idle import LEAST_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
-from uneven.timeline.timeline import Timeline
-from uneven.timeline.trips import trips_of
+from uneven.timeline.idle import MIN_GAP_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
+from uneven.timeline.timeline import Timeline, rank_rounds
 
 if TYPE_CHECKING:
     from uneven.timeline.charts import Chart
 
-SHOWN_CAUSES = 12  # a table of many more columns is no table: with many ranks the smallest are put together
+MAX_CAUSES = 12  # columns of the table; with many ranks the smallest causes are summed in a last column
 
 _HINT = (
-    "Drag over a chart to zoom in; Ctrl and the wheel zoom too, the double arrow pans, the round arrow shows all "
-    "again. Charts over time move together. The names above a chart show and hide; point at anything to read it."
+    "Drag over a chart, or use Ctrl and the wheel, to zoom. The double arrow pans, the round arrow resets. Charts over "
+    "time move together. Click a name above a chart to show or hide it; hover over anything for details."
 )
-_TOUCH_HINT = "Tap a chart's tool (zoom, pan) to use it, and again to scroll. The names above a chart show and hide."
+_TOUCH_HINT = (
+    "Tap a tool of a chart (zoom, pan) to use it, and again to scroll. Tap a name above a chart to show or hide it."
+)
 
 
 def write_page(
@@ -38,14 +40,14 @@ def write_page(
     title: str = "A run",
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the page. `history` has an entry per epoch (a line of metrics.jsonl), `facts` is shown on top.
+    """Write the page. `history` has an entry per epoch (a line of metrics.jsonl), `facts` is shown at the top.
 
-    MachineError where bokeh is missing or the file cannot be written.
+    Raises MachineError if bokeh is missing or the file cannot be written.
     """
     if find_spec("bokeh") is None:
         raise MachineError("a page needs bokeh, which is not installed: pip install 'uneven[pages]'")
     if not any(lane.spans for lane in timeline.lanes):
-        raise InputError(f"no page of {title!r}: its timeline has no spans")
+        raise InputError(f"cannot make a page of {title!r}: its timeline has no spans")
     content = _html(timeline, history, title, facts or {})
     try:
         write_atomically(path, content.encode())
@@ -58,7 +60,7 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     from bokeh.resources import Resources
 
     from uneven.timeline.charts import Chart, TimeAxis
-    from uneven.timeline.curves import anchor_chart, busy_chart, learned_charts, shares_chart
+    from uneven.timeline.curves import anchor_chart, busy_chart, metric_charts, shares_chart
     from uneven.timeline.lanes import lane_chart, lane_label
 
     axis = TimeAxis.until(
@@ -66,19 +68,19 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     )
     ends = _epoch_ends(timeline)
     gaps = idle_gaps(timeline, at_least_ns=0)
-    long = [gap for gap in gaps if gap.length_ns >= LEAST_NS]
-    lanes = lane_chart(timeline, long, trips_of(timeline.events), ends, axis)
+    long_gaps = [gap for gap in gaps if gap.length_ns >= MIN_GAP_NS]
+    lanes = lane_chart(timeline, long_gaps, rank_rounds(timeline.events), ends, axis)
     busy = busy_chart(timeline, ends, axis)
-    moved = [shares_chart(timeline, ends, axis), anchor_chart(timeline, ends, axis)]
-    learned = learned_charts(history, ends, axis)
-    drawn = [lanes, busy, *(one for one in moved if isinstance(one, Chart)), *learned]
-    script, places = components({str(chart.figure.name): chart.figure for chart in drawn})
-    held = {str(chart.figure.name): _framed(chart, places[str(chart.figure.name)]) for chart in drawn}
+    shares_and_anchor = [shares_chart(timeline, ends, axis), anchor_chart(timeline, ends, axis)]
+    metrics = metric_charts(history, ends, axis)
+    charts = [lanes, busy, *(chart for chart in shares_and_anchor if isinstance(chart, Chart)), *metrics]
+    script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
+    html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
     sections = [
-        _section("What each device did", held["lanes"] + _idle_table(timeline, sum_by_cause(gaps))),
-        _section("How busy the devices were", held["busy"]),
-        _section("Who got how much", "".join(_part(one, held) for one in moved)),
-        _section("What was learned", _learned(learned, held)),
+        _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps))),
+        _section("Utilisation", html["busy"]),
+        _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
+        _section("Loss and metrics", _metrics_html(metrics, html)),
     ]
     here = Path(__file__)
     return _PAGE.format(
@@ -95,7 +97,7 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
 
 
 def _epoch_ends(timeline: Timeline) -> dict[int, float]:
-    """When each epoch had ended on all ranks, in seconds."""
+    """The time in seconds at which each epoch had ended on all ranks."""
     ends: dict[int, float] = {}
     for event in timeline.events:
         if event.kind == "epoch" and "epoch" in event.fields:
@@ -107,34 +109,34 @@ def _section(heading: str, body: str) -> str:
     return f"<section>\n<h2>{escape(heading)}</h2>\n{body}\n</section>"
 
 
-def _part(chart: Chart | str, held: Mapping[str, str]) -> str:
-    return f'<p class="note">{escape(chart)}</p>' if isinstance(chart, str) else held[str(chart.figure.name)]
+def _chart_or_sentence(chart: Chart | str, html: Mapping[str, str]) -> str:
+    return f'<p class="note">{escape(chart)}</p>' if isinstance(chart, str) else html[str(chart.figure.name)]
 
 
-def _learned(charts: Sequence[Chart], held: Mapping[str, str]) -> str:
+def _metrics_html(charts: Sequence[Chart], html: Mapping[str, str]) -> str:
     if not charts:
-        return '<p class="note">No epoch has ended, so there is no curve.</p>'
-    return '<div class="pairs">' + "".join(held[str(chart.figure.name)] for chart in charts) + "</div>"
+        return '<p class="note">No epoch has ended, so there are no metrics.</p>'
+    return '<div class="pairs">' + "".join(html[str(chart.figure.name)] for chart in charts) + "</div>"
 
 
-def _framed(chart: Chart, place: str) -> str:
+def _figure_html(chart: Chart, div: str) -> str:
     keys = "".join(
         f'<button type="button" class="key" aria-pressed="true" data-names="{escape(json.dumps(key.renderers))}">'
         f'<i class="{key.look}" style="--own: var(--{key.colour})"></i>{escape(key.label)}</button>'
         for key in chart.keys
     )
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in chart.notes)
-    return f'<figure id="{chart.figure.name}"><div class="keys">{keys}</div>{place}{notes}</figure>'
+    return f'<figure id="{chart.figure.name}"><div class="keys">{keys}</div>{div}{notes}</figure>'
 
 
 def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -> str:
-    """Seconds by cause for every device; the rows add up to the time of its lane."""
+    """Seconds by cause for every device; a row adds up to the whole time of the lane."""
     totals: dict[str, float] = {}
     for seconds in causes.values():
         for cause, value in seconds.items():
             totals[cause] = totals.get(cause, 0.0) + value
     names = sorted(totals, key=lambda cause: -totals[cause])
-    shown, rest = names[:SHOWN_CAUSES], names[SHOWN_CAUSES:]
+    shown, rest = names[:MAX_CAUSES], names[MAX_CAUSES:]
     head = "".join(f"<th>{escape(name)}</th>" for name in ["device", "computes", *shown, *(["rest"] if rest else [])])
     rows = []
     for lane in timeline.lanes:
@@ -148,9 +150,9 @@ def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -
         )
         rows.append(f"<tr><th>{lane.rank}: {escape(lane.device)}</th>{cells}</tr>")
     return (
-        '<h3>Where the time went</h3><div class="wide"><table id="idle"><thead><tr>'
+        '<h3>Time by cause</h3><div class="wide"><table id="idle"><thead><tr>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        f'<p class="note">Off the training clock: {", ".join(OFF_THE_CLOCK)}. Each row is all of a lane.</p>'
+        f'<p class="note">Not training time: {", ".join(OFF_THE_CLOCK)}. Each row adds up to the whole lane.</p>'
     )
 
 

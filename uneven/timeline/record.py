@@ -1,28 +1,37 @@
-"""The recorder: what one rank's main thread was doing at every moment, and what happened when.
+"""The recorder: which state one rank was in at every moment, and the events of its run.
 
-The rank is always in exactly one state, so the states partition its wall time by construction: nothing is
-counted twice and nothing is missing. Entering a state costs one clock read and one append, 1.1 us between the steps of
-a training; written down into arrays at once it was 2.6 us, for nothing of it is in the caches then. So changes are kept
-as they come and packed many at a time.
-States of TRAINING are the training clock; those of APART (setup, compile, evaluation, checkpoint) stop it.
+The worker enters states on the rank's main thread. Invariant: the rank is always in exactly one state, so the states
+partition its wall time: no time is counted twice and none is missing.
+States of TRAINING count as training time; those of NOT_TRAINING (setup, compile, evaluation, checkpoint) do not.
+
+The recorder sees the host. For a CUDA rank `device_spans` replaces the host's view by the device's: while the host
+loads data or copies a snapshot the device may compute, and a host that enqueues kernels is not a device that computes.
 """
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-TRAINING = ("compute", "communication", "wait", "data", "other")
-APART = ("setup", "compile", "evaluation", "checkpoint")
-STATES = TRAINING + APART
-MOST_FRESH = 1024  # states that wait to be packed
+State = Literal["compute", "communication", "wait", "data", "other", "setup", "compile", "evaluation", "checkpoint"]
+Span = tuple[str, int, int]  # (state, start_ns, end_ns)
+
+TRAINING: tuple[State, ...] = ("compute", "communication", "wait", "data", "other")
+NOT_TRAINING: tuple[State, ...] = ("setup", "compile", "evaluation", "checkpoint")
+STATES: tuple[State, ...] = TRAINING + NOT_TRAINING
+
+# Entering a state costs one clock read and one list append: 1.1 us between training steps. Writing it to the arrays at
+# once took 2.6 us, because the arrays have left the CPU caches by then. So states are packed in batches of this size.
+PACK_AFTER = 1024
+
+_CODES: dict[str, int] = {state: code for code, state in enumerate(STATES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at one moment: an epoch's end, a share that moved, a stop request."""
+    """Something that happened at one moment: the end of an epoch, a change of shares, a stop request."""
 
     t_ns: int
     rank: int
@@ -38,41 +47,41 @@ class Recorder:
     clock: Callable[[], int] = time.perf_counter_ns
     events: list[Event] = field(default_factory=list)
     end_ns: int | None = None
-    _fresh: list[tuple[int, str]] = field(default_factory=list)  # (since when, state), the present one last
-    _starts_ns: "array[int]" = field(default_factory=lambda: array("q"))  # of the states that are packed
+    _unpacked: list[tuple[int, State]] = field(default_factory=list)  # (start_ns, state); the last is the current one
+    _starts_ns: "array[int]" = field(default_factory=lambda: array("q"))  # of the packed states
     _codes: bytearray = field(default_factory=bytearray)
     _totals_ns: list[int] = field(default_factory=lambda: [0] * len(STATES))
 
     def __post_init__(self) -> None:
-        self._fresh.append((self.clock(), "setup"))
+        self._unpacked.append((self.clock(), "setup"))
 
-    def enter(self, state: str, at_ns: int | None = None) -> int:
-        """From now on, or from a moment since the last change, the rank is in this state; returns the moment.
+    def enter(self, state: State, at_ns: int | None = None) -> int:
+        """Start a state now, or at `at_ns`, and return its start time.
 
-        A moment that was estimated may lie outside of what has been; it is then the nearest one inside.
+        `at_ns` may be an estimate; it is clamped to the time between the last change of state and now.
         """
         now = self.clock()
         if at_ns is not None:
-            now = min(max(at_ns, self._fresh[-1][0]), now)
-        self._fresh.append((now, state))
-        if len(self._fresh) > MOST_FRESH:
+            now = min(max(at_ns, self._unpacked[-1][0]), now)
+        self._unpacked.append((now, state))
+        if len(self._unpacked) > PACK_AFTER:
             self._pack()
         return now
 
     def _pack(self) -> None:
-        """Put all states but the present one into the arrays: 9 bytes each, and nothing for the garbage collector."""
-        fresh = self._fresh
-        for (start, state), (stop, _) in pairwise(fresh):
+        """Move all states but the current one into the arrays: 9 bytes each, and no objects to garbage-collect."""
+        unpacked = self._unpacked
+        for (start, state), (stop, _) in pairwise(unpacked):
             code = _CODES[state]
             self._totals_ns[code] += stop - start
             self._starts_ns.append(start)
             self._codes.append(code)
-        self._fresh = fresh[-1:]  # in one piece: another thread may be asking for the state
+        self._unpacked = unpacked[-1:]  # one assignment, never an empty list: another thread may read `state`
 
     @property
     def state(self) -> str:
-        """The state the rank is in now; may be asked from another thread."""
-        return self._fresh[-1][1]
+        """The current state; safe to read from another thread."""
+        return self._unpacked[-1][1]
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append(Event(self.clock(), self.rank, kind, fields))
@@ -81,33 +90,33 @@ class Recorder:
         if self.end_ns is None:
             self.end_ns = self.enter("setup")
 
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(state, start_ns, end_ns) in order, neighbours of one state joined."""
+    def spans(self) -> list[Span]:
+        """All spans in order, with neighbours of the same state joined."""
         self._pack()
-        start, state = self._fresh[-1]
+        start, state = self._unpacked[-1]
         starts = [*self._starts_ns, start, self.end_ns if self.end_ns is not None else self.clock()]
         names = [*(STATES[code] for code in self._codes), state]
-        joined: list[tuple[str, int, int]] = []
-        for name, (begins, ends) in zip(names, pairwise(starts), strict=True):
-            if joined and joined[-1][0] == name:
-                joined[-1] = (name, joined[-1][1], ends)
+        spans: list[Span] = []
+        for name, (span_start, span_end) in zip(names, pairwise(starts), strict=True):
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], span_end)
             else:
-                joined.append((name, begins, ends))
-        return joined
+                spans.append((name, span_start, span_end))
+        return spans
 
     def account(self) -> "Account":
-        """Where the time went up to now (up to the end, once closed)."""
+        """Seconds per state up to now, or up to the end if the recorder is closed."""
         self._pack()
         totals = list(self._totals_ns)
         if self.end_ns is None:
-            start, state = self._fresh[-1]
+            start, state = self._unpacked[-1]
             totals[_CODES[state]] += self.clock() - start
         return Account(self.rank, {state: ns / 1e9 for state, ns in zip(STATES, totals, strict=True)})
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where one rank's wall time went, in seconds; the shares of TRAINING sum to 1."""
+    """One rank's wall time by state, in seconds; the shares of the TRAINING states sum to 1."""
 
     rank: int
     seconds: dict[str, float]
@@ -126,4 +135,46 @@ class Account:
         return {state: self.seconds[state] / total if total else 0.0 for state in TRAINING}
 
 
-_CODES = {state: code for code, state in enumerate(STATES)}
+def account_of(rank: int, spans: Sequence[Span]) -> Account:
+    totals: dict[str, int] = dict.fromkeys(STATES, 0)
+    for state, start, end in spans:
+        totals[state] += end - start
+    return Account(rank, {state: ns / 1e9 for state, ns in totals.items()})
+
+
+def device_spans(host_spans: Sequence[Span], busy: Sequence[tuple[int, int]]) -> list[Span]:
+    """The spans of a CUDA device: the host's spans overlaid with the intervals in which the device was busy.
+
+    Both arguments are ordered by time; the result covers the same time as `host_spans`. In training states a busy
+    device is `compute`, whatever the host does. An idle device has the host's state, which explains why it is idle;
+    only `compute` (the host enqueues kernels) becomes `other`. In all other states the host's state is kept.
+    """
+    spans: list[Span] = []
+    busy_intervals = iter(busy)
+    busy_start, busy_end = next(busy_intervals, (0, 0))
+    for state, start, end in host_spans:
+        if state not in TRAINING:
+            _append_span(spans, state, start, end)
+            continue
+        idle_state = "other" if state == "compute" else state
+        now = start
+        while now < end:
+            while busy_end <= now and busy_end:
+                busy_start, busy_end = next(busy_intervals, (0, 0))
+            if not busy_end or busy_start >= end:
+                _append_span(spans, idle_state, now, end)
+                break
+            _append_span(spans, idle_state, now, max(now, busy_start))
+            _append_span(spans, "compute", max(now, busy_start), min(end, busy_end))
+            now = min(end, busy_end)
+    return spans
+
+
+def _append_span(spans: list[Span], state: str, start: int, end: int) -> None:
+    """Append a span, or extend the last one if it has the same state; empty spans are dropped."""
+    if start >= end:
+        return
+    if spans and spans[-1][0] == state:
+        spans[-1] = (state, spans[-1][1], end)
+    else:
+        spans.append((state, start, end))

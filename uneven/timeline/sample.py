@@ -1,8 +1,9 @@
-"""The sampler: a background thread that notes utilisation every 100 ms, of the CPU, the memory and each GPU.
+"""The sampler: a background thread that records the utilisation of the CPU, the memory and each GPU every 100 ms.
 
-It reads psutil and NVML and never touches torch, so it cannot disturb the streams it observes. Without NVML
-the GPU columns are simply absent. Every file it reads hands Python's lock to and fro, which the training feels more
-than the reading: so the process's own time is asked of the clock, and the machine's memory once a second.
+The worker starts it. It reads psutil and NVML and never touches torch, so it cannot disturb the CUDA streams that it
+observes. Without NVML the samples have no GPUs. Every file that psutil reads releases and reacquires the GIL, which
+slows training more than the read itself. So the CPU time of the process comes from a clock, not from a file, and the
+memory of the machine is read only once a second.
 """
 
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look: percentages from 0 to 100 (process_cpu: 100 per core), bytes for memory."""
+    """One measurement: percentages from 0 to 100 (process_cpu: 100 per core), and bytes for memory."""
 
     t_ns: int
     cpu: float
@@ -23,7 +24,7 @@ class Sample:
     gpus: tuple[tuple[int, float, int], ...]  # (index, utilisation, memory used)
 
     def fields(self) -> dict[str, Any]:
-        """All but the time, as JSON has it."""
+        """All fields but the time, as in the JSON."""
         return {
             "cpu": self.cpu,
             "process_cpu": self.process_cpu,
@@ -44,14 +45,14 @@ class Sampler:
         self._psutil = psutil
         self._process = psutil.Process()
         self._gpus = _open_gpus()
-        self._ram_bytes = 0  # of the machine, as of the last full second
-        self._before = (0.0, 0.0)  # the last look's (moment, seconds that this process had worked)
+        self._ram_bytes = 0  # used memory of the machine, read once a second
+        self._last_times = (0.0, 0.0)  # of the last sample: (clock, CPU seconds of this process)
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="uneven-sampler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="uneven-sampler", daemon=True)
 
     def start(self) -> None:
-        self._psutil.cpu_percent()  # a percentage is since the previous call: the first one has no previous
-        self._before = (time.perf_counter(), time.process_time())
+        self._psutil.cpu_percent()  # it measures since the previous call, so the first result is meaningless
+        self._last_times = (time.perf_counter(), time.process_time())
         self._thread.start()
 
     def stop(self) -> None:
@@ -59,11 +60,11 @@ class Sampler:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._done.wait(self._interval_s):
-            self.samples.append(self._look())
+            self.samples.append(self._take_sample())
 
-    def _look(self) -> Sample:
+    def _take_sample(self) -> Sample:
         gpus = []
         for index, handle in self._gpus:
             import pynvml
@@ -72,16 +73,16 @@ class Sampler:
                 rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             except pynvml.NVMLError:
-                continue  # a GPU may fall off or refuse (MIG): the rest of the sample stands
+                continue  # a GPU may be lost or refuse (MIG); the rest of the sample is valid
             gpus.append((index, float(rates.gpu), int(memory.used)))
         if len(self.samples) % max(1, round(1 / self._interval_s)) == 0:
             self._ram_bytes = self._psutil.virtual_memory().used
-        before, self._before = self._before, (time.perf_counter(), time.process_time())
-        seconds, worked = (now - then for now, then in zip(self._before, before, strict=True))
+        previous, self._last_times = self._last_times, (time.perf_counter(), time.process_time())
+        seconds, cpu_seconds = (now - then for now, then in zip(self._last_times, previous, strict=True))
         return Sample(
             t_ns=time.perf_counter_ns(),
             cpu=self._psutil.cpu_percent(),
-            process_cpu=round(100 * worked / seconds, 1),
+            process_cpu=round(100 * cpu_seconds / seconds, 1),
             ram_bytes=self._ram_bytes,
             process_bytes=self._process.memory_info().rss,
             gpus=tuple(gpus),
@@ -94,5 +95,5 @@ def _open_gpus() -> list[tuple[int, Any]]:
 
         pynvml.nvmlInit()
         return [(i, pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # no package, no driver, no permission: all mean "no GPU columns"
+    except Exception:  # no package, no driver or no permission: samples without GPUs
         return []

@@ -24,7 +24,7 @@ from uneven.files import folder_error, write_atomically
 from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
-from uneven.timeline.trips import trips_of
+from uneven.timeline.timeline import rank_rounds
 
 VERSION = 1
 MARGIN = {"accuracy": 0.004, "loss": 0.05}  # how much worse than solo a mode may be and still be as good
@@ -272,8 +272,8 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
         return {"rounds": None, "transfer_ms": None, "wait_ms": None}
-    rounds = [[trip for trip in trips_of(timeline.events) if trip.rank == 0] for timeline in timelines]
-    every = [trip for trips in rounds for trip in trips]
+    rounds = [[round_ for round_ in rank_rounds(timeline.events) if round_.rank == 0] for timeline in timelines]
+    every = [round_ for of_run in rounds for round_ in of_run]
     anchors = [
         found[-1]
         for timeline in timelines
@@ -289,9 +289,9 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
     return {
-        "rounds": round(statistics.mean(len(trips) for trips in rounds)) if every else None,
-        "transfer_ms": _mean([trip.cost_ms for trip in every]),
-        "wait_ms": _mean([trip.wait_ms for trip in every]),
+        "rounds": round(statistics.mean(len(of_run) for of_run in rounds)) if every else None,
+        "transfer_ms": _mean([round_.cost_ms for round_ in every]),
+        "wait_ms": _mean([round_.wait_ms for round_ in every]),
         "anchor": _mean(anchors),
         "utilisation": {device: statistics.mean(found) for device, found in computing.items()},
         "idle_s": idle,

@@ -1,4 +1,4 @@
-"""Graphs as pictures: draw.py decides what is shown, layout.py where, svg.py and dot.py how.
+"""Drawings of graphs: draw.py chooses the items, layout.py places them, svg.py and dot.py write them.
 
-Nothing else in graph/ imports this folder but graph.py, for `Graph.draw`.
+Only graph.py imports this folder, for `Graph.draw` (tests/test_shape.py).
 """

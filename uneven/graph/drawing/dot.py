@@ -1,4 +1,4 @@
-"""A scene as DOT for Graphviz: a node for every row, a cluster for every frame. Graphviz finds the places itself."""
+"""A scene as DOT: a node for every row, a cluster for every frame. Graphviz does the layout."""
 
 from collections.abc import Iterator
 
@@ -28,15 +28,15 @@ def _scene(scene: Scene, prefix: str, indent: str) -> Iterator[str]:
         assert isinstance(item.content, Piece)
         at, rows, look = f"{prefix}{item.name}", item.content.rows, item.content.look
         if item.scene is not None:
-            words = rows[0].lines[0] if look != "bare" else ""
+            label = rows[0].lines[0] if look != "bare" else ""
             yield f"{indent}subgraph {_quoted(f'cluster {at}')} {{"
-            yield f"{indent}  label={_quoted(words)} tooltip={_quoted(rows[0].title)}"
+            yield f"{indent}  label={_quoted(label)} tooltip={_quoted(rows[0].title)}"
             yield from _scene(item.scene, f"{at}/", f"{indent}  ")
             yield f"{indent}}}"
             continue
         for number, row in enumerate(rows):
-            words = "\n".join(filter(None, (row.name, *row.lines, row.shape, f"{row.ms} ms" if row.ms else "")))
-            style = f"label={_quoted(words)} tooltip={_quoted(row.title)} {SHAPES.get(look, 'shape=box')}"
+            label = "\n".join(filter(None, (row.name, *row.lines, row.shape, f"{row.ms} ms" if row.ms else "")))
+            style = f"label={_quoted(label)} tooltip={_quoted(row.title)} {SHAPES.get(look, 'shape=box')}"
             yield f"{indent}{_quoted(f'{at}#{number}')} [{style}]"
             if number:
                 yield f"{indent}{_quoted(f'{at}#{number - 1}')} -> {_quoted(f'{at}#{number}')}"
@@ -47,7 +47,7 @@ def _scene(scene: Scene, prefix: str, indent: str) -> Iterator[str]:
 
 
 def _end_of(item: Item, prefix: str, place: int | None = None) -> str:
-    """The node where an item's lines begin, or end if a place is given; a frame's are the ports in it."""
+    """The node where an item's edges begin, or where they end if a place is given. Those of a frame are its ports."""
     assert isinstance(item.content, Piece)
     if item.scene is None:
         row = 0 if place is not None else len(item.content.rows) - 1

@@ -1,7 +1,7 @@
-"""Which items and lines a picture of a graph has; layout.py places them, svg.py and dot.py write them.
+"""The items and edges of a graph's drawing; layout.py places them, svg.py and dot.py write them.
 
-A chain of nodes is one card with a row for each, a merge is a ring, a sub-graph or a verb with parts of its own is a
-frame around them.
+A chain of nodes is one card with a row per node, a merge is a ring, and a sub-graph or a module with control flow is a
+frame around its parts.
 """
 
 import re
@@ -35,21 +35,20 @@ from uneven.graph.drawing.svg import (
     to_svg,
 )
 from uneven.graph.function import Function
-from uneven.graph.plan import ENTRY, Node
-from uneven.graph.plan_module import PlanModule
+from uneven.graph.plan import ENTRY, Node, PlanModule
 from uneven.graph.profile import Profile
 
-MOST_ROWS = 24  # of a card; a longer chain goes on in the next one
-MOST_LINES = 8  # of a Sequential in its row
-MANY_ALIKE = 4  # experts
-EXIT = "out.0"  # dots keep names apart from those of nodes, which have none
+MAX_ROWS = 24  # of a card; a longer chain continues in another card
+MAX_LINES = 8  # of a Sequential in its row
+MAX_ALIKE = 4  # more equal experts in a row are drawn as one
+EXIT = "out.0"  # the dot prevents a clash with names of nodes, which have none
 
 
 def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
-    """The picture's text, written to the path if there is one."""
+    """The text of the drawing, written to the path if there is one."""
     suffix = ".svg" if path is None else path.suffix.lower()
     if suffix not in (".svg", ".dot"):
-        raise InputError(f"draw({str(path)!r}): the picture's name must end in .svg or in .dot")
+        raise InputError(f"draw({str(path)!r}): the file name must end in .svg or in .dot")
     if path is not None and not path.parent.is_dir():
         raise InputError(f"draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
     sketch = _Sketch(graph, profile)
@@ -61,10 +60,10 @@ def draw(graph: PlanModule, path: Path | None, profile: Profile | None) -> str:
 
 
 class _Wires:
-    """The users of every node's value, as a drawing needs them.
+    """The users of every node's value, as a drawing shows them.
 
-    An Identity on its way into a merge is no node of the drawing but a plain line, and what one call remembers for
-    the next is a line from the value to its user.
+    An Identity that leads into a merge is drawn as a plain line, not as a node. State across calls is drawn as a line
+    from the value to its user.
     """
 
     def __init__(self, graph: PlanModule) -> None:
@@ -87,7 +86,7 @@ class _Wires:
         return len(kinds) == 1 and kinds[0] in ("add", "mean", "cat") and node.name not in self.remembered.values()
 
     def _trunk(self) -> set[str]:
-        """The nodes on the stream's own way from its end back to the input, but no skips and nothing aside."""
+        """The nodes of the stream from its end back to the input, without skips and forks."""
         trunk = {self.plan.outputs[0]}
         for node in reversed(self.plan.nodes):
             if node.name in trunk:
@@ -102,20 +101,20 @@ class _Wires:
         return "stream" if source in _main_sources(node) else "skip"
 
     def is_chained(self, node: Node) -> bool:
-        """Whether a node only goes on from its source, which has no other user."""
+        """Whether a node has a single source of which it is the only user."""
         source = node.sources[0]
         return len(node.sources) == 1 and self.users[source] == [node.name] and source not in self.remembered.values()
 
 
 def _main_sources(node: Node) -> tuple[str, ...]:
-    """The sources that bring the stream: all that a split's merge takes, of others one."""
+    """The sources that carry the stream: all sources of a merge, one of any other node."""
     if node.verb == "merge":
         return node.sources
     return node.sources[-1:] if node.kind == "add" else node.sources[:1]
 
 
 class _Sketch:
-    """Makes the scenes of a graph and of the graphs inside it, with their paths, shapes and times."""
+    """Makes the scenes of a graph and of the graphs inside it, with paths, shapes and times."""
 
     def __init__(self, root: PlanModule, profile: Profile | None) -> None:
         self._root, self._profile = root, profile
@@ -138,7 +137,7 @@ class _Sketch:
         return Sheet(title, subtitle, legend, self._hottest)
 
     def scene(self, graph: PlanModule, is_whole: bool = False) -> Scene:
-        """A graph's own nodes; the whole has pills for its inputs and outputs, a part has ports at its frame."""
+        """The nodes of one graph. Inputs and outputs are pills in the whole graph, and ports at the frame of a part."""
         plan, wires, prefix = graph.plan, _Wires(graph), self._prefix[id(graph)]
         groups = list(_groups(graph, wires))
         owner = {node.name: group[0].name for group in groups for node in group}
@@ -153,7 +152,7 @@ class _Sketch:
         return Scene(tuple(items), tuple(dict.fromkeys(edges)), plan.inputs, exits)
 
     def _item(self, graph: PlanModule, group: list[Node], is_whole: bool) -> Item:
-        """A chain of nodes as a card; one alone as what it is."""
+        """A chain of nodes as a card, or a single node as a port, pill, ring or frame."""
         node = group[0]
         path, shape = self._prefix[id(graph)] + node.name, _shape(graph, node.name)
         if node.kind == "input":
@@ -179,16 +178,15 @@ class _Sketch:
     def _row(
         self, path: str, lines: tuple[str, ...], what: nn.Module | str, name: str = "", shape: str = ""
     ) -> RowText:
-        """The words of a node, in full as its title, with its time where there is a profile."""
+        """The texts of a node: short in the row, complete in the tooltip, with its time if there is a profile."""
         many = 0 if isinstance(what, str) else count(what)
         title = [path, what if isinstance(what, str) else _in_full(what)]
         title += [f"value {shape}"] * bool(shape) + [f"{many:,} params"] * bool(many)
         time, ms, heat = self._times.get(path), "", None
         if time is not None and self._profile is not None:
             inside = [row.ms for row in self._profile.nodes if row.path.startswith(f"{path}.") and not row.is_inner]
-            own = (
-                sum(inside) if time.is_inner and inside else time.ms
-            )  # the sum of its rows: measured from outside it includes overhead
+            # A frame shows the sum of its rows: its own measurement includes the overhead of the observer.
+            own = sum(inside) if time.is_inner and inside else time.ms
             share = own / max(self._profile.node_ms, 1e-9)
             title.append(f"{own:.4g} ms, {100 * share:.1f} % of the time")
             title.append(f"value {in_bytes(time.output_bytes)}, params {in_bytes(time.param_bytes)}")
@@ -198,7 +196,7 @@ class _Sketch:
         return RowText(path, lines, cut(name, 24), shape, "\n".join(title), ms, heat, many > 0)
 
     def _frame(self, item: str, path: str, name: str, module: nn.Module, names: Sequence[str], shape: str = "") -> Item:
-        """A module with parts of its own, `names` being those of the values it takes."""
+        """A module with parts as a frame; `names` are those of its input values."""
         look: Look
         if isinstance(module, PlanModule):
             look, scene, what = "graph", self.scene(module), name or module.plan.label
@@ -208,7 +206,7 @@ class _Sketch:
         return frame(item, look if what else "bare", self._row(path, (cut(what, 60),), module, shape=shape), scene)
 
     def _part(self, item: str, name: str, part: object, names: Sequence[str]) -> Item:
-        """A part of a verb; a verb that was made by hand may hold a plain function."""
+        """A part of a control flow module; one that the user made directly may hold a plain function."""
         module = part if isinstance(part, nn.Module) else Function(part)  # type: ignore[arg-type]
         path = self._prefix.get(id(module), "").removesuffix(".")
         if _is_row(module):
@@ -228,26 +226,31 @@ class _Sketch:
         else:
             assert isinstance(module, Map), module
             items = [port(inputs[0]), self._part("body", "body", module.body, names), port(EXIT)]
-            edges = [*_given(inputs, "body"), Edge("body", EXIT)]
+            edges = [*_input_edges(inputs, "body"), Edge("body", EXIT)]
         further = [port(item, RowText("", (), cut(name, 24))) for item, name in zip(inputs[1:], names[1:], strict=True)]
         return Scene((items[0], *further, *items[1:]), tuple(edges), inputs, (EXIT,))
 
     def _loop(self, loop: Loop, inputs: Sequence[str], names: Sequence[str]) -> tuple[list[Item], list[Edge]]:
-        """The body and the way back; `while` asks before a pass, `until` after it."""
+        """The body and the edge back; `while` checks its condition before a pass, `until` after it."""
         start, body = dot(inputs[0]), self._part("body", "body", loop.body, names)
-        given = _given(inputs, "body")
+        input_edges = _input_edges(inputs, "body")
         if loop.times is not None:
-            return [start, body, dot(EXIT)], [*given, Edge("body", EXIT), Edge(EXIT, inputs[0], "again")]
-        asked = self._part("condition", "until" if loop.is_until else "while", loop.condition, names[:1])
+            return [start, body, dot(EXIT)], [*input_edges, Edge("body", EXIT), Edge(EXIT, inputs[0], "again")]
+        condition = self._part("condition", "until" if loop.is_until else "while", loop.condition, names[:1])
         if loop.is_until:
-            edges = [*given, Edge("body", "condition"), Edge("condition", EXIT, label="yes")]
-            return [start, body, asked, port(EXIT)], [
+            edges = [*input_edges, Edge("body", "condition"), Edge("condition", EXIT, label="yes")]
+            return [start, body, condition, port(EXIT)], [
                 *edges,
                 Edge("condition", inputs[0], "again", label="no", label_width=16.0),
             ]
-        edges = [Edge(inputs[0], "condition"), Edge("condition", "body", label="yes"), *given[1:], Edge("body", "turn")]
+        edges = [
+            Edge(inputs[0], "condition"),
+            Edge("condition", "body", label="yes"),
+            *input_edges[1:],
+            Edge("body", "turn"),
+        ]
         edges += [Edge("turn", "condition", "again"), Edge("condition", EXIT, "aside", label="no")]
-        return [port(inputs[0]), asked, body, dot("turn", "turn"), port(EXIT)], edges
+        return [port(inputs[0]), condition, body, dot("turn", "turn"), port(EXIT)], edges
 
     def _gate(self, gate: Gate, inputs: Sequence[str], names: Sequence[str]) -> tuple[list[Item], list[Edge]]:
         title = f"the experts' results, weighted by the router ({gate.weighting})"
@@ -255,7 +258,7 @@ class _Sketch:
         edges = [Edge(inputs[0], "router", "aside")]
         for number, expert in _numbered(gate.experts):
             items.append(self._part(f"expert.{number}", f"expert {number}", expert, names))
-            edges += [*_given(inputs, f"expert.{number}"), Edge(f"expert.{number}", "sum")]
+            edges += [*_input_edges(inputs, f"expert.{number}"), Edge(f"expert.{number}", "sum")]
         items += [ring("sum", RowText("", ("sum",), title=title)), port(EXIT)]
         return items, [*edges, Edge("router", "sum", "further", label="weights"), Edge("sum", EXIT)]
 
@@ -265,20 +268,20 @@ class _Sketch:
         for number, branch in _numbered(switch.branches):
             items.append(self._part(f"branch.{number}", "", branch, names))
             edges += [Edge("selector", f"branch.{number}", label=number), Edge(f"branch.{number}", EXIT)]
-            edges += _given(inputs, f"branch.{number}")[1:]
+            edges += _input_edges(inputs, f"branch.{number}")[1:]
         return [*items, port(EXIT)], edges
 
 
 def _numbered(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Parts with their numbers; many modules alike are one, since side by side they would be too wide to read."""
+    """Parts with their numbers; many equal modules are drawn as one, since side by side they would be too wide."""
     for _, run in groupby(enumerate(parts), key=lambda pair: repr(pair[1]) if _is_row(pair[1]) else pair[0]):
         numbers, alike = zip(*run, strict=True)
-        is_one = len(alike) > MANY_ALIKE
+        is_one = len(alike) > MAX_ALIKE
         yield from [(f"{numbers[0]}-{numbers[-1]}", alike[0])] if is_one else zip(map(str, numbers), alike, strict=True)
 
 
-def _given(inputs: Sequence[str], part: str) -> list[Edge]:
-    """What a part of a frame gets: the stream, and the frame's further inputs."""
+def _input_edges(inputs: Sequence[str], part: str) -> list[Edge]:
+    """The edges into a part of a frame: the stream, and the frame's extra inputs."""
     return [Edge(name, part, "further" if place else "stream", place) for place, name in enumerate(inputs)]
 
 
@@ -287,7 +290,7 @@ def _is_row(module: nn.Module) -> bool:
 
 
 def _groups(graph: PlanModule, wires: _Wires) -> Iterator[list[Node]]:
-    """The nodes that are drawn, chains together, in an order in which sources stand before their users."""
+    """The nodes that are drawn, grouped into chains, in topological order."""
     chains: dict[str, list[Node]] = {}
     for node in graph.plan.nodes:
         if node.kind in ("recall", "remember") or node.name in wires.hidden:
@@ -300,7 +303,7 @@ def _groups(graph: PlanModule, wires: _Wires) -> Iterator[list[Node]]:
         else:
             chains[node.name] = [node]
     for chain in {id(chain): chain for chain in chains.values()}.values():
-        pieces = -(-len(chain) // MOST_ROWS)
+        pieces = -(-len(chain) // MAX_ROWS)
         for piece in range(pieces):
             yield chain[len(chain) * piece // pieces : len(chain) * (piece + 1) // pieces]
 
@@ -310,7 +313,7 @@ def _edges(wires: _Wires, node: Node, owner: dict[str, str], prefix: str) -> Ite
         made_by = wires.plan.node(source)
         if made_by.kind == "recall":
             tag = made_by.name.removeprefix("recall_")
-            title = f"{prefix}{made_by.name}, {prefix}remember_{tag}: the value of {tag!r} in the call before"
+            title = f"{prefix}{made_by.name}, {prefix}remember_{tag}: the value of {tag!r} in the last call"
             maker, label = owner[wires.remembered[made_by.target]], cut(tag, 24)
             yield Edge(maker, node.name, "state", place, label, title, text_width(label, SMALL))
             continue
@@ -320,7 +323,7 @@ def _edges(wires: _Wires, node: Node, owner: dict[str, str], prefix: str) -> Ite
 
 
 def _name(graph: PlanModule, node: Node) -> str:
-    """A node's name if the user gave it, or if its module is used by several nodes."""
+    """A node's name if the user chose it or if several nodes share its module; otherwise empty."""
     module = graph.get_submodule(node.target)
     if sum(other.target == node.target and other.kind == "call" for other in graph.plan.nodes) > 1:
         return f"{node.target} (shared)"
@@ -330,13 +333,13 @@ def _name(graph: PlanModule, node: Node) -> str:
 
 
 def _lines(module: nn.Module) -> tuple[str, ...]:
-    """A module in a few words; a Sequential as what it runs, line by line."""
+    """The short description of a module; a Sequential has a line per child."""
     parts = list(_steps(module))
     if len(parts) == 1:
         return (cut(short(parts[0]), 44),)
-    # Such a row is often a skip, which stands beside others and should not be wide.
-    lines = [line for part in parts[:MOST_LINES] for line in wrap(short(part), 24, subsequent_indent="\u00a0\u00a0")]
-    return (*lines, *([f"and {len(parts) - MOST_LINES} more"] if len(parts) > MOST_LINES else []))
+    # Such a row is often a skip beside other nodes, so it should be narrow.
+    lines = [line for part in parts[:MAX_LINES] for line in wrap(short(part), 24, subsequent_indent="\u00a0\u00a0")]
+    return (*lines, *([f"and {len(parts) - MAX_LINES} more"] if len(parts) > MAX_LINES else []))
 
 
 def _steps(module: nn.Module) -> Iterator[nn.Module]:
@@ -361,7 +364,7 @@ def _heading(module: nn.Module) -> str:
 
 
 def _in_full(module: nn.Module) -> str:
-    """A module's full repr, for a tooltip; without its children if these are drawn themselves."""
+    """A module's repr for a tooltip, without its children if they are drawn themselves."""
     return cut(f"{type(module).__name__}({module.extra_repr()})" if is_inner(module) else repr(module), 600)
 
 

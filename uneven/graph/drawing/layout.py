@@ -1,8 +1,8 @@
-"""A layered layout: where boxes and lines stand, as plain data.
+"""A layered graph layout (in the manner of Sugiyama): the positions of boxes and lines.
 
-It knows sizes, not what is drawn. Items stand on levels from top to bottom, a line that passes a level has a lane of
-its own there, and bends lie only between levels: so no line runs through a box. A frame is laid out from the inside
-out. A scene that would be too tall goes on in the next column.
+It works on sizes alone. Items are on levels from top to bottom; a line that passes a level has a lane of its own there,
+and lines bend only between levels, so no line crosses a box (tests/graph/test_draw.py). A frame is laid out from the
+inside out. A scene that would be too tall continues in the next column.
 """
 
 import math
@@ -14,21 +14,21 @@ from itertools import accumulate, pairwise
 
 from uneven.graph.drawing.scene import Box, Edge, Item, Layout, Line, Point, Scene
 
-PAGE_WIDTH, PAGE_HEIGHT = 1100.0, 1500.0  # a scene is broken into columns so that it fits best into this
-MOST_COLUMNS = 8
-WORTH_A_COLUMN = 1.1  # how much better it must fit, since a column that goes on elsewhere is harder to follow
+PAGE_WIDTH, PAGE_HEIGHT = 1100.0, 1500.0  # a scene is broken into columns to fit this size best
+MAX_COLUMNS = 8
+MIN_GAIN = 1.1  # by how much another column must improve the fit, since columns are harder to follow
 BESIDE = 16.0  # between neighbours of a level
 GUTTER = 40.0  # between columns, for the line from one to the next
-TURN = 14.0  # how far such a line goes beyond a column
+TURN = 14.0  # how far such a line extends beyond a column
 LANE = 10.0  # width of a lane, for lines that pass a level
 
-# What keeps a line straight against another: the stream against a line that passes levels, and both against the rest.
+# Weights that keep lines straight: the stream comes before lines that pass levels, and these before the rest.
 STREAM, PASSING, ASIDE, OTHER = 1e6, 1e3, 30.0, 1.0
 
 
 @dataclass(frozen=True)
 class _Link:
-    """The piece of an edge between two neighbouring levels; offsets are from the cells' left edges."""
+    """The segment of an edge between two neighbouring levels; offsets are from the left edges of its cells."""
 
     upper: str
     lower: str
@@ -38,27 +38,29 @@ class _Link:
 
 
 def arrange(scene: Scene) -> Layout:
-    """The layout of a scene, in as many columns as fit a page best."""
+    """The layout of a scene in the number of columns that fits a page best."""
     net = _Net(scene)
     layouts = [_Placing(net, columns).layout() for columns in net.ways_to_break()]
     fits = [min(1.0, PAGE_WIDTH / layout.width, PAGE_HEIGHT / layout.height) for layout in layouts]
-    return layouts[max(range(len(layouts)), key=lambda number: fits[number] / WORTH_A_COLUMN**number)]
+    return layouts[max(range(len(layouts)), key=lambda number: fits[number] / MIN_GAIN**number)]
 
 
 class _Net:
-    """A scene on its levels: which cells, items or lanes, stand on each in which order, and what hangs together."""
+    """A scene on its levels: the cells (items or lanes) of each level in their order, and the links between them."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.boxes = {item.name: _unplaced(item) for item in scene.items}  # of the lanes, too; not placed yet
+        self.boxes = {item.name: _unplaced(item) for item in scene.items}  # of items and lanes; not placed yet
         self.level = _levels(scene)
         self.lanes: set[str] = set()
         self.rows: list[list[str]] = [[] for _ in range(max(self.level.values()) + 1)]
         for item in scene.items:
             self.rows[self.level[item.name]].append(item.name)
-        self.chains = {edge: list(self._chain(edge)) for edge in scene.edges if not edge.is_back}  # cells on the way
+        self.chains = {
+            edge: list(self._chain(edge)) for edge in scene.edges if not edge.is_back
+        }  # edge -> its cells from source to target
         self.place: dict[str, int] = {}  # in its row
-        self._untangle()
+        self._order_rows()
         self.tips = dict(self._tips())  # where an edge ends, from its target's left edge
         self.below: dict[int, list[_Link]] = defaultdict(list)  # what goes on from each level to the next
         for edge in self.chains:
@@ -79,8 +81,8 @@ class _Net:
             yield lane
         yield edge.target
 
-    def _untangle(self) -> None:
-        """Each row in the order of what stands above, so lines seldom cross; first what the stream reaches."""
+    def _order_rows(self) -> None:
+        """Order each row by the mean position of the cells above, so that lines seldom cross; ties: stream first."""
         reached = {*self.scene.entries[:1], *(edge.target for edge in self.chains if edge.kind == "stream")}
         uppers = defaultdict(list)
         for edge, chain in self.chains.items():
@@ -93,7 +95,7 @@ class _Net:
             self.place.update({key: number for number, key in enumerate(row)})
 
     def _tips(self) -> Iterator[tuple[Edge, float]]:
-        """At a frame's entries; elsewhere the stream in the middle and others beside it, in the order they come."""
+        """Where edges end: at a frame's entries; elsewhere the stream in the middle and others beside it, in order."""
         coming: dict[str, list[Edge]] = defaultdict(list)
         for edge in sorted(self.chains, key=lambda edge: self.place[self.chains[edge][-2]]):
             coming[edge.target].append(edge)
@@ -113,7 +115,7 @@ class _Net:
                 )
 
     def is_outermost(self, name: str, side: int) -> bool:
-        """Whether only lanes stand beside an item at the right (1) or left (-1)."""
+        """Whether there are only lanes beside an item at the right (1) or left (-1)."""
         row, place = self.rows[self.level[name]], self.place[name]
         return self.lanes.issuperset(row[place + 1 :] if side > 0 else row[:place])
 
@@ -121,16 +123,16 @@ class _Net:
         chain = self.chains[edge]
         for number, (upper, lower) in enumerate(pairwise(chain)):
             is_last = number == len(chain) - 2
-            # A stream that passes a level gives way to the one that is worked on there.
+            # A stream that passes a level yields to the stream that has an item there.
             direct = {"stream": STREAM, "aside": ASIDE}.get(edge.kind, OTHER)
             weight = direct if len(chain) == 2 else OTHER if is_last or not number else PASSING
             end = self.tips[edge] if is_last else self.boxes[lower].entries[0]
             yield _Link(upper, lower, weight, self.boxes[upper].exit, end)
 
     def ways_to_break(self) -> Iterator[list[range]]:
-        """One column, then more of them, as equal in height as may be.
+        """One column, then two and more, as equal in height as possible.
 
-        A column may end only where the lines of a single cell go on, and there are none where lines go back.
+        A column may end only where the lines of a single cell continue. A scene with lines back up has one column.
         """
         many = len(self.rows)
         yield [range(many)]
@@ -138,10 +140,12 @@ class _Net:
         has_back = any(edge.is_back for edge in self.scene.edges)
         cuts = [] if has_back else [level for level in range(2, many - 1) if sources[level - 1] == 1]
         above = list(accumulate((max(self.boxes[key].height for key in row) + 20 for row in self.rows), initial=0.0))
-        for columns in range(2, min(MOST_COLUMNS, len(cuts) + 1) + 1):
+        for columns in range(2, min(MAX_COLUMNS, len(cuts) + 1) + 1):
             ends = set()
             for part in range(1, columns):
-                wanted = above[-1] * (part + 0.05) / columns  # of two cuts alike the later, to fill the first column
+                wanted = (
+                    above[-1] * (part + 0.05) / columns
+                )  # of two equally good cuts the later one, to fill the first column
                 ends.add(min(cuts, key=lambda cut: abs(above[cut] - wanted)))
             if len(ends) == columns - 1:
                 yield [range(start, end) for start, end in pairwise([0, *sorted(ends), many])]
@@ -159,7 +163,7 @@ def _unplaced(item: Item) -> Box:
 
 
 def _levels(scene: Scene) -> dict[str, int]:
-    """Every item as high as its sources allow; the exits below all others."""
+    """Every item directly below its lowest source; the exits below all others."""
     sources = defaultdict(list)
     for edge in scene.edges:
         if not edge.is_back:
@@ -172,7 +176,7 @@ def _levels(scene: Scene) -> dict[str, int]:
 
 
 def _abscissas(net: _Net, column: range) -> dict[str, float]:
-    """Left edges such that nothing overlaps and lines are as straight as their weight asks, the stream's exactly."""
+    """Left edges without overlaps, such that lines are as straight as their weights demand, the stream exactly."""
     rows = [net.rows[level] for level in column]
     x = {key: 0.0 for row in rows for key in row}
     uppers, lowers = defaultdict(list), defaultdict(list)
@@ -182,22 +186,26 @@ def _abscissas(net: _Net, column: range) -> dict[str, float]:
     for sweep in range(9):
         near, ordered = (uppers, rows) if sweep % 2 == 0 else (lowers, rows[::-1])
         for row in ordered:
-            wishes = []
+            wanted_positions = []
             for key in row:
                 most = max((weight for weight, _, _ in (*uppers[key], *lowers[key])), default=OTHER)
                 places = [(x[other] + offset, 1.0) for weight, other, offset in near[key] if weight == most]
-                wishes.append((_median(places) if places else x[key], most, net.boxes[key].width))
-            x.update(zip(row, _spaced(wishes), strict=True))
+                wanted_positions.append((_median(places) if places else x[key], most, net.boxes[key].width))
+            x.update(zip(row, _spaced(wanted_positions), strict=True))
     left = min(x.values())
     return {key: round(value - left, 2) for key, value in x.items()}
 
 
-def _spaced(wishes: Sequence[tuple[float, float, float]]) -> list[float]:
-    """Places for (wanted place, weight, width) side by side in this order, with the least sum of moves: so that one
-    gets its wish exactly, and its line is straight, which the least squares would not give."""
-    pools: list[list[tuple[float, float]]] = []  # of neighbours that touch: what they want for the first, and weights
+def _spaced(wanted_positions: Sequence[tuple[float, float, float]]) -> list[float]:
+    """Positions for (wanted position, weight, width) side by side in this order, with the least weighted sum of moves.
+
+    Absolute distances, unlike least squares, leave one cell exactly where it wants to be, so its line is straight.
+    """
+    pools: list[
+        list[tuple[float, float]]
+    ] = []  # of neighbours that touch: (position wanted for the first of them, weight)
     offsets = [0.0]
-    for wanted, weight, width in wishes:
+    for wanted, weight, width in wanted_positions:
         pool = [(wanted - offsets[-1], weight)]
         offsets.append(offsets[-1] + width + BESIDE)
         while pools and _median(pools[-1]) > _median(pool):
@@ -215,14 +223,14 @@ def _median(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 class _Placing:
-    """A net in columns: where its levels and cells stand, and the lines between them."""
+    """A net in columns: the positions of its levels and cells, and the lines between them."""
 
     def __init__(self, net: _Net, columns: Sequence[range]) -> None:
         self._net = net
         many = len(net.rows)
         self._top, self._bottom, self._gutter, self._column = [0.0] * many, [0.0] * many, [0.0] * many, [0] * many
         x: dict[str, float] = {}
-        self._left = self._right = sum(_room(edge) for edge in net.scene.edges if edge.kind == "again")
+        self._left = self._right = sum(_back_width(edge) for edge in net.scene.edges if edge.kind == "again")
         for number, column in enumerate(columns):
             left = self._right + GUTTER if number else self._left
             own = _abscissas(net, column)
@@ -234,7 +242,7 @@ class _Placing:
                 self._bottom[level] = y + max(net.boxes[key].height for key in net.rows[level])
                 y = self._bottom[level] + self._gap(level, x)
         self._height = max(self._bottom[column[-1]] + 2 * TURN * (column is not columns[-1]) for column in columns)
-        if self._top[-1] == self._bottom[-1]:  # a port, which stands at the lower edge of its frame
+        if self._top[-1] == self._bottom[-1]:  # a port, which is at the lower edge of its frame
             self._top[-1] = self._bottom[-1] = self._height
         self._boxes: dict[str, Box] = {}
         for key, box in net.boxes.items():
@@ -244,24 +252,24 @@ class _Placing:
             self._boxes[key] = replace(box, x=x[key], y=self._top[level] + down)
 
     def _gap(self, level: int, x: dict[str, float]) -> float:
-        """The room under a level: more where lines go far to the side, or where one has a label."""
+        """The space below a level: more if lines go far to the side or if a line has a label."""
         net = self._net
         below = [link for link in net.below[level] if link.lower in x]
         bent = [link for link in below if not _is_from_side(net.boxes[link.lower], link.lower_offset)]
         bends = [abs(x[link.upper] + link.upper_offset - x[link.lower] - link.lower_offset) for link in bent]
         ends = [net.boxes[key] for link in below for key in (link.upper, link.lower)]
-        is_seamless = any(box.inside and not box.item.head for box in ends)  # its frame is not seen
+        is_seamless = any(box.inside and not box.item.head for box in ends)  # a frame that is not drawn
         least = 2.0 if is_seamless else 14.0 if level in (0, len(net.rows) - 2) else 16.0
         return least + min(0.1 * max(bends, default=0.0), 20.0) + 14.0 * (level in net.labelled)
 
     def layout(self) -> Layout:
-        """The boxes of the scene and its lines; those that go back have their lanes beside all boxes."""
+        """The boxes of the scene and its lines; lines back up run beside all boxes."""
         scene, lines = self._net.scene, [self._line_down(edge) for edge in self._net.chains]
         left, right = self._left, self._right
         for edge in (edge for edge in scene.edges if edge.is_back):
             is_right = edge.kind == "state"
             lines.append(self._line_back(edge, right + 12.0 if is_right else left - 12.0, 1 if is_right else -1))
-            left, right = (left, right + _room(edge)) if is_right else (left - _room(edge), right)
+            left, right = (left, right + _back_width(edge)) if is_right else (left - _back_width(edge), right)
         boxes = tuple(self._boxes[item.name] for item in scene.items)
         *entries, end = (self._boxes[name].x + self._boxes[name].exit for name in (*scene.entries, scene.exits[0]))
         return Layout(right, self._height, boxes, tuple(lines), tuple(entries), end)
@@ -288,17 +296,17 @@ class _Placing:
         return Line(edge, tuple(points), (label[0] + 5.0, label[1] - 6.0))
 
     def _line_back(self, edge: Edge, lane: float, side: int) -> Line:
-        """From the side of a box up to the side of another; through the gaps where a neighbour stands in between."""
+        """A line from the side of a box up to the side of another, through the gaps between levels past neighbours."""
         source, target = self._boxes[edge.source], self._boxes[edge.target]
         apart = 5.0 if source is target and source.height <= 30 else 0.0
         low = source.y + source.height - min(13.0, source.height / 2) + apart
         high = target.y + min(13.0, target.height / 2) - apart
-        start = self._way_out(source, low, source.y + source.height, 8.0, lane, side)
-        end = self._way_out(target, high, target.y, -8.0, lane, side)
+        start = self._path_to_lane(source, low, source.y + source.height, 8.0, lane, side)
+        end = self._path_to_lane(target, high, target.y, -8.0, lane, side)
         text = lane + 6.0 if side > 0 else lane - 6.0 - edge.label_width
         return Line(edge, (*start, *end[::-1]), (text, (start[-1][1] + end[-1][1]) / 2 + 4.0))
 
-    def _way_out(self, box: Box, y: float, edge_y: float, beyond: float, lane: float, side: int) -> list[Point]:
+    def _path_to_lane(self, box: Box, y: float, edge_y: float, beyond: float, lane: float, side: int) -> list[Point]:
         level = self._net.level[box.item.name]
         if self._net.is_outermost(box.item.name, side):
             return [(box.x + (box.width if side > 0 else 0.0), y), (lane, y)]
@@ -307,10 +315,10 @@ class _Placing:
         return [(x, edge_y), (x, gap_y), (lane, gap_y)]
 
 
-def _room(back: Edge) -> float:
+def _back_width(back: Edge) -> float:
     return 18.0 + back.label_width
 
 
 def _is_from_side(box: Box, tip: float) -> bool:
-    """Whether a line ends at the right of a ring."""
+    """Whether a line ends at the right side of a ring."""
     return box.item.is_round and tip >= box.entries[0] + box.height / 2

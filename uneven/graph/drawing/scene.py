@@ -1,6 +1,6 @@
-"""Plain data of a drawing: a Scene of items and edges before the layout, a Layout of boxes and lines after it.
+"""The data of a drawing: a Scene of items and edges before the layout, a Layout of boxes and lines after it.
 
-draw.py makes scenes, layout.py turns them into layouts, svg.py writes layouts and dot.py scenes. Sizes are in px.
+draw.py makes scenes, layout.py turns them into layouts; svg.py writes layouts, dot.py writes scenes. Sizes are in px.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Item:
-    """A box to be placed; with a scene it is a frame around it, and its size is the least it takes."""
+    """A box that is not placed yet. With a scene it is a frame around it, and its size is a minimum."""
 
     name: str  # unique in its scene
     width: float
     height: float
     content: object = None
-    anchor: float | None = None  # where lines meet it, from its left edge; None: in the middle
-    line_gap: float = 0.0  # how far apart lines end that come in together
+    anchor: float | None = None  # x where lines begin and end, from its left edge; None: the middle
+    line_gap: float = 0.0  # distance between the ends of neighbouring incoming lines
     is_round: bool = False
     scene: "Scene | None" = None
     head: float = 0.0  # height of a frame's title
@@ -28,10 +28,11 @@ EdgeKind = Literal["stream", "skip", "aside", "further", "again", "state"]
 
 @dataclass(frozen=True)
 class Edge:
-    """A line to be drawn.
+    """A line that is not placed yet.
 
-    `kind` is "stream", "skip", "aside" or "further" for lines downwards, "again" for one back up at the left and
-    "state" for one back up at the right. `place` says at which of a frame's entries it ends.
+    `kind` is "stream", "skip", "aside" (fork) or "further" (extra input) for lines that go down, "again" (next pass of
+    a loop) for lines back up at the left and "state" (state across calls) for lines back up at the right. `place` is
+    the number of the frame's entry at which it ends.
     """
 
     source: str
@@ -40,7 +41,7 @@ class Edge:
     place: int = 0
     label: str = ""
     title: str = ""
-    label_width: float = 0.0  # counts only beside lines that go back
+    label_width: float = 0.0  # used only for lines that go back up
 
     @property
     def is_back(self) -> bool:
@@ -49,7 +50,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Scene:
-    """Items such that every edge downwards goes to a later one; entries stand at the top, exits at the bottom."""
+    """Items in topological order of the edges that go down; entries are at the top, exits at the bottom."""
 
     items: tuple[Item, ...]
     edges: tuple[Edge, ...]
@@ -59,7 +60,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Box:
-    """A placed item. Its entries and its exit are where lines meet it, from its left edge."""
+    """A placed item. `entries` and `exit` are the x where lines end and begin, from its left edge."""
 
     item: Item
     x: float
@@ -69,7 +70,7 @@ class Box:
     entries: tuple[float, ...]
     exit: float
     inside: "Layout | None" = None
-    inset: float = 0.0  # where the inside begins, from the left edge; its top is under the head
+    inset: float = 0.0  # x of the inside from the left edge; its top is below the head
 
 
 Point = tuple[float, float]
@@ -77,16 +78,16 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """An edge's way, upright or level but for the pieces between two levels, which are meant as curves."""
+    """The points of an edge: vertical and horizontal segments, and oblique ones between levels, drawn as curves."""
 
     edge: Edge
     points: tuple[Point, ...]
-    label: Point  # where its label begins
+    label: Point  # the start of its label
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Boxes and lines of one scene, from its own upper left corner."""
+    """Boxes and lines of one scene, relative to its upper left corner."""
 
     width: float
     height: float

@@ -1,7 +1,6 @@
-"""How a drawing looks: the pieces with their sizes, and a finished layout as SVG.
+"""The appearance of a drawing: items with their sizes, and a finished layout as SVG.
 
-The picture stands alone: no script, no font and no file from elsewhere. It has a ground of its own and follows the
-reader's light or dark setting.
+The file is self-contained: no script, no font, no other file. It has a background and follows the light or dark scheme.
 """
 
 import re
@@ -13,7 +12,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from uneven.graph.drawing.scene import Box, Item, Layout, Line, Point, Scene
 
-LETTER, SMALL, LARGE, BOLD = 11.5, 10.5, 16.0, 1.1  # sizes of text, and how much wider it is in bold
+LETTER, SMALL, LARGE, BOLD = 11.5, 10.5, 16.0, 1.1  # font sizes, and the factor on widths for bold text
 ROW = 18.0
 PADDING = 9.0
 RADIUS = 11.0  # of a ring
@@ -21,14 +20,14 @@ HEAD = 22.0  # of a frame
 MARGIN = 22.0  # around the drawing
 BEFORE_SHAPE = 12.0
 CORNER = 7.0
-WIDTHS = (  # of letters, in parts of their size
+WIDTHS = (  # of letters, as fractions of the font size
     (" ijlI.,'|\u00a0", 0.34),
     ('frt()[]:;!/\\-"', 0.47),
     ("scvxyzkJ_*?", 0.6),
     ("ABCDEGHKNOPQRSUVXYZ&", 0.79),
     ("mwMW@%<>+=~#^\u00d7\u2026", 1.0),
 )
-HOTTEST = 0.75  # how much the warm colour covers where the largest share of the time goes
+HOTTEST = 0.75  # opacity of the heat colour for the largest share of the time
 
 
 Look = Literal["card", "ring", "pill", "port", "dot", "turn", "bare", "graph", "loop", "gate", "switch", "map"]
@@ -36,7 +35,7 @@ Look = Literal["card", "ring", "pill", "port", "dot", "turn", "bare", "graph", "
 
 @dataclass(frozen=True)
 class RowText:
-    """The texts of a node. `name` is empty where the module's kind says it all; `share` is None without a profile."""
+    """The texts of a node. `name` is empty if the user chose none; `share` is None without a profile."""
 
     path: str
     lines: tuple[str, ...]
@@ -56,8 +55,8 @@ class Piece:
     """The content of a box.
 
     `look` is "card" (rows of a chain), "ring" (a merge), "pill" (an input or output), "port" (where a value enters or
-    leaves a frame), "dot" (a port where lines meet), "turn" (a dot where one goes back), the kind of a frame, or
-    "bare" (a frame that is not seen).
+    leaves a frame), "dot" (a port where lines join), "turn" (a dot where a line goes back), the kind of a frame, or
+    "bare" (a frame that is not drawn).
     """
 
     look: Look
@@ -66,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The words around a drawing. `hottest` is the largest share, None without a profile."""
+    """The texts around a drawing. `hottest` is the largest share of the time, None without a profile."""
 
     title: str
     subtitle: str
@@ -75,7 +74,7 @@ class Sheet:
 
 
 def text_width(text: str, size: float = LETTER) -> float:
-    """At most what a sans font takes: the numbers are those of a wide one."""
+    """An upper estimate of the width in a sans-serif font: the numbers are those of a wide one."""
     return size * sum(_ems(letter) for letter in text)
 
 
@@ -91,7 +90,7 @@ def cut(text: str, most: int) -> str:
 
 
 def _columns(rows: Sequence[RowText]) -> tuple[float, float, float]:
-    """Where the words of a card's rows begin, where their shapes end, and how wide the card is."""
+    """The x where the texts of a card's rows begin, the x where their shapes end, and the card's width."""
     names = max((text_width(row.name, SMALL) + 8.0 for row in rows if row.name and len(row.lines) == 1), default=0.0)
     ms = max((text_width(row.ms, SMALL) + 10.0 for row in rows if row.ms), default=0.0)
     wide = 0.0
@@ -116,7 +115,7 @@ def card(name: str, rows: tuple[RowText, ...]) -> Item:
 def ring(name: str, row: RowText) -> Item:
     beside = max(text_width(row.shape, SMALL), text_width(row.ms, SMALL))
     half = max(RADIUS, text_width(row.lines[0]) / 2 + 5.0)
-    width = 2 * half + (beside + 6.0 if beside else 0.0)  # beside at the left: a skip comes in from the right
+    width = 2 * half + (beside + 6.0 if beside else 0.0)  # texts at the left, since a skip comes in from the right
     return Item(name, width, 2 * RADIUS, Piece("ring", (row,)), width - half, 8.0, is_round=half == RADIUS)
 
 
@@ -126,7 +125,7 @@ def pill(name: str, row: RowText) -> Item:
 
 
 def port(name: str, row: RowText = NOTHING) -> Item:
-    """A place at a frame's upper or lower edge, with a label where it is not the stream's."""
+    """Where a value enters or leaves a frame; extra inputs have a label."""
     if not row.name:
         return Item(name, 4.0, 0.0, Piece("port", (row,)))
     return Item(name, text_width(row.name, SMALL) + 12.0, 16.0, Piece("port", (row,)), 4.0)
@@ -166,16 +165,16 @@ text{fill:#e6edf3}.small,.name,.shape,.label{fill:#b4bec9}.ms{fill:#ffc59a}.labe
 .again{stroke:#4fb8bf}.tip-again{fill:#4fb8bf}.state{stroke:#f778ba}.tip-state{fill:#f778ba}
 }
 """
-LINES = {  # kinds that have a colour of their own, and what it means
+LINES = {  # kinds of edges with a colour of their own -> text in the legend
     "stream": "",
-    "further": "further input",
+    "further": "extra input",
     "again": "next pass",
-    "state": "value of the call before",
+    "state": "value of the last call",
 }
 
 
 def to_svg(layout: Layout, sheet: Sheet) -> str:
-    """The picture; the same layout and words give the same bytes."""
+    """The drawing as SVG; the same layout and texts give the same bytes."""
     header, header_width, header_height = _header(sheet, _kinds(layout))
     width = max(layout.width, header_width) + 2 * MARGIN
     height = header_height + layout.height + 2 * MARGIN
@@ -204,7 +203,7 @@ def to_svg(layout: Layout, sheet: Sheet) -> str:
 
 
 def _header(sheet: Sheet, kinds: set[str]) -> tuple[list[str], float, float]:
-    """Title, numbers and what colours mean; with the width and height that they take."""
+    """Title, numbers and legend; with their width and height."""
     x, y = MARGIN, MARGIN + 54.0
     parts = [_text(x, MARGIN + 14, sheet.title, "h1"), _text(x, MARGIN + 34, sheet.subtitle, "small")]
     samples = [(3.0, '<rect class="bar" y="-10" width="3" height="12"/>', "has params")]
@@ -270,7 +269,7 @@ def _box(box: Box) -> Iterator[str]:
 
 def _frame(box: Box, piece: Piece) -> Iterator[str]:
     row, width, height = piece.rows[0], box.width, box.height
-    if piece.look == "map":  # it looks like a stack
+    if piece.look == "map":  # drawn as a stack
         for off in (3.0, 6.0):
             yield f'<path class="line" stroke-opacity=".45" d="M8 {_n(-off)}H{_n(width + off)}V{_n(height - 8)}"/>'
     yield f'<rect class="frame" width="{_n(width)}" height="{_n(height)}" rx="7"/>'
@@ -384,7 +383,7 @@ def _t(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without what XML cannot hold at all."""
+    """The text with characters that XML does not allow replaced by "?"."""
     return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 

@@ -1,0 +1,45 @@
+"""The stages of a round: read from an event, and recorded by real runs."""
+
+from itertools import pairwise
+
+import pytest
+
+from tests.train.test_local_sgd import train
+from uneven.timeline.record import Event
+from uneven.timeline.timeline import Timeline, rank_rounds
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_run_records_the_stages_of_every_round(policy: str) -> None:
+    results = train(2, policy=policy)
+    timeline = Timeline.merge([result.timeline for result in results])
+    rounds = rank_rounds(timeline.events)
+    for rank in range(2):
+        own = [round_ for round_ in rounds if round_.rank == rank]
+        assert [round_.number for round_ in own] == list(range(1, len(own) + 1))
+        assert len(own) >= 2
+        for round_ in own:
+            assert round_.snapshot_ns is not None
+            assert (
+                timeline.lanes[rank].spans[0][1]
+                < round_.snapshot_ns
+                <= round_.joined_ns
+                <= round_.averaged_ns
+                <= round_.merged_ns
+            )
+            assert round_.wire_bytes is not None
+            assert round_.wire_bytes > 0
+        # At most one round of a rank is in flight.
+        assert all(before.merged_ns <= (after.snapshot_ns or 0) for before, after in pairwise(own))
+
+
+def test_a_round_recorded_without_stages_has_no_snapshot_time() -> None:
+    (round_,) = rank_rounds([Event(5, 1, "round", {"round": 2, "transfer_ms": 0.5}), Event(6, 1, "epoch", {})])
+    assert (round_.rank, round_.number, round_.merged_ns, round_.snapshot_ns, round_.wire_bytes) == (
+        1,
+        2,
+        5,
+        None,
+        None,
+    )
+    assert round_.cost_ms == 0.5
