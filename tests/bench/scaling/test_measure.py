@@ -105,7 +105,7 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
     [
         ({"ranks": (2, 4)}, "with 1 among them"),
         ({"device": "tpu"}, "must be cpu or cuda"),
-        ({"compiles": ("fast",)}, "must be of off, default, graph"),
+        ({"compiles": ("fast",)}, "must be one of off, default, graph"),
         ({"model": "lenett"}, "unknown model"),
     ],
 )
