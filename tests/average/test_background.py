@@ -237,7 +237,7 @@ def test_a_buffer_that_first_changed_in_flight_is_averaged_by_the_next_round() -
         side.average.start(1.0, list)
         side.model.running_mean.fill_(2.0 * side.rank)  # an observer that calibrates itself once, say
         side.average.finish(is_unchanged=False)
-        assert side.model.running_mean.item() == 2.0 * side.rank, "nobody had changed it"
+        assert side.model.running_mean.item() == 2.0 * side.rank, "no rank had changed it"
         side.round(1.0)
         return side.model.running_mean.item()
 

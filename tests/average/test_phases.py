@@ -16,7 +16,7 @@ from uneven.comm.work import Work
 
 
 class Gate:
-    """A collective that says when somebody waits for it, and ends when the test says so."""
+    """A collective that signals when a thread waits for it, and completes when the test sets an event."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()

@@ -110,7 +110,7 @@ def test_what_was_taken_comes_back_bit_by_bit() -> None:
     replica.load(flat)
     assert torch.equal(model.narrow, before[0])
     assert torch.equal(model.wide, before[2])
-    assert model.frozen.item() == 9.0, "a frozen param is nobody's business"
+    assert model.frozen.item() == 9.0, "a frozen param is not averaged"
     assert model.tied is model.narrow
 
 

@@ -1,4 +1,4 @@
-"""The demo's logic, on summaries made up here: nothing is trained but where it says so."""
+"""The demo's logic, on made-up summaries; only the last test trains."""
 
 import os
 import subprocess
@@ -38,55 +38,55 @@ def summary(mode: str, speed: float, shares: tuple[float, ...] = (0.72, 0.28)) -
     }
 
 
-def results(*modes: str) -> Results:
+def make_results(*modes: str) -> Results:
     return Results(PAIR, modes, {mode: summary(mode, SPEEDS[mode]) for mode in modes})
 
 
 def test_the_sentence_has_the_measured_figures_and_names_the_fastest_policy() -> None:
-    assert results(*SPEEDS).sentence == (
+    assert make_results(*SPEEDS).sentence == (
         "Together (cpu-async) 1.37x your fast device, ~98 % of what you own; "
         "ordinary DDP could reach at most 0.80x (here it did 0.77x)."
     )
-    assert results("solo-0", "solo-1", "cpu-balanced").sentence == (
+    assert make_results("solo-0", "solo-1", "cpu-balanced").sentence == (
         "Together (cpu-balanced) 1.36x your fast device, ~97 % of what you own; ordinary DDP could reach at most 0.80x."
     )
 
 
 def test_the_bound_over_the_fast_device_follows_from_gap_and_bound() -> None:
-    measured = results("solo-0", "solo-1").to_json()["measured"]
+    measured = make_results("solo-0", "solo-1").to_json()["measured"]
     assert measured["gap"] == pytest.approx(2.5)
     assert measured["ddp_over_fast"] == pytest.approx(measured["ddp_bound"] * (1 + 1 / measured["gap"]))
     assert measured["joint_over_fast"] == pytest.approx(1.4)
 
 
-def test_figures_that_cannot_be_are_doubted() -> None:
-    assert results(*SPEEDS).doubt is None
-    assert results("cpu-async").doubt is None
-    found = results("solo-0", "solo-1")
-    found.summaries["solo-1"] = summary("solo-1", 700.0)
-    assert found.doubt is not None
-    assert "a gap of 3.57 was measured where 2.50 is simulated" in found.doubt
-    found.summaries["torch-ddp"] = summary("torch-ddp", 2000.0)
-    assert found.doubt is not None
-    assert "equal batches reached ~62 % of what you own where 44 % is the most" in found.doubt
-    found.summaries["cpu-async"] = summary("cpu-async", 2 * 3200.0)
-    assert found.doubt is not None
-    assert "~200 % of what you own cannot be" in found.doubt
+def test_impossible_figures_are_doubted() -> None:
+    assert make_results(*SPEEDS).doubt is None
+    assert make_results("cpu-async").doubt is None
+    results = make_results("solo-0", "solo-1")
+    results.summaries["solo-1"] = summary("solo-1", 700.0)
+    assert results.doubt is not None
+    assert "a gap of 3.57 was measured where 2.50 is simulated" in results.doubt
+    results.summaries["torch-ddp"] = summary("torch-ddp", 2000.0)
+    assert results.doubt is not None
+    assert "equal batches reached ~62 % of what you own where 44 % is the most" in results.doubt
+    results.summaries["cpu-async"] = summary("cpu-async", 2 * 3200.0)
+    assert results.doubt is not None
+    assert "~200 % of what you own cannot be" in results.doubt
 
 
 @pytest.mark.parametrize(
     "modes", [("solo-0", "cpu-async"), ("solo-1", "cpu-async"), ("solo-0", "solo-1", "torch-ddp"), ("cpu-async",), ()]
 )
-def test_what_does_not_follow_is_left_out(modes: tuple[str, ...]) -> None:
-    found = results(*modes)
-    assert found.sentence is None
+def test_figures_that_cannot_be_derived_are_none(modes: tuple[str, ...]) -> None:
+    results = make_results(*modes)
+    assert results.sentence is None
     if "solo-0" not in modes or "solo-1" not in modes:
-        assert found.to_json()["measured"] is None
-        assert all(row.speedup is None and row.efficiency is None for row in found.rows)
+        assert results.to_json()["measured"] is None
+        assert all(row.speedup is None and row.efficiency is None for row in results.rows)
 
 
 def test_rows_compare_every_mode_with_the_devices_alone() -> None:
-    rows = {row.mode: row for row in results(*SPEEDS).rows}
+    rows = {row.mode: row for row in make_results(*SPEEDS).rows}
     assert list(rows) == list(SPEEDS)
     assert rows["solo-0"].speedup == 1.0
     assert rows["solo-0"].efficiency == pytest.approx(2500 / 3500)
@@ -98,22 +98,22 @@ def test_rows_compare_every_mode_with_the_devices_alone() -> None:
 
 
 def test_the_fast_device_is_the_one_that_was_faster_not_the_first() -> None:
-    found = Results(PAIR, (), {"solo-0": summary("solo-0", 500.0), "solo-1": summary("solo-1", 2000.0)})
-    assert [row.speedup for row in found.rows] == [0.25, 1.0]
+    results = Results(PAIR, (), {"solo-0": summary("solo-0", 500.0), "solo-1": summary("solo-1", 2000.0)})
+    assert [row.speedup for row in results.rows] == [0.25, 1.0]
 
 
 def test_three_devices_have_three_solos() -> None:
-    found = check(DemoOrder(devices="cpu,cpu@0.5,cpu@0.25"))
-    assert found.modes[:4] == ("solo-0", "solo-1", "solo-2", "torch-ddp")
+    results = check(DemoOrder(devices="cpu,cpu@0.5,cpu@0.25"))
+    assert results.modes[:4] == ("solo-0", "solo-1", "solo-2", "torch-ddp")
     speeds = (3000.0, 1500.0, 750.0)
     for place, speed in enumerate(speeds):
-        assert found.alone is None
-        found.summaries[f"solo-{place}"] = summary(f"solo-{place}", speed)
-    assert found.alone == speeds
-    assert found.rows[1].shares == (0.0, 1.0, 0.0)
-    found.summaries["cpu-cadence"] = summary("cpu-cadence", 5000.0, (0.6, 0.3, 0.1))
-    assert found.sentence is not None
-    assert f"at most {yardstick.ddp_over_fast(speeds):.2f}x" in found.sentence
+        assert results.alone is None
+        results.summaries[f"solo-{place}"] = summary(f"solo-{place}", speed)
+    assert results.alone == speeds
+    assert results.rows[1].shares == (0.0, 1.0, 0.0)
+    results.summaries["cpu-cadence"] = summary("cpu-cadence", 5000.0, (0.6, 0.3, 0.1))
+    assert results.sentence is not None
+    assert f"at most {yardstick.ddp_over_fast(speeds):.2f}x" in results.sentence
 
 
 def test_by_default_everything_runs_and_the_comparison_comes_first() -> None:
@@ -145,11 +145,11 @@ def test_slices_are_refused_at_once_and_a_gpu_is_not(monkeypatch: pytest.MonkeyP
     assert check(DemoOrder(devices="cuda:0,cpu")).devices == ("cuda:0", "cpu")
 
 
-def test_one_core_for_both_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_warn_if_both_devices_share_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "available_cores", lambda: (0,))
-    said = notes(DemoOrder())
-    assert "2 ranks on 1 core" in said[0]
-    assert "the figures below mean little" in said[0]
+    lines = notes(DemoOrder())
+    assert "2 ranks on 1 core" in lines[0]
+    assert "the figures below mean little" in lines[0]
     monkeypatch.setattr(demo, "available_cores", lambda: (0, 1))
     assert notes(DemoOrder(devices="cpu,cpu")) == []
 
@@ -173,18 +173,18 @@ def test_the_threads_are_set_before_torch_is_loaded() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
-def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:
+def test_a_mode_whose_ranks_fail_is_recorded_and_the_others_run() -> None:
     def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "torch-ddp":
             raise RankError("rank 1 died\nIts own traceback: ...")
         return summary(mode, SPEEDS[mode])
 
-    told: list[str] = []
-    found = check(DemoOrder(modes=("solo-0", "torch-ddp", "cpu-async")))
-    train_modes(DemoOrder(), found, told.append, train)
-    assert list(found.summaries) == ["solo-0", "cpu-async"]
-    assert found.failures == {"torch-ddp": "rank 1 died\nIts own traceback: ..."}
-    assert told == [
+    lines: list[str] = []
+    results = check(DemoOrder(modes=("solo-0", "torch-ddp", "cpu-async")))
+    train_modes(DemoOrder(), results, lines.append, train)
+    assert list(results.summaries) == ["solo-0", "cpu-async"]
+    assert results.failures == {"torch-ddp": "rank 1 died\nIts own traceback: ..."}
+    assert lines == [
         "1/3 solo-0: 97.00 % right, 12.0 s of training",
         "2/3 torch-ddp failed: rank 1 died",
         "3/3 cpu-async: 97.00 % right, 8.7 s of training",
@@ -192,7 +192,7 @@ def test_a_mode_whose_ranks_fail_is_passed_over_and_kept_in_mind() -> None:
 
 
 class Clock:
-    """Modes that take so many seconds each, without anybody waiting for them."""
+    """Modes that take so many seconds each, by a clock that does not wait."""
 
     def __init__(self, seconds: dict[str, float], disturbed: tuple[str, ...] = ()) -> None:
         self.now, self.seconds, self.disturbed = 0.0, seconds, disturbed
@@ -211,63 +211,63 @@ class Clock:
 
 def run_on(clock: Clock, *modes: str, budget_s: float = 240.0) -> Results:
     order = DemoOrder(modes=modes, budget_s=budget_s)
-    found = check(order)
-    train_modes(order, found, lambda _: None, clock.train, clock)
+    results = check(order)
+    train_modes(order, results, lambda _: None, clock.train, clock)
     assert clock.now <= budget_s
-    return found
+    return results
 
 
 def test_a_mode_that_would_take_all_the_time_is_given_up_and_the_others_are_measured() -> None:
     clock = Clock({"solo-0": 15.0, "solo-1": 35.0, "torch-ddp": 193.0, "cpu-async": 15.0})
-    found = run_on(clock, "solo-0", "solo-1", "torch-ddp", "cpu-async")
-    assert list(found.summaries) == ["solo-0", "solo-1", "cpu-async"]
-    assert found.skipped == {"torch-ddp": "not finished after 95 s, its part of the demo's time"}
-    assert found.sentence is not None
-    assert "here it did" not in found.sentence
+    results = run_on(clock, "solo-0", "solo-1", "torch-ddp", "cpu-async")
+    assert list(results.summaries) == ["solo-0", "solo-1", "cpu-async"]
+    assert results.skipped == {"torch-ddp": "not finished after 95 s, its part of the demo's time"}
+    assert results.sentence is not None
+    assert "here it did" not in results.sentence
 
 
 def test_modes_are_skipped_once_the_budget_is_nearly_spent() -> None:
     clock = Clock(dict.fromkeys(SPEEDS, 40.0))
-    found = run_on(clock, *SPEEDS, budget_s=100.0)
-    assert list(found.summaries) == ["solo-0", "solo-1"]
-    assert set(found.skipped.values()) == {"the 100 s of the demo are nearly spent"}
-    assert set(found.skipped) == set(SPEEDS) - {"solo-0", "solo-1"}
+    results = run_on(clock, *SPEEDS, budget_s=100.0)
+    assert list(results.summaries) == ["solo-0", "solo-1"]
+    assert set(results.skipped.values()) == {"the 100 s of the demo are nearly spent"}
+    assert set(results.skipped) == set(SPEEDS) - {"solo-0", "solo-1"}
 
 
 def test_a_disturbed_mode_is_measured_again_once_where_the_budget_allows_it() -> None:
     clock = Clock(dict.fromkeys(SPEEDS, 10.0), disturbed=("solo-1",))
-    found = run_on(clock, "solo-0", "solo-1", "cpu-async")
+    results = run_on(clock, "solo-0", "solo-1", "cpu-async")
     assert clock.trained == ["solo-0", "solo-1", "solo-1", "cpu-async"]
-    assert found.disturbed == ["solo-1"]
-    assert (found.sentence, found.doubt, found.undisturbed_alone) == (None, None, None)
-    assert found.caution is not None
+    assert results.disturbed == ["solo-1"]
+    assert (results.sentence, results.doubt, results.undisturbed_alone) == (None, None, None)
+    assert results.caution is not None
     clock = Clock(dict.fromkeys(SPEEDS, 10.0), disturbed=("solo-1",))
     run_on(clock, "solo-0", "solo-1", "cpu-async", budget_s=35.0)
     assert clock.trained == ["solo-0", "solo-1", "cpu-async"], "the repeat would have taken the last mode's time"
 
 
 def test_the_sentence_is_derived_from_undisturbed_figures_only() -> None:
-    found = results(*SPEEDS)
-    found.summaries["torch-ddp"] = summary("torch-ddp", 100.0) | {"is_disturbed": True}
-    found.summaries["cpu-async"] = summary("cpu-async", 9000.0) | {"is_disturbed": True}
-    assert found.sentence == (
+    results = make_results(*SPEEDS)
+    results.summaries["torch-ddp"] = summary("torch-ddp", 100.0) | {"is_disturbed": True}
+    results.summaries["cpu-async"] = summary("cpu-async", 9000.0) | {"is_disturbed": True}
+    assert results.sentence == (
         "Together (cpu-balanced) 1.36x your fast device, ~97 % of what you own; ordinary DDP could reach at most 0.80x."
     )
-    assert found.doubt is None, "a disturbed figure that cannot be is marked already"
+    assert results.doubt is None, "a disturbed figure that cannot be is marked already"
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MachineError])
-def test_what_is_finished_survives_whatever_ends_the_demo(end: type[BaseException]) -> None:
+def test_finished_modes_are_kept_if_the_demo_ends_early(end: type[BaseException]) -> None:
     def train(order: DemoOrder, mode: str, limit_s: float) -> dict[str, Any]:
         if mode == "solo-1":
             raise end("no more")
         return summary(mode, SPEEDS[mode])
 
-    found = check(DemoOrder())
+    results = check(DemoOrder())
     with pytest.raises(end):
-        train_modes(DemoOrder(), found, lambda _: None, train)
-    assert list(found.summaries) == ["solo-0"]
-    assert found.to_json()["missing"][0] == "solo-1"
+        train_modes(DemoOrder(), results, lambda _: None, train)
+    assert list(results.summaries) == ["solo-0"]
+    assert results.to_json()["missing"][0] == "solo-1"
 
 
 def test_the_folder_is_that_of_the_run() -> None:

@@ -74,7 +74,7 @@ def test_a_script_that_leaves_nothing_is_told(tmp_path: Path) -> None:
 def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) -> None:
     """On one device, which is quick and has no efficiency; `-m soak` runs scripts on several."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    told: list[str] = []
+    reported: list[str] = []
     trial = Trial()
     order = PoliciesOrder(
         script=tmp_path / "train.py",
@@ -84,8 +84,8 @@ def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) 
         policies=("balanced", "async"),
         out=tmp_path / "out",
     )
-    try_policies(order, trial, told.append)
-    assert told == ["balanced", "async"]
+    try_policies(order, trial, reported.append)
+    assert reported == ["balanced", "async"]
     assert trial.failed == {}
     assert [row.policy for row in trial.rows] == ["balanced", "async"]
     assert all(row.loss < 3.0 and row.samples_per_s > 0 for row in trial.rows)

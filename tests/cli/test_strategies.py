@@ -112,7 +112,7 @@ def test_disturbed_times_are_marked_and_get_no_verdict(monkeypatch: pytest.Monke
         (("--shares", "15;6"), "must be numbers with commas"),
         (("--shares", "15,6", "--nproc", "3"), "one share per rank"),
         (("--paired", "--shares", "15,6"), "equal shares only"),
-        (("--only", "zero3"), "'zero3' must be of"),
+        (("--only", "zero3"), "'zero3' must be one of"),
     ],
 )
 def test_bad_words_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -12,7 +12,7 @@ from uneven.errors import InputError
 
 
 def outcomes(models: list[nn.Module]) -> list[str]:
-    """What each rank was told: '' or the error's text."""
+    """Each rank's error text, '' if there was none."""
     store, port = open_store()
 
     def rank(number: int) -> str:
@@ -24,9 +24,9 @@ def outcomes(models: list[nn.Module]) -> list[str]:
         return ""
 
     with ThreadPoolExecutor(len(models)) as pool:
-        told = list(pool.map(rank, range(len(models))))
+        errors = list(pool.map(rank, range(len(models))))
     del store
-    return told
+    return errors
 
 
 def test_equal_models_agree() -> None:
@@ -43,10 +43,10 @@ def test_equal_models_agree() -> None:
     ],
 )
 def test_all_ranks_raise_and_name_the_same(other: nn.Module, words: str) -> None:
-    told = outcomes([nn.Linear(2, 3), nn.Linear(2, 3), other])
-    assert told[0] == told[1] == told[2]
-    assert told[0].startswith("rank 2 built another model than rank 0: ")
-    assert words in told[0]
+    errors = outcomes([nn.Linear(2, 3), nn.Linear(2, 3), other])
+    assert errors[0] == errors[1] == errors[2]
+    assert errors[0].startswith("rank 2 built another model than rank 0: ")
+    assert words in errors[0]
 
 
 def test_get_text_never_waits() -> None:

@@ -1,4 +1,4 @@
-"""Groups over real wires: this process is rank 0, and rank 1 is a process that does what it is told.
+"""Groups over real connections: this process is rank 0, and rank 1 is a process that runs the commands it is sent.
 
 The last test of the pair takes the life of rank 1.
 """

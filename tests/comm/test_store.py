@@ -1,4 +1,4 @@
-"""The launcher's store: reached by ranks of this machine, and by nobody else."""
+"""The launcher's store: ranks on this machine can reach it, other machines cannot."""
 
 from pathlib import Path
 

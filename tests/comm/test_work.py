@@ -80,7 +80,7 @@ def test_a_future_asked_for_after_the_end_is_set(run: Callable[[Check], None]) -
 
 
 class Slow:
-    """A collective that ends when the test says so, without a future of its own (as Gloo's reduce_scatter)."""
+    """A collective that completes when the test sets an event, without a future (as Gloo's reduce_scatter)."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()

@@ -25,7 +25,7 @@ Wrap = Callable[[nn.Module, MakeOptimizer, Group], Strategy]
 
 
 class Net(nn.Module):
-    """Reads tokens of a picture: everything that is hard for somebody who cuts, sums or moves params."""
+    """Has every kind of layer and param that is hard to shard, sum or offload."""
 
     def __init__(self, kind: str, rank: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

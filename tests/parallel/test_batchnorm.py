@@ -254,9 +254,9 @@ def test_on_processes_two_ranks_equal_one() -> None:
 
 def test_the_way_out_is_named_only_where_it_is_one() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    told = [describe_batchnorm(model, BatchNormSync(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
-    assert "sync_batchnorm=True makes it see all 16" in told[0]
-    assert told[1] == "  BatchNorm sees 11 and 5 samples"
+    lines = [describe_batchnorm(model, BatchNormSync(), False, can_ask, (11, 5))[0] for can_ask in (True, False)]
+    assert "sync_batchnorm=True makes it see all 16" in lines[0]
+    assert lines[1] == "  BatchNorm sees 11 and 5 samples"
 
 
 def test_a_compiled_model_leaves_the_layers_that_wait_for_others_out_of_its_graphs() -> None:

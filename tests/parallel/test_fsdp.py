@@ -133,7 +133,7 @@ def test_units_out_of_order_are_told(order: Sequence[int], words: str) -> None:
 def test_evaluation_leaves_nothing_unsharded_and_training_goes_on() -> None:
     def rank(group: ThreadGroup) -> tuple[Tensor, int]:
         strategy = wrapped(group, Tower())
-        strategy.module(batch(0)).sum()  # a forward that nobody follows up
+        strategy.module(batch(0)).sum()  # a forward without a backward
         with torch.no_grad():
             found = strategy.module(batch(1))
         kept = sum(param.untyped_storage().nbytes() for param in strategy.module.parameters())

@@ -2,7 +2,7 @@
 
 BatchNorm's running statistics differ between ranks because each saw other samples. Means are averaged; variances
 through E[x^2], because the variance of a mixture is not the mean of the variances. A buffer that changed on no rank (a
-mask, a table of positions) keeps its bits. The payload has the same layout on every rank, whatever has changed.
+mask, a table of positions) keeps its bits. The payload always has the same layout on every rank.
 """
 
 from collections.abc import Callable, Collection

@@ -1,7 +1,7 @@
 """A rank's replica as one flat buffer: its params and, with optimizer_state='average', its optimizer state.
 
-Invariant: the layout depends only on the model and the optimizer's class, so it is the same on every rank, whatever it
-has trained; for state that does not exist yet, before the first step, the buffer has zeros.
+Invariant: the layout depends only on the model and the optimizer's class, so it is the same on every rank; state that
+does not exist yet, before the first step, is zeros in the buffer.
 """
 
 import copy
@@ -88,9 +88,9 @@ class Replica:
         restored = _copied(self._initial_state)
         for param, values in restored.items():
             for name, value in values.items():
-                there = now.get(param, {}).get(name)
-                if isinstance(value, Tensor) and isinstance(there, Tensor):
-                    values[name] = there.copy_(value)
+                current = now.get(param, {}).get(name)
+                if isinstance(value, Tensor) and isinstance(current, Tensor):
+                    values[name] = current.copy_(value)
         now.clear()
         now.update(restored)
 

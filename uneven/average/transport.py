@@ -23,8 +23,8 @@ from uneven.average.replica import Flat, Replica
 class Transport(Protocol):
     """The training thread calls `take_snapshot`, which never waits; the averaging thread calls the rest, in this order.
 
-    Of its flat buffers the first and the last two are beside the params; the sum takes place in the other two, which
-    may be the same ones.
+    `device_snapshot`, `delta` and `device_average` are on the params' device. The sum takes place in `snapshot` and
+    `average`, which may be on the host, or be the same buffers.
     """
 
     device_snapshot: Flat  # written by `take_snapshot`

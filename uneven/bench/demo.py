@@ -1,9 +1,8 @@
-"""The demo: one small model in every mode on devices that do not match, and what the runs show side by side.
+"""The demo: one small model in every mode on mismatched devices, compared in a table and summed up in a sentence.
 
-Called by cli/demo.py. Which modes there are, the rows of the table and the sentence are arithmetic on the runs'
-summaries; only `train_modes` trains. Invariants: a figure that was not measured, or does not follow from what was, is
-None; no sentence is derived from a disturbed run ([Note: disturbed figures] in undisturbed.py); the demo keeps to its
-budget by measuring less.
+Called by cli/demo.py. Only `train_modes` trains; the table and the sentence are computed from the runs' summaries.
+Invariants: a figure that was not measured, or cannot be derived from measurements, is None; no conclusion is drawn from
+a disturbed run ([Note: disturbed figures] in undisturbed.py); the demo skips modes to stay within its time budget.
 """
 
 import time
@@ -24,10 +23,10 @@ MODEL, DATA, METRIC = "lenet", "mnist-mini", "accuracy"
 REFERENCE = "torch-ddp"
 OURS = tuple(name for name in JOINT if name.startswith("cpu-"))  # every machine has these
 EQUAL_BATCHES = (REFERENCE, "cpu-sync")
-IMPOSSIBLE = 1.05  # more than devices can do together, and than runs of some seconds differ by chance
-FAR_OFF = 1.25  # times the simulated gap: more than sleeping is inexact
+IMPOSSIBLE = 1.05  # efficiency above this cannot be real: runs of some seconds differ by less than 5 % by chance
+FAR_OFF = 1.25  # ratio of measured to simulated gap: more than the inexactness of sleeping explains
 BUDGET_S = 240.0
-MODE_SHARE = 0.5  # of the time left, that one mode may take: a mode in trouble must not take it all
+MODE_SHARE = 0.5  # the fraction of the remaining time that one mode may use, so that a slow one does not use all
 NEXT = "run 'uneven demo --help'"
 
 Summary = Mapping[str, Any]  # of one run, as single/run.py writes it
@@ -36,37 +35,37 @@ Train = Callable[["DemoOrder", str, float], Summary]  # order, mode, time limit 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOrder:
-    """What to show. `modes` None means all that these devices allow."""
+    """The settings of a demo. `modes` None means all that these devices allow."""
 
     devices: str = PAIR
     modes: tuple[str, ...] | None = None
     epochs: int = 3
-    samples: int | None = None  # of the digits, for a quick look
+    samples: int | None = None  # train on this many digits only, for a quick look
     seed: int = 0
     out: Path = Path("runs") / "demo"
     progress: str = "auto"
     budget_s: float = BUDGET_S
-    repeats: bool = True  # a disturbed mode, where the budget allows it
+    repeats: bool = True  # measure a disturbed mode again, if the budget allows it
 
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode in the table. `efficiency` is an estimate: its speeds come from runs one after the other."""
+    """One mode in the table. `efficiency` is an estimate, because its speeds come from runs at different times."""
 
     mode: str
     accuracy: float
     seconds: float  # of training, without start-up and evaluation
     samples_per_s: float
     speedup: float | None  # over the fast device alone
-    efficiency: float | None  # of the sum of what the devices do alone
-    shares: tuple[float, ...]  # of the samples, by device
+    efficiency: float | None  # over the sum of the devices' own speeds
+    shares: tuple[float, ...]  # of the samples, per device
     is_disturbed: bool = False
     interference: dict[str, Any] | None = None
 
 
 @dataclass
 class Results:
-    """What is finished so far. Whatever ends the demo early, this remains."""
+    """The modes that are finished so far; complete or not, it can be printed."""
 
     devices: tuple[str, ...]
     modes: tuple[str, ...]
@@ -76,9 +75,9 @@ class Results:
 
     @property
     def alone(self) -> tuple[float, ...] | None:
-        """Every device's own samples/s; None unless all were run, since any of them may be the fastest."""
-        found = [self.summaries.get(f"solo-{place}") for place in range(len(self.devices))]
-        speeds = tuple(summary["samples_per_s"] for summary in found if summary is not None)
+        """Each device's samples/s alone; None unless all were run, since any of them may be the fastest."""
+        solos = [self.summaries.get(f"solo-{place}") for place in range(len(self.devices))]
+        speeds = tuple(summary["samples_per_s"] for summary in solos if summary is not None)
         return speeds if len(speeds) == len(self.devices) else None
 
     @property
@@ -88,7 +87,7 @@ class Results:
 
     @property
     def undisturbed_alone(self) -> tuple[float, ...] | None:
-        """As `alone`, for what is derived from it; None where the run of a device alone was disturbed."""
+        """As `alone`, but None if the run of a device alone was disturbed; conclusions use this one."""
         return None if any(mode.startswith("solo-") for mode in self.disturbed) else self.alone
 
     @property
@@ -105,24 +104,24 @@ class Results:
         if alone is None or not speeds:
             return None
         best = max(speeds, key=lambda mode: speeds[mode])
-        fast, everything = max(alone), sum(alone)
+        fastest, total = max(alone), sum(alone)
         text = (
-            f"Together ({best}) {speeds[best] / fast:.2f}x your fast device, "
-            f"~{100 * speeds[best] / everything:.0f} % of what you own; "
+            f"Together ({best}) {speeds[best] / fastest:.2f}x your fast device, "
+            f"~{100 * speeds[best] / total:.0f} % of what you own; "
             f"ordinary DDP could reach at most {yardstick.ddp_over_fast(alone):.2f}x"
         )
         if REFERENCE in clean:
-            text += f" (here it did {clean[REFERENCE] / fast:.2f}x)"
+            text += f" (here it did {clean[REFERENCE] / fastest:.2f}x)"
         return text + "."
 
     @property
     def caution(self) -> str | None:
-        """Which figures allow no conclusion, where there are such."""
+        """Names the disturbed modes; None if there are none."""
         if not self.disturbed:
             return None
         reasons = {mode: self.summaries[mode].get("interference", {}) for mode in self.disturbed}
-        stolen = max((found.get("stolen_share") or 0.0 for found in reasons.values()), default=0.0)
-        foreign = max((found.get("foreign_share") or 0.0 for found in reasons.values()), default=0.0)
+        stolen = max((reason.get("stolen_share") or 0.0 for reason in reasons.values()), default=0.0)
+        foreign = max((reason.get("foreign_share") or 0.0 for reason in reasons.values()), default=0.0)
         return (
             f"Disturbed: {', '.join(self.disturbed)} (up to {stolen:.0%} of the CPU time stolen, {foreign:.0%} of the "
             "cores used by other programs); nothing is concluded from these. Run it again on an idle machine."
@@ -130,20 +129,23 @@ class Results:
 
     @property
     def doubt(self) -> str | None:
-        """Where undisturbed figures contradict each other all the same: not all interference can be seen."""
+        """How undisturbed figures contradict each other, if they do: not all interference can be detected."""
         alone = self.undisturbed_alone
         if alone is None:
             return None
-        best = {row.mode: row.efficiency or 0.0 for row in self.rows if not row.is_disturbed}
-        most, equal = max(best.values()), max(best.get(mode, 0.0) for mode in EQUAL_BATCHES)
+        efficiencies = {row.mode: row.efficiency or 0.0 for row in self.rows if not row.is_disturbed}
+        most, equal = max(efficiencies.values()), max(efficiencies.get(mode, 0.0) for mode in EQUAL_BATCHES)
         bound = yardstick.ddp_bound(alone)
-        found, meant = yardstick.gap(alone), yardstick.gap([device.speed for device in parse_devices(self.devices)])
+        measured, simulated = (
+            yardstick.gap(alone),
+            yardstick.gap([device.speed for device in parse_devices(self.devices)]),
+        )
         if most > IMPOSSIBLE:
             what = f"~{100 * most:.0f} % of what you own cannot be"
         elif equal > IMPOSSIBLE * bound:
             what = f"equal batches reached ~{100 * equal:.0f} % of what you own where {100 * bound:.0f} % is the most"
-        elif not 1 / FAR_OFF < found / meant < FAR_OFF:
-            what = f"a gap of {found:.2f} was measured where {meant:.2f} is simulated"
+        elif not 1 / FAR_OFF < measured / simulated < FAR_OFF:
+            what = f"a gap of {measured:.2f} was measured where {simulated:.2f} is simulated"
         else:
             return None
         return f"Doubtful: {what}. Other programs may have had the cores; run it again when the machine is idle."
@@ -165,7 +167,7 @@ class Results:
 
 
 def check(order: DemoOrder) -> Results:
-    """Refuse what cannot work before anything is trained; else empty results."""
+    """InputError for devices or modes that the demo cannot use; otherwise empty results to be filled."""
     devices = parse_devices(order.devices)
     if len(devices) < 2:
         raise InputError(
@@ -183,7 +185,7 @@ def check(order: DemoOrder) -> Results:
 
 
 def notes(order: DemoOrder) -> list[str]:
-    """What should be known before the figures are."""
+    """Lines to print before the figures: what limits their meaning on this machine."""
     devices = parse_devices(order.devices)
     plan = assign_cores(devices, available_cores())
     lines = [f"{plan.note}; the figures below mean little"] if plan.note else []
@@ -193,7 +195,7 @@ def notes(order: DemoOrder) -> list[str]:
 
 
 def threads(order: DemoOrder) -> int:
-    """Of each device alone, as in `limit_threads`."""
+    """How many threads each device has when it runs alone, for `limit_threads`; 0 if ranks are not pinned."""
     plan = assign_cores(parse_devices(order.devices), available_cores())
     return min(plan.threads) if plan.pinned else 0
 
@@ -201,14 +203,14 @@ def threads(order: DemoOrder) -> int:
 def train_modes(
     order: DemoOrder,
     results: Results,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     train: Train | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Every mode in turn, into `results`, within the budget.
+    """Train the modes in turn within the budget, and add them to `results`; `report` gets lines of progress.
 
-    A mode whose ranks fail is noted and passed over, as is one that the time left does not allow; any other error ends
-    the demo.
+    A mode whose ranks fail goes to `results.failures`, one that does not fit the remaining time to `results.skipped`;
+    any other error ends the demo.
     """
     train = train or _train
     end_s, shortest_s = clock() + order.budget_s, 0.0
@@ -216,30 +218,30 @@ def train_modes(
         place, modes_left = f"{number}/{len(results.modes)} {mode}", len(results.modes) - number
         began_s = clock()
         left_s = end_s - began_s
-        # Twice the shortest mode so far is no sign of trouble.
+        # A mode that takes up to twice as long as the shortest so far may be merely slow: let it finish.
         limit_s = max(MODE_SHARE * left_s, min(left_s, 2 * shortest_s)) if modes_left else left_s
         if left_s < shortest_s or left_s <= 0:
             results.skipped[mode] = f"the {order.budget_s:.0f} s of the demo are nearly spent"
-            tell(f"{place} skipped: {results.skipped[mode]}")
+            report(f"{place} skipped: {results.skipped[mode]}")
             continue
         try:
             summary = results.summaries[mode] = train(order, mode, limit_s)
             took_s = clock() - began_s
             if order.repeats and is_disturbed(summary) and end_s - clock() >= (modes_left + 1) * took_s:
-                tell(f"{place} was disturbed by other programs: measured again")
+                report(f"{place} was disturbed by other programs: measured again")
                 summary = results.summaries[mode] = train(order, mode, limit_s)
         except StoppedError:
             if mode not in results.summaries:
                 results.skipped[mode] = f"not finished after {limit_s:.0f} s, its part of the demo's time"
-                tell(f"{place} given up: {results.skipped[mode]}")
+                report(f"{place} given up: {results.skipped[mode]}")
                 continue
         except RankError as error:
             results.failures[mode] = str(error)
-            tell(f"{place} failed: {str(error).splitlines()[0]}")
+            report(f"{place} failed: {str(error).splitlines()[0]}")
             continue
         shortest_s = min(shortest_s or took_s, took_s)
         accuracy, seconds = 100 * summary["quality"][METRIC], summary["train_seconds"]
-        tell(f"{place}: {accuracy:.2f} % right, {mark(f'{seconds:.1f} s', is_disturbed(summary))} of training")
+        report(f"{place}: {accuracy:.2f} % right, {mark(f'{seconds:.1f} s', is_disturbed(summary))} of training")
 
 
 def folder_of(order: DemoOrder, mode: str) -> Path:
@@ -250,7 +252,7 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
     from uneven.bench.single.run import Order, run_single
     from uneven.results.progress import bars_only
 
-    # The lines of seven runs would bury the table.
+    # The progress lines of seven runs would hide the table.
     with bars_only():
         return run_single(
             Order(
@@ -270,7 +272,7 @@ def _train(order: DemoOrder, mode: str, time_limit_s: float) -> Summary:
 
 
 def _chosen(asked: Sequence[str] | None, num_devices: int, devices: str) -> tuple[str, ...]:
-    """In the order asked for, each once; by default what they are compared with comes first."""
+    """The modes in the order asked for, each once; by default solo runs and PyTorch's DDP first, then ours."""
     allowed = (*(f"solo-{place}" for place in range(num_devices)), REFERENCE, *OURS)
     if asked is None:
         return allowed

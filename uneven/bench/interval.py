@@ -1,4 +1,4 @@
-"""A mean with its 95 % interval, by Student's t: seeds are few, and the normal law would make them look surer."""
+"""Mean and 95 % confidence interval by Student's t; with few seeds the normal distribution would be too narrow."""
 
 import math
 import statistics
@@ -13,12 +13,12 @@ _T = (
 
 
 def quantile(degrees: int) -> float:
-    """Student's t at 97.5 %; above the table an approximation that is right to 0.003."""
+    """The 97.5 % quantile of Student's t; above 30 degrees of freedom, an approximation that is right to 0.003."""
     return _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.4 / degrees
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and the half-width of its 95 % interval; infinite for one value, not a number for none."""
+    """Mean and the half-width of its 95 % interval: (value, inf) for a single value, (nan, inf) for none."""
     if not values:
         return math.nan, math.inf
     if len(values) == 1:

@@ -1,8 +1,8 @@
-"""`uneven bench policies train.py`: the user's own script under each policy, side by side, and which one to take.
+"""`uneven bench policies train.py`: trains the user's own script under each policy and recommends one.
 
-Every policy trains in a fresh process by `uneven run`, from the same seed. Efficiency needs no solo runs here: it is
-the samples/s of all devices together over the sum of what each of them does while it computes. Only undisturbed runs
-are recommended, see [Note: disturbed figures] in undisturbed.py.
+Every policy runs in a fresh process by `uneven run`, from the same seed. Efficiency needs no solo runs here: it is the
+joint samples/s over the sum of each device's samples/s while it computes. A recommendation needs undisturbed runs, see
+[Note: disturbed figures] in undisturbed.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from uneven.errors import InputError
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
-NEAR = 0.02  # of the lowest loss: as good, as far as one run can show
-_KNOWN = ("epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s")
+NEAR = 0.02  # a loss within this fraction of the lowest counts as equally good, since there is one run per policy
+_NOT_METRICS = ("epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,21 @@ class PoliciesOrder:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One policy's run."""
+    """The results of one policy's run."""
 
     policy: str
     loss: float  # of training, in the last epoch
     train_s: float
     samples_per_s: float
     efficiency: float | None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, where the script has one
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation, if the script evaluates
     is_disturbed: bool = False
     interference: dict[str, Any] | None = None
 
 
 @dataclass
 class Trial:
-    """The runs that are finished so far."""
+    """The runs that are finished so far, and those that failed."""
 
     rows: list[PolicyRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # policy -> why
@@ -60,24 +60,24 @@ class Trial:
         return recommend(self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        found = self.recommended
+        recommended = self.recommended
         return {
             "version": 1,
             "policies": [asdict(row) for row in self.rows],
             "failed": self.failed,
-            "recommended": None if found is None else {"policy": found[0], "reason": found[1]},
+            "recommended": None if recommended is None else {"policy": recommended[0], "reason": recommended[1]},
         }
 
 
-def try_policies(order: PoliciesOrder, trial: Trial, tell: Callable[[str], None]) -> None:
-    """Fill the trial, policy by policy; after an interrupt it holds what is finished."""
+def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], None]) -> None:
+    """Run the policies in turn and add them to `trial`, which is valid after an interrupt; `report` gets each name."""
     for policy in order.policies:
         if policy not in ALL:
             raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
     if not order.script.is_file():
         raise InputError(f"there is no script {order.script}")
     for policy in order.policies:
-        tell(policy)
+        report(policy)
         out = order.out / policy
         ended, interference = measure_undisturbed(partial(run_uneven, _arguments(order, policy, out)))
         if ended.code:
@@ -97,7 +97,7 @@ def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
 
 
 def read_row(policy: str, out: Path) -> PolicyRow | str:
-    """What a run of the script left, or what is missing."""
+    """The row of a finished run, read from its folder; a message if the folder is not complete."""
     state, log, record = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
     if not isinstance(state, dict) or not isinstance(record, dict):
         return f"the script left no state in {out}: does it train by uneven, and to the end?"
@@ -106,7 +106,7 @@ def read_row(policy: str, out: Path) -> PolicyRow | str:
     timeline = Timeline.from_json(record)
     last = state["history"][-1]
     seconds = max(account.training_s for account in timeline.accounts)
-    metrics = {k: float(v) for k, v in last.items() if k not in _KNOWN and isinstance(v, int | float)}
+    metrics = {k: float(v) for k, v in last.items() if k not in _NOT_METRICS and isinstance(v, int | float)}
     counts = [sum(part[2] for part in parts) for parts in log["ranks"]] if isinstance(log, dict) else []
     return PolicyRow(
         policy,
@@ -119,16 +119,18 @@ def read_row(policy: str, out: Path) -> PolicyRow | str:
 
 
 def busy_efficiency(timeline: Timeline, counts: Sequence[int]) -> float | None:
-    """Joint speed over the sum of the speeds while computing; None where a device did nothing."""
+    """Joint speed over the sum of the devices' speeds while they compute; None if a device trained nothing."""
     busy = {account.rank: account.seconds["compute"] for account in timeline.accounts}
-    if len(counts) < 2 or len(busy) != len(counts) or not all(busy[rank] and many for rank, many in enumerate(counts)):
+    if len(counts) < 2 or len(busy) != len(counts):
+        return None
+    if not all(busy[rank] and count for rank, count in enumerate(counts)):
         return None
     seconds = max(account.training_s for account in timeline.accounts)
-    return sum(counts) / seconds / sum(many / busy[rank] for rank, many in enumerate(counts))
+    return sum(counts) / seconds / sum(count / busy[rank] for rank, count in enumerate(counts))
 
 
 def recommend(rows: Sequence[PolicyRow]) -> tuple[str, str] | None:
-    """The fastest of those whose loss is near the lowest, and why; needs two rows, and none of them disturbed."""
+    """The fastest policy with a loss near the lowest, and the reason; None for one row, or if any was disturbed."""
     if len(rows) < 2 or any(row.is_disturbed for row in rows):
         return None
     lowest = min(rows, key=lambda row: row.loss)

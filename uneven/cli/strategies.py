@@ -159,7 +159,7 @@ def _step_table(rows: "Sequence[StrategyRow]") -> Any:
 def _parts_table(rows: "Sequence[StrategyRow]") -> Any:
     table = _table(("", *(f"rank {rank}" for rank in range(max(len(row.ranks) for row in rows)))))
     for row in rows:
-        if row.is_cut:
+        if row.is_sharded:
             table.add_row(row.name, *(f"{part:.1%}" for part in row.parts()))
     return table
 

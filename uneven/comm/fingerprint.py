@@ -13,7 +13,7 @@ import torch
 from uneven.comm.store import Store
 from uneven.errors import InputError
 
-TIMEOUT = timedelta(minutes=30)  # another rank may still compile or read its data; a dead one ends the run
+TIMEOUT = timedelta(minutes=30)  # another rank may still compile or load data; the launcher ends the run if one dies
 
 
 def describe_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

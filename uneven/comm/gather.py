@@ -1,4 +1,8 @@
-"""All-gather of bytes, rows of numbers and checksums, by the all-reduce that every group has."""
+"""All-gather of bytes, rows of numbers and checksums on the host, built from all-reduce.
+
+Each rank fills its own range of a zeroed buffer, and the sum over ranks fills in the others. Used for statistics,
+states and comparisons; for shards of tensors see collectives.py.
+"""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -10,7 +14,7 @@ from uneven.comm.group import Group
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """Each rank's data in rank order, of any length. A sum of disjoint ranges: nothing is unpickled."""
+    """Each rank's data, of any length, in rank order; nothing is pickled."""
     lengths = torch.zeros(group.world_size, dtype=torch.int64)
     lengths[group.rank] = len(data)
     sizes: list[int] = group.all_reduce(lengths).wait().tolist()

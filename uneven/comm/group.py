@@ -108,7 +108,7 @@ class TorchGroup:
             dist.destroy_process_group()
 
     def _connect(self) -> None:
-        """NCCL connects at the first collective, which must not be one of the averaging thread."""
+        """Connect NCCL now: it connects at the first collective, which must not run in the averaging thread."""
         if self._nccl is not None:
             dist.all_reduce(torch.zeros(1, device=self._nccl), group=self._process_group)
             torch.cuda.synchronize(self._nccl)
@@ -134,7 +134,7 @@ def form_group(store: Store, rank: int, size: int, device: torch.device, backend
 
 
 def _allow_shared_gpu(rank: int) -> None:
-    """NCCL refuses two ranks on one GPU unless it takes them for two hosts: slow, but it computes the same."""
+    """NCCL refuses two ranks on one GPU unless they seem to be on two hosts. Slow, but the results are the same."""
     os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous copies from a device to host memory."""
+"""Asynchronous copies from a device to pinned host memory, for losses, buffers and checksums."""
 
 from collections.abc import Callable
 

@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class Traffic:
-    """What a rank has given to collectives, and how long it waited for them."""
+    """Counts a rank's collectives, the bytes of their tensors, and the seconds it waited for them."""
 
     collectives: int = 0
     payload_bytes: int = 0
@@ -64,15 +64,15 @@ class Work:
 def _link_futures(inner: Any, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor) -> None:
     """Set `future` when torch's own is set; a Work without one (Gloo reduce_scatter) has it set by `wait()`."""
     try:
-        own = inner.get_future()
+        inner_future = inner.get_future()
     except (RuntimeError, AttributeError):
         return
 
-    def completed(_: Any) -> None:
+    def set_result(_: Any) -> None:
         if not future.done():
             future.set_result(tensor)
 
-    own.add_done_callback(completed)
+    inner_future.add_done_callback(set_result)
 
 
 class WorkList:

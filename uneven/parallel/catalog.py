@@ -1,4 +1,4 @@
-"""The strategies by the names that users type: `fit` and the benchmarks make every strategy here, and nowhere else."""
+"""Makes strategies by name; `fit` and the benchmarks make every strategy here, so that they measure what users run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +78,7 @@ def plan_of(name: str, model: nn.Module) -> Plan:
     tensor_plan: Any = getattr(model, "tensor_plan", None)
     if not callable(tensor_plan):
         raise InputError(
-            f"strategy={name!r} shards single layers, and {type(model).__name__} does not say which: give it a method "
+            f"strategy={name!r} shards single layers, and {type(model).__name__} does not name them: give it a method "
             "tensor_plan() that returns a plan, as in uneven.parallel.tensor_parallel, or use strategy='fsdp'"
         )
     plan: Plan = tensor_plan()

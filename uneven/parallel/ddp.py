@@ -1,7 +1,7 @@
 """Strategies whose ranks all hold the whole model: DDPFlat, DDPBucketed, and ZeRO-1 and ZeRO-2 above them.
 
 `fit` and the benchmarks make them by `catalog.make_strategy`. The optimizer state (zero1) and the gradients (zero2)
-are sharded by shares of memory, which have nothing to do with who trains how many samples.
+are sharded by shares of memory, independently of how many samples each rank trains.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class Replicated:
 
 
 class DDPFlat(Replicated):
-    """One bucket for each dtype and device, sent when backward has ended: the plainest there is, without overlap."""
+    """One bucket for each dtype and device, sent when backward has ended; no overlap."""
 
     def __init__(
         self,

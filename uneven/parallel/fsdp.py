@@ -37,7 +37,8 @@ class FSDP:
     entries of the model's ModuleLists. `compute_dtype`: of unsharded params and of floating inputs; shards and summed
     gradients keep the dtype that the params were made in.
 
-    One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks run as many forwards.
+    One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks must run the same
+    number of forwards.
     """
 
     def __init__(
@@ -126,11 +127,11 @@ class FSDP:
     @torch.no_grad()
     def _gathered(self, param: nn.Parameter) -> Tensor:
         """A whole param from all ranks' shards, in the dtype it was made in; one at a time, to hold little memory."""
-        (found,) = (shards for unit in self._units for shards in unit.flat_shards if param in shards.starts)
-        full = torch.zeros_like(param, dtype=found.own.dtype)
-        for shard in found.shards_of(self._group.rank):
+        (holder,) = (shards for unit in self._units for shards in unit.flat_shards if param in shards.starts)
+        full = torch.zeros_like(param, dtype=holder.own.dtype)
+        for shard in holder.shards_of(self._group.rank):
             if shard.param is param:
-                shard.of(full).copy_(found.own_part(shard))
+                shard.of(full).copy_(holder.own_part(shard))
         self._group.all_reduce(flat_memory(full)).wait()
         return full
 
@@ -183,7 +184,7 @@ class FSDP:
         self._unshard_order.pre_backward(place)
 
     def _gradients_done(self, shards: FlatShards) -> None:
-        """Reshard a unit when backward is through with its trained params; frozen ones may be needed further on."""
+        """Reshard a unit when backward has finished its trained params; frozen ones may still be needed."""
         unit = self._unit_of[shards]
         if unit is not self._units[0] and not unit.has_frozen:
             unit.reshard()

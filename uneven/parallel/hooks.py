@@ -65,8 +65,8 @@ def _checked(before: Callable[[nn.Parameter], None], param: nn.Parameter) -> Cal
     def hook(grad: Tensor) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward(create_graph=True): gradients of gradients do not pass over ranks; take them inside the loss "
-                "by torch.autograd.grad"
+                "backward(create_graph=True): second-order gradients are not summed over ranks; compute them inside "
+                "the loss with torch.autograd.grad"
             )
         if grad.is_sparse:
             raise RuntimeError("a sparse gradient cannot be summed in buckets; make the embedding dense")

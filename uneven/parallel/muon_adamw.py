@@ -1,9 +1,9 @@
 """MuonAdamW: Muon for the matrices of a model, AdamW for the rest; the same class on one rank and on many.
 
-Each rank owns part of the work: whole matrices for Muon, by speed, since orthogonalising them is what costs time;
-elements for AdamW, by memory. A step has three phases: start to reduce all gradients; group by group, wait for the
-sums, update the own shards and start to send them; wait for everything sent. So communication of one group overlaps
-with the update of another.
+Each rank owns part of the work: whole matrices for Muon, shared by speed, because orthogonalising them takes the time;
+elements for AdamW, shared by memory. A step has three phases: start to reduce all gradients; group by group, wait for
+the sums, update this rank's shards and start to send them; wait for everything sent. So communication of one group
+overlaps with the update of another.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -76,10 +76,10 @@ class MuonAdamW(Optimizer):
         groups: list[dict[str, Any]] = []
         first = 0
         for part in self._parts:
-            found = part.state_dict()
-            state |= {first + place: values for place, values in found["state"].items()}
-            groups += [{**g, "params": [first + place for place in g["params"]]} for g in found["param_groups"]]
-            first += sum(len(g["params"]) for g in found["param_groups"])
+            own = part.state_dict()
+            state |= {first + place: values for place, values in own["state"].items()}
+            groups += [{**g, "params": [first + place for place in g["params"]]} for g in own["param_groups"]]
+            first += sum(len(g["params"]) for g in own["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ backward never reached (an unused layer, a rank without samples) is sent as zero
 bucket is sent last of all: it carries one flag per param and the ranks' statistics, which are known only then.
 
 [Note: unused params] A param that no rank used must have no gradient after the sum, as in a single process: weight
-decay and momentum would move it otherwise. The summed flags say which ones that are.
+decay and momentum would move it otherwise. The summed flags tell which params these are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

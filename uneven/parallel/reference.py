@@ -1,6 +1,7 @@
-"""PyTorch's own strategies behind our Strategy protocol, to compare ours with. Equal shards, no rank without samples.
+"""PyTorch's own strategies behind our Strategy protocol, for tests and benchmarks that compare ours with them.
 
-The only file outside comm/ that imports torch.distributed. All of them average gradients; here they sum, as ours do.
+They have equal shards only, and no rank may be without samples. PyTorch averages gradients; here they are summed, as in
+our strategies. This is the only file outside comm/ that imports torch.distributed.
 """
 
 import inspect
@@ -44,19 +45,19 @@ class TorchDdp:
 
 
 class TorchReplicated:
-    """DistributedDataParallel; `is_sharded` adds ZeroRedundancyOptimizer, which owns whole tensors, equally."""
+    """DistributedDataParallel; `is_sharded` adds ZeroRedundancyOptimizer, which gives whole tensors to ranks."""
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, *, is_sharded: bool = False
     ) -> None:
-        del group  # PyTorch's own, of all ranks
+        del group  # PyTorch uses its default group of all ranks
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped.register_comm_hook(None, _sum)
+        wrapped.register_comm_hook(None, _sum_bucket)
         self.module: nn.Module = wrapped
         self._model, self._no_sync = model, wrapped.no_sync
         made = make_optimizer(model.parameters())
         self._is_sharded = is_sharded
-        self.optimizer: Any = _redundant(made) if is_sharded else made
+        self.optimizer: Any = _zero_redundancy(made) if is_sharded else made
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._no_sync()
@@ -68,7 +69,7 @@ class TorchReplicated:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def full_state(self) -> FullState:
-        """With a sharded optimizer its state comes together on rank 0 only; the others have none."""
+        """A sharded optimizer's state is gathered on rank 0 only; other ranks return an empty one."""
         if not self._is_sharded:
             return FullState(on_host(dict(self._model.state_dict())), on_host(self.optimizer.state_dict()))
         self.optimizer.consolidate_state_dict(to=0)
@@ -89,7 +90,7 @@ class TorchFsdp:
     """fully_shard on every block and on the whole model."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group) -> None:
-        from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second, and few need it
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # its import takes a second
 
         del group
         for block in blocks_of(model):
@@ -98,7 +99,7 @@ class TorchFsdp:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no average
         self.module = model
         self.optimizer = make_optimizer(model.parameters())
 
@@ -113,7 +114,7 @@ class TorchFsdp:
         return norm
 
     def full_state(self) -> FullState:
-        return _joined(self.module, self.optimizer)
+        return _full_state(self.module, self.optimizer)
 
     def load_full_state(self, state: FullState) -> None:
         raise NotImplementedError("a reference is trained from its start")
@@ -125,9 +126,9 @@ class TorchFsdp:
 
 
 class TorchTensor:
-    """parallelize_module with our plan: linear layers by columns and rows, embeddings by words, equally.
+    """parallelize_module with our plan: linear layers by columns and rows, embeddings by words, in equal shards.
 
-    A layer of several parts (q, k and v in one) cannot be cut so.
+    A layer of several parts (q, k and v in one) cannot be sharded in this way.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group, *, plan: Plan) -> None:
@@ -140,17 +141,17 @@ class TorchTensor:
         mesh = init_device_mesh(device.type, (group.world_size,))
         styles = {pattern: _style(how) for pattern, how in plan.items() if not isinstance(how, Places)}
         self.module = parallelize_module(model, mesh, styles)
-        # By kind, since PyTorch updates a group's params together and refuses to mix the two.
-        cut = [param for param in self.module.parameters() if isinstance(param, DTensor)]
+        # Two param groups: PyTorch updates a group's params together and refuses to mix DTensors with plain ones.
+        sharded = [param for param in self.module.parameters() if isinstance(param, DTensor)]
         unsharded = [param for param in self.module.parameters() if not isinstance(param, DTensor)]
-        groups: Any = [{"params": cut}, {"params": unsharded}]
+        groups: Any = [{"params": sharded}, {"params": unsharded}]
         self.optimizer = make_optimizer(groups)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def backward_without_samples(self) -> None:
-        raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can be without")
+        raise RuntimeError("ranks of a tensor-parallel group train the same samples: none can be without samples")
 
     def scale(self, factor: Tensor) -> None:
         for grad in gradients_of(self.module):
@@ -164,8 +165,8 @@ class TorchTensor:
         return norm
 
     def full_state(self) -> FullState:
-        """The optimizer numbers its params by kind, the cut ones first, not as the model does."""
-        return _joined(self.module, self.optimizer)
+        """The optimizer numbers sharded params first, so its order is not the model's."""
+        return _full_state(self.module, self.optimizer)
 
     def load_full_state(self, state: FullState) -> None:
         raise NotImplementedError("a reference is trained from its start")
@@ -178,35 +179,35 @@ def _style(how: How) -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if isinstance(how, Columns):
-        assert how.parts == 1, "PyTorch cuts a layer into one range per rank"
+        assert how.parts == 1, "PyTorch gives each rank one range of a layer"
         return ColwiseParallel(output_layouts=Replicate()) if how.gathers else ColwiseParallel()
     return RowwiseParallel(input_layouts=Replicate()) if isinstance(how, Words) else RowwiseParallel()
 
 
-def _joined(module: nn.Module, optimizer: Optimizer) -> FullState:
+def _full_state(module: nn.Module, optimizer: Optimizer) -> FullState:
     """The state of a model of DTensors."""
     state = optimizer.state_dict()
     full_state = {
-        place: {key: _full_tensor(one) for key, one in found.items()} for place, found in state["state"].items()
+        place: {key: _full_tensor(value) for key, value in values.items()} for place, values in state["state"].items()
     }
-    model = {key: _full_tensor(one) for key, one in module.state_dict().items()}
+    model = {key: _full_tensor(value) for key, value in module.state_dict().items()}
     return FullState(on_host(model), on_host({"state": full_state, "param_groups": state["param_groups"]}))
 
 
 def _full_tensor(value: Any) -> Any:
-    """Of a DTensor all of it."""
+    """The full tensor of a DTensor; any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+def _sum_bucket(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
-def _redundant(made: Optimizer) -> Optimizer:
-    """PyTorch wants the class and its settings, of one group of params."""
+def _zero_redundancy(made: Optimizer) -> Optimizer:
+    """The ZeroRedundancyOptimizer of an optimizer with one param group; it takes the class and its settings."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     known = inspect.signature(type(made)).parameters

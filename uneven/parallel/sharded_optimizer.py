@@ -1,10 +1,10 @@
 """ShardedOptimizer (ZeRO-1): each rank keeps the optimizer state of its own shard of the params and updates that.
 
 Gradients must be summed before (by any DDP) or come from a `GradientSource`; after the step every owner's params are
-sent to all ranks. Shares may be unequal or zero: they are about bytes, not about who trains how many samples.
+sent to all ranks. Shares may be unequal or zero: they divide bytes and are independent of the ranks' sample counts.
 
 State with the shape of its param is sharded as the param is. All other state (a step count, Adafactor's rows) belongs
-to the whole param, and every owner of a part of it has the same.
+to the whole param, and every rank that owns a shard of the param holds the same copy.
 """
 
 import json
@@ -149,14 +149,14 @@ class ShardedOptimizer(Optimizer):
         sizes = [len(settings["params"]) for settings in state_dict["param_groups"]]
         own_sizes = [len(settings["params"]) for settings in self.param_groups]
         if sizes != own_sizes:
-            raise ValueError(f"the state has groups of {sizes} params, this optimizer has others: {own_sizes}")
+            raise ValueError(f"the state has groups of {sizes} params, this optimizer has groups of {own_sizes}")
         for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         self._inner.state.clear()
         for place, state in state_dict["state"].items():
-            found = self._own.get(params[int(place)])
-            if found is not None:
-                shard, optimized = found
+            owned = self._own.get(params[int(place)])
+            if owned is not None:
+                shard, optimized = owned
                 self._inner.state[optimized] = _shard_state(state, shard, self._by_tensors)
 
     def _all_params(self) -> list[nn.Parameter]:
@@ -217,7 +217,7 @@ def _gather_state(
 
 
 def _layout(key: str, value: Any, shard: Shard, by_tensors: bool) -> dict[str, Any]:
-    """What ranks without this state need to take part in gathering it; of what is no tensor, the value itself."""
+    """What ranks without this state need to take part in gathering it; for a non-tensor, the value itself."""
     if not isinstance(value, Tensor):
         return {"value": value}
     is_sharded = not by_tensors and key != STEP and value.shape == (shard.stop - shard.start,)

@@ -177,8 +177,8 @@ class ShardedReducer:
         own = [float(param in self._ready) for param in self._bucket_of]
         flags = self._group.all_reduce(torch.tensor(own).to(self._buckets[0].shards.flat.device)).wait()
         # A rank that used all params knows the result; reading the flags would make the host wait for the device.
-        found = own if all(own) else flags.tolist()
-        self._used.update(param for param, flag in zip(self._bucket_of, found, strict=True) if flag)
+        is_used = own if all(own) else flags.tolist()
+        self._used.update(param for param, flag in zip(self._bucket_of, is_used, strict=True) if flag)
         self._reset()
         self._backward = None
 

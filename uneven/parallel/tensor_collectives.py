@@ -21,20 +21,20 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) 
     """This rank's columns of a linear layer's output. Backward sums the input's gradient over ranks while it computes
     the weight's.
     """
-    found: Tensor = _ColumnLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
-    return found
+    columns: Tensor = _ColumnLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
+    return columns
 
 
 def all_reduce_output(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' partial results; backward passes on the gradient, which is the same on all ranks."""
-    found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    total: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 def all_gather_columns(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
     """All ranks' columns side by side; backward takes this rank's own."""
-    found: Tensor = _AllGatherColumns.apply(x, bounds, group)  # type: ignore[no-untyped-call]
-    return found
+    columns: Tensor = _AllGatherColumns.apply(x, bounds, group)  # type: ignore[no-untyped-call]
+    return columns
 
 
 def concat_columns(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
@@ -119,14 +119,14 @@ class SequenceShards:
 def reduce_scatter_rows(x: Tensor, rows: SequenceShards) -> Tensor:
     """This rank's rows of the sum of all ranks' partial results; backward all-gathers."""
     rows.split(x.shape[-2])
-    found: Tensor = _ExchangeRows.apply(x, rows, False)  # type: ignore[no-untyped-call]
-    return found
+    own: Tensor = _ExchangeRows.apply(x, rows, False)  # type: ignore[no-untyped-call]
+    return own
 
 
 def all_gather_rows(x: Tensor, rows: SequenceShards) -> Tensor:
     """The whole sequence from all ranks' rows; backward reduce-scatters the gradients."""
-    found: Tensor = _ExchangeRows.apply(x, rows, True)  # type: ignore[no-untyped-call]
-    return found
+    sequence: Tensor = _ExchangeRows.apply(x, rows, True)  # type: ignore[no-untyped-call]
+    return sequence
 
 
 def _reduce_scatter(x: Tensor, bounds: Sequence[int], group: Group) -> Tensor:

@@ -119,8 +119,8 @@ def vocabulary_cross_entropy(head: nn.Module, scores: Tensor, targets: Tensor) -
 
 def sharded_cross_entropy(scores: Tensor, targets: Tensor, bounds: Sequence[int], group: Group) -> Tensor:
     """`scores` are this rank's columns of the vocabulary; `targets` are the same on all ranks."""
-    found: Tensor = _CrossEntropy.apply(scores, targets, bounds[group.rank], group)  # type: ignore[no-untyped-call]
-    return found
+    losses: Tensor = _CrossEntropy.apply(scores, targets, bounds[group.rank], group)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):

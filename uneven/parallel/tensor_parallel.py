@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism: single layers are sharded among ranks that train the same samples together.
 
 A plan names the layers that are sharded, by module names, and how: a linear layer by its outputs (`Columns`) or inputs
-(`Rows`), an embedding by its words (`Words`). Columns come first, then rows, around whatever treats each column by
-itself; attention is sharded by heads (`unit` is a head's width). What the plan does not name is whole on every rank.
+(`Rows`), an embedding by its words (`Words`). Columns come first, then rows, with elementwise operations between
+them; attention is sharded by heads (`unit` is a head's width). What the plan does not name is whole on every rank.
 """
 
 import fnmatch
@@ -115,7 +115,7 @@ class TensorParallel:
                 layer = self._sharded_layer(name, module, how)
                 if layer is not module:
                     setattr(parent, name.rpartition(".")[2], layer)
-        self._own_params.clear()  # they would keep the whole model
+        self._own_params.clear()  # its keys would keep the dense params in memory
         if not self._shardings:
             raise ValueError(f"the plan {dict(plan)} names no module of the model")
         self.optimizer = make_optimizer(model.parameters())
@@ -125,7 +125,7 @@ class TensorParallel:
         return nullcontext()
 
     def backward_without_samples(self) -> None:
-        raise RuntimeError("ranks of one tensor-parallel group work on the same samples: none can be without")
+        raise RuntimeError("ranks of a tensor-parallel group train the same samples: none can be without samples")
 
     def scale(self, factor: Tensor) -> None:
         scale_all(gradients_of(self.module), factor)
@@ -149,8 +149,8 @@ class TensorParallel:
         state = self.optimizer.state_dict()
         params = [param for settings in self.optimizer.param_groups for param in settings["params"]]
         full_state = {
-            place: {key: self._unsharded(params[place], value) for key, value in found.items()}
-            for place, found in state["state"].items()
+            place: {key: self._unsharded(params[place], value) for key, value in values.items()}
+            for place, values in state["state"].items()
         }
         return FullState(model, {"state": full_state, "param_groups": on_host(state["param_groups"])})
 
@@ -160,8 +160,8 @@ class TensorParallel:
             tensor.copy_(self._own_part(tensor, state.model[key]))
         params = [param for settings in self.optimizer.param_groups for param in settings["params"]]
         own = {
-            place: {key: self._own_part(params[place], value) for key, value in found.items()}
-            for place, found in state.optimizer["state"].items()
+            place: {key: self._own_part(params[place], value) for key, value in values.items()}
+            for place, values in state.optimizer["state"].items()
         }
         self.optimizer.load_state_dict({"state": own, "param_groups": on_host(state.optimizer["param_groups"])})
 
@@ -195,7 +195,7 @@ class TensorParallel:
 
     def _bounds(self, name: str, size: int, unit: int, parts: int) -> tuple[int, ...]:
         if size % (unit * parts):
-            raise ValueError(f"{name}: {size} cannot be cut into {parts} x units of {unit}")
+            raise ValueError(f"{name}: {size} cannot be divided into {parts} x units of {unit}")
         return tuple(unit * place for place in cut_by(apportion(size // (unit * parts), self._shares)))
 
     def _own_param(self, dense: Tensor, sharding: Sharding) -> nn.Parameter:

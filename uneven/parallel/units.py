@@ -47,8 +47,8 @@ class Unit:
 class UnshardOrder:
     """The order of all-gathers: the root and all units for forward, then all units but the last again for backward.
 
-    Invariant: whatever a rank computes, it starts the same all-gathers in the same order as the others, one unit ahead
-    of what it needs (prefetch). Collectives in different orders would hang.
+    Invariant: every rank starts the same all-gathers in the same order, with or without samples, one unit ahead of what
+    it needs (prefetch). Collectives in different orders would hang.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -104,8 +104,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and m is not model]
     inner = {id(module) for container in lists for module in container.modules() if module is not container}
     outer = [container for container in lists if id(container) not in inner]
-    found = [block for container in outer for block in container] if outer else list(model.children())
-    return [block for block in found if next(block.parameters(), None) is not None]
+    blocks = [block for container in outer for block in container] if outer else list(model.children())
+    return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
 def params_by_unit(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[str, list[nn.Parameter]]]:

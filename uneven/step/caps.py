@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-USABLE = 0.9  # of the memory: the rest is for what differs from batch to batch
+USABLE = 0.9  # of the memory: the rest is for differences between batches
 
 
 def room_bytes(device: torch.device, ranks: int) -> float:
@@ -71,7 +71,8 @@ def _predicted_cap(seen: list[tuple[int, int]], limit_bytes: float, most: int) -
     """How many samples fit by the line through the two largest sizes that ran."""
     if len(seen) < 2:
         return most
-    (small, few), (large, many) = sorted(seen)[-2:]
-    if many <= few:
+    (smaller, smaller_bytes), (larger, larger_bytes) = sorted(seen)[-2:]
+    if larger_bytes <= smaller_bytes:
         return most
-    return min(most, large + math.floor((limit_bytes - many) * (large - small) / (many - few)))
+    room = math.floor((limit_bytes - larger_bytes) * (larger - smaller) / (larger_bytes - smaller_bytes))
+    return min(most, larger + room)

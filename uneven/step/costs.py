@@ -1,4 +1,4 @@
-"""Measures what a step costs: this rank's fixed and per-sample time, before the group forms, and the gradient sum."""
+"""Measures the cost of a step: a rank's fixed and per-sample time, before the group forms, and the gradient sum."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Evaluation: each rank evaluates its own range of the data set; a metric is the total sum over the total count."""
+"""Evaluation, a collective: each rank evaluates its own range of the data set, and sums and counts are all-reduced."""
 
 import threading
 from typing import Any
@@ -24,8 +24,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics over a whole data set, of which this rank evaluates the range `own`.
 
-    A stop request on any rank ends it early, and then there are no metrics. `least_batches` is for models with
-    collectives in forward: a rank with fewer batches repeats its last one, without counting it.
+    A metric is its sum over all ranks divided by the count over all ranks. A stop request on any rank ends evaluation
+    early, and then there are no metrics. `least_batches` is for models with collectives in forward: a rank with fewer
+    batches repeats its last one, without counting it.
     """
     sums: dict[str, Any] = {}
     total = 0
@@ -45,9 +46,9 @@ def evaluate(
             eval_step(model, batch)
     model.train(was_training)
     names = sorted(sums)
-    is_cut = stop is not None and stop.is_set()
-    own_row = [*(float(sums[name]) for name in names), float(total), float(is_cut)]
-    *values, count, cuts = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
-    if cuts:
+    is_stopped = stop is not None and stop.is_set()
+    own_row = [*(float(sums[name]) for name in names), float(total), float(is_stopped)]
+    *values, count, num_stopped = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
+    if num_stopped:
         return {}
     return {name: value / count for name, value in zip(names, values, strict=True)}

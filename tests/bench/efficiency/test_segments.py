@@ -96,7 +96,7 @@ def test_a_summary_says_gap_bound_and_where_the_time_goes() -> None:
         ({"policy": "fast"}, "sync, balanced, cadence, async, torch-ddp"),
         ({"devices": "cpu"}, "at least two"),
         ({"model": "x"}, "unknown model"),
-        ({"batch_size": 6000}, "more than the set has"),
+        ({"batch_size": 6000}, "more than the data set has"),
         ({"compile": "graph"}, "captures a CUDA graph, which cpu,cpu@0.4 cannot run"),
         ({"backend": "nccl"}, "a CUDA device for every rank"),
         ({"policy": "torch-ddp", "precision": "bf16"}, "measured in fp32"),

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven import TensorData, TrainedState, fit
-from uneven.bench.models import steps
+from uneven.bench.models.recipe import classify
 from uneven.bench.models.resnet20 import ResNet20
 from uneven.bench.models.resnet_graph import make_graph
 from uneven.config import Task, resolve
@@ -64,7 +64,7 @@ def test_graph_and_module_start_compute_and_train_the_same_bits(option: str) -> 
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             batch = torch.arange(4) + 2 * step
-            steps.classify(model, (IMAGES[batch], LABELS[batch])).backward()
+            classify(model, (IMAGES[batch], LABELS[batch])).backward()
             optimizer.step()
     assert not torch.equal(start, models[0].state_dict()["head.weight"])
     assert_same(models[0].state_dict(), models[1].state_dict())
@@ -79,7 +79,7 @@ def test_graph_and_module_train_the_same_bits_on_two_ranks(settings: dict[str, A
 
     def trained(model: nn.Module) -> TrainedState:
         # Copies, not the factory: ranks that are threads share torch's random state.
-        task = Task(partial(copy.deepcopy, model), sgd, steps.classify, DATA)
+        task = Task(partial(copy.deepcopy, model), sgd, classify, DATA)
 
         def rank(group: ThreadGroup) -> TrainedState:
             rank_info = RankInfo(group.rank, devices)
@@ -102,7 +102,7 @@ def test_a_pickled_graph_trains_on_rank_processes(policy: str) -> None:
     state = fit(
         model=partial(copy.deepcopy, graph),
         optimizer=sgd,
-        step=steps.classify,
+        step=classify,
         dataset=DATA,
         batch_size=4,
         epochs=2,
@@ -122,7 +122,7 @@ SCRIPT = """
 import sys, torch
 from tests.bench.test_resnet_graph import DATA, sgd
 from uneven import Ddp
-from uneven.bench.models import steps
+from uneven.bench.models.recipe import classify
 from uneven.bench.models.resnet_graph import make_graph
 
 for policy in ("sync", "balanced", "cadence", "async"):
@@ -131,7 +131,7 @@ for policy in ("sync", "balanced", "cadence", "async"):
     with Ddp.setup(make_graph(), sgd, dataset=DATA, batch_size=4, epochs=2, **settings) as ddp:
         for epoch in range(2):
             for batch in ddp.batches(epoch):
-                ddp.step(steps.classify(ddp, batch))
+                ddp.step(classify(ddp, batch))
 """
 
 

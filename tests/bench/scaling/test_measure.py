@@ -28,8 +28,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Runs that train 1,000 samples/s on one rank and 1,600 on two; compiled in 3 s and twice as fast."""
     asked: list[dict[str, str]] = []
 
-    def run(told: list[str], cores: list[int]) -> Ended:
-        words = told[2:-1]  # without "bench run" and "--json"
+    def run(arguments: list[str], cores: list[int]) -> Ended:
+        words = arguments[2:-1]  # without "bench run" and "--json"
         given = dict(zip(words[::2], words[1::2], strict=True))
         asked.append({**given, "cores": str(cores)})
         if given["--compile"] == "graph":
@@ -81,12 +81,12 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
 ) -> None:
     run = module.run_uneven
 
-    def disturbed(told: list[str], cores: list[int]) -> Ended:
-        ended = run(told, cores)
+    def disturbed(arguments: list[str], cores: list[int]) -> Ended:
+        ended = run(arguments, cores)
         summary = json.loads(ended.stdout)
         is_disturbed = len(summary["devices"]) == 2 and (is_always or len(machine) <= 2)
         summary |= {"is_disturbed": is_disturbed, "samples_per_s": 1.0} if is_disturbed else {}
-        folder = Path(told[told.index("--out") + 1]) / summary["model"] / summary["mode"] / "seed-0"
+        folder = Path(arguments[arguments.index("--out") + 1]) / summary["model"] / summary["mode"] / "seed-0"
         (folder / "summary.json").write_text(json.dumps(summary))
         return ended
 
@@ -105,7 +105,7 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
     [
         ({"ranks": (2, 4)}, "with 1 among them"),
         ({"device": "tpu"}, "must be cpu or cuda"),
-        ({"compiles": ("fast",)}, "must be of off, default, graph"),
+        ({"compiles": ("fast",)}, "must be one of off, default, graph"),
         ({"model": "lenett"}, "unknown model"),
     ],
 )

@@ -34,14 +34,14 @@ def test_a_command_runs_in_a_process_of_its_own_on_the_cores_given() -> None:
 
 def test_a_run_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     """The run of a sweep that was killed must not go on beside the next sweep."""
-    told = tmp_path / "pid"
-    os.mkfifo(told)
+    pid_file = tmp_path / "pid"
+    os.mkfifo(pid_file)
     script = tmp_path / "endless.py"
-    script.write_text(f"import os, time\nprint(os.getpid(), file=open({str(told)!r}, 'w'))\ntime.sleep(300)\n")
+    script.write_text(f"import os, time\nprint(os.getpid(), file=open({str(pid_file)!r}, 'w'))\ntime.sleep(300)\n")
     words = ["run", str(script), "--devices", "cpu"]
     command = f"from uneven.bench.single.process import *; run_uneven({words!r})"
     starter = ForkedPopen([sys.executable, "-c", command])
-    rank = psutil.Process(int(told.read_text()))
+    rank = psutil.Process(int(pid_file.read_text()))
     starter.kill()
     starter.wait()
     psutil.wait_procs([rank], timeout=150)

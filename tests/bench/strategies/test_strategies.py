@@ -1,4 +1,4 @@
-"""The benchmark of strategies: the formula, what is measured of memory and wire, and rows in real processes."""
+"""The benchmark of strategies: the memory formula, measured memory and traffic, and rows in real processes."""
 
 import json
 import math
@@ -14,19 +14,26 @@ from tests.ranks import ThreadGroup, on_threads
 from uneven.bench.models.gpt import SIZES, Gpt
 from uneven.bench.strategies import measure as module
 from uneven.bench.strategies import rank_processes
-from uneven.bench.strategies.live_bytes import LiveBytes
 from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow, measure_strategies
-from uneven.bench.strategies.memory import Held, count, measure, predict, predict_muon, uncut
+from uneven.bench.strategies.memory import (
+    Held,
+    LiveBytes,
+    count_params,
+    measure,
+    predict,
+    predict_muon,
+    replicated_bytes,
+)
 from uneven.bench.strategies.pairs import alternate
+from uneven.bench.strategies.rank import sent_bytes
 from uneven.bench.strategies.rank_processes import run_ranks
 from uneven.bench.strategies.task import Batches, StrategyTask, make_model, make_trained, step
-from uneven.bench.strategies.wire import sent_bytes
 from uneven.config import STRATEGIES
 from uneven.errors import InputError, RankError
 
 CPU = torch.device("cpu")
 TINY = Gpt(SIZES["gpt-tiny"])
-P = count(TINY)
+P = count_params(TINY)
 SHARES = (15.0, 6.0)
 
 
@@ -46,7 +53,7 @@ def task(**changes: Any) -> StrategyTask:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "numbers"),
+    ("strategy", "elements_per_param"),
     [
         ("dense", (1, 1, 2)),
         ("ddp-flat", (1, 1, 2)),
@@ -56,34 +63,34 @@ def task(**changes: Any) -> StrategyTask:
         ("fsdp", (6 / 21, 6 / 21, 2 * 6 / 21)),
     ],
 )
-def test_the_formula_of_the_small_rank(strategy: str, numbers: tuple[float, ...]) -> None:
+def test_the_formula_of_the_small_rank(strategy: str, elements_per_param: tuple[float, ...]) -> None:
     held = predict(strategy, TINY, SHARES, 1)
-    assert (held.params, held.gradients, held.state) == tuple(round(4 * P * one) for one in numbers)
+    assert (held.params, held.gradients, held.state) == tuple(round(4 * P * n) for n in elements_per_param)
     assert predict(strategy, TINY, SHARES, 0).total + held.total == pytest.approx(
-        16 * P + uncut(strategy, TINY), abs=4
-    ), "what is cut is there once, the rest on both ranks"
+        16 * P + replicated_bytes(strategy, TINY), abs=4
+    ), "what is sharded exists once, the rest on both ranks"
 
 
-def test_tensor_parallelism_cuts_heads_not_bytes() -> None:
+def test_tensor_parallelism_shards_by_whole_heads() -> None:
     large, small = (predict("tensor", TINY, SHARES, rank) for rank in (0, 1))
     width, heads = 32, 4
-    whole = 8 * width + 2 * (4 * width + 2 * width) + 2 * width  # places; per block norms and row biases; last norm
-    assert uncut("tensor", TINY) == 16 * whole
+    whole = 8 * width + 2 * (4 * width + 2 * width) + 2 * width  # positions; per block norms and row biases; last norm
+    assert replicated_bytes("tensor", TINY) == 16 * whole
     assert large.total + small.total == 16 * (P + whole)
     q_of_small = width * width // heads  # one head of four: 6 / 21 of four is nearest to one
     assert small.params < 4 * (whole + (P - whole) * 6 / 21 + q_of_small)
     assert predict("torch-tensor", TINY, (1, 1), 0) == predict("sequence", TINY, (1, 1), 1)
 
 
-def test_muon_has_one_number_of_state_for_each_of_its_own() -> None:
-    found = [predict_muon([100, 60, 40], 30, (1, 1), (1, 1), rank) for rank in (0, 1)]
-    assert [one.state for one in found] == [4 * (100 + 30), 4 * (100 + 30)]
-    assert [one.gradients for one in found] == [4 * 130] * 2
+def test_muon_has_one_element_of_state_per_element_of_its_matrices() -> None:
+    predicted = [predict_muon([100, 60, 40], 30, (1, 1), (1, 1), rank) for rank in (0, 1)]
+    assert [held.state for held in predicted] == [4 * (100 + 30), 4 * (100 + 30)]
+    assert [held.gradients for held in predicted] == [4 * 130] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_holds_what_the_formula_says(strategy: str) -> None:
-    """By category, with unequal shares; step counts and flags are the only numbers more."""
+def test_every_strategy_holds_what_the_formula_predicts(strategy: str) -> None:
+    """By category, with unequal shares; only step counts and flags come on top."""
 
     def rank(group: ThreadGroup) -> Held:
         trained = make_trained(strategy, make_model(strategy, "gpt-tiny"), group, SHARES)
@@ -99,29 +106,29 @@ def test_every_strategy_holds_what_the_formula_says(strategy: str) -> None:
         assert held.state == pytest.approx(expected.state, abs=few)
 
 
-def test_live_bytes_follow_storages_that_come_go_and_change_their_size() -> None:
+def test_live_bytes_follow_storages_that_are_allocated_freed_and_resized() -> None:
     buffer = torch.zeros(1000)
     buffer.untyped_storage().resize_(0)
     start = LiveBytes().peak
-    with LiveBytes() as seen:
+    with LiveBytes() as live:
         first = torch.zeros(500)
         del first
         second = torch.zeros(600)
-        assert seen.peak - start == 4 * 600
+        assert live.peak - start == 4 * 600
         buffer.untyped_storage().resize_(4000)
         buffer.zero_()
-        assert seen.peak - start == 4 * 1600
+        assert live.peak - start == 4 * 1600
         buffer.untyped_storage().resize_(0)
         second.add_(1.0)
         third = second.view(20, 30) + 1.0
-    assert seen.peak - start == 4 * 1600, "an emptied buffer does not count beside what came after"
+    assert live.peak - start == 4 * 1600, "a freed buffer does not count together with later tensors"
     assert third.shape == (20, 30)
 
 
-def test_the_wire_counts_what_this_process_sent() -> None:
+def test_sent_bytes_counts_what_this_process_sent() -> None:
     before = sent_bytes()
     if before is None:
-        pytest.skip("this system does not tell")
+        pytest.skip("this kernel does not count the bytes of a connection")
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as near,
@@ -134,27 +141,27 @@ def test_the_wire_counts_what_this_process_sent() -> None:
     assert now - before == 5000
 
 
-def test_rows_in_processes_train_what_one_rank_does() -> None:
-    told: list[str] = []
+def test_rows_in_processes_train_the_model_of_one_rank() -> None:
+    lines: list[str] = []
     order = StrategiesOrder(model="gpt-tiny", ranks=2, steps=3, only=("torch-tensor",))
-    dense, tensor = measure_strategies(order, told.append)
-    assert told[::2] == ["row 1 of 2: dense", "row 2 of 2: torch-tensor"]
-    assert told[3].endswith("ms a step, in sync")
+    dense, tensor = measure_strategies(order, lines.append)
+    assert lines[::2] == ["row 1 of 2: dense", "row 2 of 2: torch-tensor"]
+    assert lines[3].endswith("ms a step, in sync")
     assert (dense.cause, tensor.cause) == (None, None)
     assert dense.is_good
     assert tensor.is_good
     assert abs(tensor.loss_difference) < 1e-5
     assert 0 < tensor.ranks[0]["drift"] < 1e-4
     for row in (dense, tensor):
-        for one in row.ranks:
-            held, expected = Held(**one["held"]), Held(**one["predicted"])
+        for measured in row.ranks:
+            held, expected = Held(**measured["held"]), Held(**measured["predicted"])
             assert held.total == pytest.approx(expected.total, rel=0.1)
-            assert one["peak"] > held.total
-    assert tensor.ranks[0]["compared"] == 2 * 6 + 3, "of each block two norms and two biases, places, last norm"
+            assert measured["peak"] > held.total
+    assert tensor.ranks[0]["compared"] == 2 * 6 + 3, "two norms and two biases per block, positions, last norm"
     assert tensor.ranks[1]["wire"] > 0
 
 
-def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_rank_that_fails_reports_its_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 0: InputError: --model 'gpt-huge' must be one of"):
         run_ranks(task(row="dense", ranks=1, model="gpt-huge", cores=[[]], threads=[1]), tmp_path / "row")
 
@@ -177,7 +184,7 @@ def test_the_first_rank_that_failed_is_the_cause(tmp_path: Path, codes: tuple[An
         rank_processes._results(codes, tmp_path)
 
 
-def found(**changes: Any) -> dict[str, Any]:
+def measurement(**changes: Any) -> dict[str, Any]:
     return {
         "held": asdict(Held(10, 10, 20)),
         "uncut": 0,
@@ -193,7 +200,7 @@ def test_a_row_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     def run(given: StrategyTask, folder: Path) -> list[dict[str, Any]]:
         if given.row == "fsdp":
             raise RankError("rank 1: no memory")
-        return [found() for _ in range(given.ranks)]
+        return [measurement() for _ in range(given.ranks)]
 
     monkeypatch.setattr(module, "run_ranks", run)
     rows = measure_strategies(StrategiesOrder(only=("fsdp", "tensor"), ranks=2), lambda _: None)
@@ -206,15 +213,16 @@ def test_a_row_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("rank", "is_good"), [(found(), True), (found(unequal=["head.weight"]), False), (found(drift=2e-4), False)]
+    ("rank", "is_good"),
+    [(measurement(), True), (measurement(unequal=["head.weight"]), False), (measurement(drift=2e-4), False)],
 )
-def test_a_row_that_went_astray_is_not_good(rank: dict[str, Any], is_good: bool) -> None:
-    assert StrategyRow("ddp-flat", [found(), found()]).is_good
-    assert StrategyRow("ddp-flat", [rank, found()]).is_good is is_good
+def test_a_row_that_is_not_in_sync_is_not_good(rank: dict[str, Any], is_good: bool) -> None:
+    assert StrategyRow("ddp-flat", [measurement(), measurement()]).is_good
+    assert StrategyRow("ddp-flat", [rank, measurement()]).is_good is is_good
 
 
-def test_parts_are_of_what_is_cut() -> None:
-    ranks = [found(held=asdict(Held(10, 10, 15)), uncut=20), found(held=asdict(Held(10, 10, 6)), uncut=20)]
+def test_parts_are_of_the_sharded_bytes() -> None:
+    ranks = [measurement(held=asdict(Held(10, 10, 15)), uncut=20), measurement(held=asdict(Held(10, 10, 6)), uncut=20)]
     assert StrategyRow("zero1", ranks).parts() == pytest.approx([15 / 21, 6 / 21])
 
 
@@ -227,7 +235,7 @@ def test_which_rows_a_quick_run_has() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"only": ("fsdp", "zero3")}, "'zero3' must be of dense, ddp-flat"),
+        ({"only": ("fsdp", "zero3")}, "'zero3' must be one of dense, ddp-flat"),
         ({"model": "lenet"}, "'lenet' must be one of gpt, "),
         ({"shares": (1.0, -2.0), "ranks": 2}, "none negative"),
         ({"ranks": 9}, "from 2 to 8"),
@@ -243,12 +251,12 @@ def test_bad_orders_are_refused_before_anything_starts(changes: dict[str, Any], 
 
 def test_two_strategies_take_turns_on_the_same_ranks() -> None:
     pairs = task(row="ddp-bucketed", against="zero1", steps=1, pairs=3)
-    for one in on_threads(2, lambda group: alternate(pairs, group, CPU)):
-        assert len(one["ours"]) == len(one["theirs"]) == 3
-        assert all(seconds > 0 for seconds in one["ours"])
+    for result in on_threads(2, lambda group: alternate(pairs, group, CPU)):
+        assert len(result["ours"]) == len(result["theirs"]) == 3
+        assert all(seconds > 0 for seconds in result["ours"])
 
 
-def test_as_fast_means_that_the_whole_interval_is() -> None:
+def test_as_fast_means_that_the_whole_interval_is_above_the_bound() -> None:
     steady = Paired("fsdp", "torch-fsdp", [1.0] * 30, [1.0, 1.02] * 15)
     mean, half = steady.interval()
     assert mean == pytest.approx(1.01)

@@ -14,8 +14,8 @@ from uneven.errors import MachineError
 class Shelf:
     """Stands for the data on this machine and what the network has."""
 
-    def __init__(self, here: set[str], to_be_had: set[str]) -> None:
-        self.here, self.to_be_had, self.said = here, to_be_had, list[str]()
+    def __init__(self, here: set[str], available: set[str]) -> None:
+        self.here, self.available, self.messages = here, available, list[str]()
 
     def presence(self) -> list[Presence]:
         return [Presence(name, name, "free", 1, True, ()) for name in self.here]
@@ -23,14 +23,14 @@ class Shelf:
     def get(self, name: str, progress: Any) -> None:
         progress(Event(f"getting {name}"))
         progress(Event(name, 1, 2))
-        if name not in self.to_be_had:
+        if name not in self.available:
             raise MachineError(f"cannot get {name}")
         self.here.add(name)
 
 
 def provided(monkeypatch: pytest.MonkeyPatch, shelf: Shelf, order: SweepOrder) -> SweepOrder:
     monkeypatch.setattr(module, "datasets", shelf)
-    return provide(order, shelf.said.append)
+    return provide(order, shelf.messages.append)
 
 
 def test_what_is_missing_is_got_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_what_is_missing_is_got_once(monkeypatch: pytest.MonkeyPatch) -> None:
     order = SweepOrder(is_quick=True)
     assert provided(monkeypatch, shelf, order) == order
     assert shelf.here == {"mnist-mini", "shakespeare"}
-    assert shelf.said == ["getting shakespeare"]
+    assert shelf.messages == ["getting shakespeare"]
 
 
 def test_a_quick_sweep_takes_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +48,11 @@ def test_a_quick_sweep_takes_another_text(monkeypatch: pytest.MonkeyPatch) -> No
         "lenet": "mnist-mini",
         "gpt-nano": "shakespeare-plays",
     }
-    assert shelf.said[-1] == "shakespeare-plays takes the place of shakespeare"
+    assert shelf.messages[-1] == "shakespeare-plays takes the place of shakespeare"
 
 
 def test_a_full_sweep_says_what_it_cannot_get_and_keeps_to_its_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = Shelf({"mnist"}, {"shakespeare-plays"})
     order = SweepOrder(models=("lenet", "gpt-nano"))
     assert provided(monkeypatch, shelf, order) == order
-    assert shelf.said[-1] == "cannot get shakespeare"
+    assert shelf.messages[-1] == "cannot get shakespeare"

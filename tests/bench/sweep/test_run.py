@@ -22,8 +22,8 @@ class Machine:
         self.fails: set[str] = set()  # modes
         self.interrupts_at: int | None = None
 
-    def run(self, told: list[str]) -> Ended:
-        words = told[1:-1]  # without "bench" and "--json"
+    def run(self, arguments: list[str]) -> Ended:
+        words = arguments[1:-1]  # without "bench" and "--json"
         given = dict(zip(words[1::2], words[2::2], strict=True))
         if self.interrupts_at == len(self.asked):
             raise KeyboardInterrupt
@@ -79,12 +79,12 @@ def test_a_simulated_slow_device_alone_runs_for_its_speed_only() -> None:
 def test_a_global_batch_is_for_the_exact_modes_and_ddp() -> None:
     wanted = ("solo-0", "sync", "cpu-balanced", "cpu-async", "torch-ddp")
     cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=wanted, seeds=1, global_batch_size=64))
-    told = {cell.mode: " ".join(cell.arguments) for cell in cells}
-    assert "--global-batch-size 64" in told["sync"]
-    assert "--global-batch-size 64" in told["cpu-balanced"]
-    assert "--batch-size 32" in told["torch-ddp"]
-    assert "batch-size" not in told["cpu-async"]
-    assert "batch-size" not in told["solo-0"]
+    arguments = {cell.mode: " ".join(cell.arguments) for cell in cells}
+    assert "--global-batch-size 64" in arguments["sync"]
+    assert "--global-batch-size 64" in arguments["cpu-balanced"]
+    assert "--batch-size 32" in arguments["torch-ddp"]
+    assert "batch-size" not in arguments["cpu-async"]
+    assert "batch-size" not in arguments["solo-0"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_kept_runs_of_other_settings_are_refused(machine: Machine) -> None:
         with pytest.raises(InputError, match=message):
             sweep(order(machine, **{"seeds": 1, "epochs": 3, **changes}), quiet)
     assert sweep(order(machine, seeds=1, epochs=3), quiet).done == []
-    assert sweep(order(machine, seeds=1, epochs=3, batch_size=64), quiet).done == [], "the model's own, said aloud"
+    assert sweep(order(machine, seeds=1, epochs=3, batch_size=64), quiet).done == [], "64 is the model's own"
 
 
 def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> None:

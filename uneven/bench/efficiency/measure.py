@@ -1,12 +1,14 @@
 """`uneven bench efficiency`: joint samples/s over the sum of the devices' solo samples/s, as a paired ratio.
 
-The yardstick of the project. Beside the figure stand its interval, the measured gap, what equal-batch DDP could reach
-at most, what the split in use could reach without communication (its bound), and where the rest of a step goes.
+The project's main figure. Called by cli/bench.py; the ranks measure in segments.py. The result has the figure and its
+interval, the measured gap, the most that equal-batch DDP could reach, the most that the split in use could reach
+without communication (its bound), and how the rest of a step is spent.
 """
 
 import json
 import statistics
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,13 @@ from uneven.launch.preflight import settle
 from uneven.results.progress import Reporter
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
-FOREVER = 10**6  # epochs: the segments end by themselves
-MAX_DISTURBED = 0.1  # of the pairs: both segments of a pair are disturbed alike, so a few move the mean but little
+FOREVER = 10**6  # epochs: the measurement ends when the interval is narrow enough
+MAX_DISTURBED = 0.1  # of the pairs: both segments of a pair are disturbed alike, so a few hardly move the mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyOrder:
-    """What to measure."""
+    """The settings of a measurement."""
 
     model: str
     policy: str = "balanced"
@@ -49,7 +51,7 @@ class EfficiencyOrder:
 
 
 def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, Any]:
-    """Run the pairs and sum them up."""
+    """Start the ranks, which measure the pairs, and summarise them."""
     if order.policy not in POLICIES:
         raise InputError(f"policy {order.policy!r} must be one of {', '.join(POLICIES)}")
     if (order.against_ddp or order.policy == "torch-ddp") and order.precision != "fp32":
@@ -77,7 +79,7 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
     )
     config, _ = settle(config, devices)
     if config.slot_size(len(devices)) > len(data.train):
-        raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the set has")
+        raise InputError(f"batch size {config.batch_size} on {len(devices)} devices is more than the data set has")
     plan = SegmentPlan(
         joint="torch-ddp" if order.policy == "torch-ddp" else "policy",
         reference="torch-ddp" if order.against_ddp else "solo",
@@ -132,7 +134,7 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
 
 
 def _delays(delays: list[float]) -> dict[str, float] | None:
-    """From a rank's snapshot to its merge, in steps of the slowest rank."""
+    """Statistics of the time from a rank's snapshot to its merge, in steps of the slowest rank."""
     if not delays:
         return None
     ordered = sorted(delays)
@@ -145,7 +147,7 @@ def _delays(delays: list[float]) -> dict[str, float] | None:
 
 
 def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | None:
-    """What a round takes on rank 0, on average: waiting, the rank's own time for it, and from snapshot to average."""
+    """Mean times of a round on rank 0: waiting, the rank's own time for it, and from snapshot to average."""
     if not rounds:
         return None
     names = ("wait", "transfer", "latency")
@@ -153,12 +155,12 @@ def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | No
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """The figure and what it means; a disturbed figure is marked, and nothing is derived from it."""
+    """The figure and its explanation, as lines to print; a disturbed figure is marked and not explained."""
     is_marked = is_disturbed(result)
     figure = mark(f"{result['efficiency']:.3f} +- {result['half_width']:.3f}", is_marked)
     if is_marked:
-        many = result["interference"]["disturbed_pairs"]
-        footnote = [f"{FOOTNOTE} ({many} of {result['pairs']} pairs, each measured twice)"]
+        num_disturbed = result["interference"]["disturbed_pairs"]
+        footnote = [f"{FOOTNOTE} ({num_disturbed} of {result['pairs']} pairs, each measured twice)"]
     else:
         footnote = []
     where = f"on {result['devices']}, batch {result['batch_size']}"
@@ -173,19 +175,19 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def _explanations(result: dict[str, Any]) -> list[str]:
-    """Speeds, gap and bounds, and where the rest of a step goes."""
-    over = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
+    """Speeds, gap and bounds, and how the rest of a step is spent."""
+    gain = result["joint_samples_per_s"] / max(result["solo_samples_per_s"]) - 1.0
     lines = [
         f"  solo {' + '.join(f'{speed:,.0f}' for speed in result['solo_samples_per_s'])} samples/s, together "
-        f"{result['joint_samples_per_s']:,.0f} ({over:+.0%} to the fastest alone); gap {result['gap']:.2f}, "
+        f"{result['joint_samples_per_s']:,.0f} ({gain:+.0%} to the fastest alone); gap {result['gap']:.2f}, "
         f"equal-batch DDP at most {result['ddp_bound']:.2f}",
     ]
     shares = ":".join(str(share) for share in result["shares"])
     if result["merge_delay"] is not None:
-        late = result["merge_delay"]
+        delay = result["merge_delay"]
         lines.append(
-            f"  windows of {shares} batches; merged {late['mean']:.2f} steps of the slowest rank after the snapshot on "
-            f"average (99 %: {late['p99']:.2f}, most {late['max']:.2f}; {late['rounds']} merges)"
+            f"  windows of {shares} batches; merged {delay['mean']:.2f} steps of the slowest rank after the snapshot "
+            f"on average (99 %: {delay['p99']:.2f}, most {delay['max']:.2f}; {delay['rounds']} merges)"
         )
         cost = result["round_ms"]
         lines.append(
@@ -201,3 +203,34 @@ def _explanations(result: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"  split {shares}; a step takes {result['step_ms']:.1f} ms")
     return lines
+
+
+class PairsBar(Reporter):
+    """Progress of a measurement, from what rank 0 reports: a bar on a terminal, else a line for every tenth pair."""
+
+    def __init__(self, style: str, expected: int) -> None:
+        super().__init__(style)
+        self._expected = expected
+        self._shown_pairs = 0
+
+    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
+        history = statuses[0].get("history", [])
+        if len(history) == self._shown_pairs:
+            return
+        last = history[-1]
+        mean, half = last["interval"]
+        if self.style == "bar":
+            if self._bar is None:
+                self._open(self._expected, ["pairs"])
+            assert self._bar is not None
+            total = max(self._expected, last["pairs"])
+            self._bar.update(
+                self._tasks[0],
+                completed=last["pairs"],
+                total=total,
+                speed="-",
+                loss=f"efficiency {mean:.3f} +- {half:.3f}",
+            )
+        elif last["pairs"] // 10 > self._shown_pairs // 10:
+            self.say([f"{last['pairs']} pairs: efficiency {mean:.3f} +- {half:.3f}"])
+        self._shown_pairs = len(history)

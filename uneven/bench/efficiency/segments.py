@@ -1,9 +1,9 @@
-"""Efficiency, measured inside the ranks: segments of joint training and of solo training in turn.
+"""The part of `uneven bench efficiency` that runs in the ranks: alternating segments of joint and solo training.
 
-Machines drift, so a joint run and a solo run minutes apart say little. Here the same processes train jointly for a
-moment, then each alone and all at once for a moment, and again; every pair gives one ratio, joint samples/s over the
-sum of the solo samples/s. The same shape compares two kinds of joint training. Invariant: all ranks see the same
-numbers, so all of them end after the same pair.
+A machine's speed drifts, so a joint and a solo run minutes apart cannot be compared. Here the same processes train
+jointly for a moment, then each by itself (all at the same time), and so on. Every pair gives one ratio: joint samples/s
+over the sum of the solo samples/s. Two kinds of joint training are compared in the same way. Invariant: all ranks know
+the same numbers, so all stop after the same pair.
 """
 
 import json
@@ -20,7 +20,7 @@ from uneven.train.segment import Segment, SegmentTrainer, Worker, train_in_segme
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """How to measure: segments of at least `seconds`, pairs until the interval is narrow enough."""
+    """Segments last at least `seconds`; pairs are added until the interval is at most `half_width` wide each way."""
 
     joint: Literal["policy", "torch-ddp"] = "policy"
     reference: Literal["solo", "torch-ddp"] = "solo"
@@ -32,7 +32,7 @@ class SegmentPlan:
 
 @dataclass
 class Pairs:
-    """What was measured; one entry per pair, speeds in samples/s."""
+    """The measurements: lists have one entry per pair, speeds are in samples/s."""
 
     ratios: list[float] = field(default_factory=list)
     joint: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Pairs:
 
 
 def alternate(plan: SegmentPlan, worker: Worker, folder: Path) -> None:
-    """The program of every rank; rank 0 leaves pairs.json in its folder."""
+    """The program of every rank; rank 0 writes pairs.json into its folder."""
     with train_in_segments(worker, plan.joint, plan.reference) as trainer:
         pairs = _measure(plan, trainer)
     if trainer.rank == 0:
@@ -63,15 +63,15 @@ def alternate(plan: SegmentPlan, worker: Worker, folder: Path) -> None:
 def _measure(plan: SegmentPlan, trainer: SegmentTrainer) -> Pairs:
     trainer.joint.run(0.0)
     trainer.reference.run(0.0)
-    trainer.joint.run(0.0)  # from the second segment on its length is known
+    trainer.joint.run(0.0)  # again, because a segment's length is fixed by the one before it
     pairs = Pairs()
     while not _is_enough(pairs, plan):
         segment, solo = _run_pair(trainer, pairs, plan.seconds)
         _add_pair(trainer, pairs, segment, solo)
         if trainer.rank == 0:
             trainer.report({"pairs": len(pairs.ratios), "interval": pairs.interval()})
-    everyones = trainer.all_gather_bytes(json.dumps(pairs.delays).encode())
-    pairs.delays = [delay for delays in everyones for delay in json.loads(delays)]
+    by_rank = trainer.all_gather_bytes(json.dumps(pairs.delays).encode())
+    pairs.delays = [delay for delays in by_rank for delay in json.loads(delays)]
     return pairs
 
 
@@ -81,14 +81,14 @@ def _is_enough(pairs: Pairs, plan: SegmentPlan) -> bool:
 
 
 def _run_pair(trainer: SegmentTrainer, pairs: Pairs, seconds: float) -> tuple[Segment, list[float]]:
-    """One joint segment and one of the reference; once more where other programs disturbed them."""
+    """One joint segment and one of the reference; measured once more if other programs disturbed them."""
     for attempt in (1, 2):
-        with measure_interference(os.getppid()) as span:  # the launcher's tree: the other ranks are not foreign
+        with measure_interference(os.getppid()) as span:  # the launcher: its ranks are not foreign
             trainer.barrier()
             segment = trainer.joint.run(seconds)
             trainer.barrier()
             solo = trainer.all_gather(trainer.reference.run(seconds).speed)
-        # Rank 0 decides for all: they must repeat the same pairs.
+        # Rank 0 decides for all ranks, which must repeat the same pairs.
         is_disturbed = trainer.all_gather(float(span.interference.is_disturbed))[0] > 0
         if not is_disturbed:
             break
@@ -112,5 +112,5 @@ def _add_pair(trainer: SegmentTrainer, pairs: Pairs, segment: Segment, solo: lis
     if segment.busy:
         best_s = sum(max(step) for step in segment.busy) / 1e3
         pairs.bounds.append(len(segment.busy) * trainer.slot_size / best_s / sum(solo))
-        each = range(trainer.world_size)
-        pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in each])
+        ranks = range(trainer.world_size)
+        pairs.busy_ms.append([statistics.mean(step[rank] for step in segment.busy) for rank in ranks])

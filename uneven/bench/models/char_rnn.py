@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from uneven.bench.models import steps
-from uneven.bench.models.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe, evaluate_next, predict_next
 
 VOCABULARY = 65  # tiny Shakespeare
 
@@ -32,8 +31,8 @@ RECIPE = Recipe(
     num_params=946_625,
     make_model=CharRnn,
     make_optimizer=lambda params: torch.optim.RMSprop(params, lr=2e-3),
-    train_step=steps.predict_next,
-    eval_step=steps.evaluate_next,
+    train_step=predict_next,
+    eval_step=evaluate_next,
     metric="loss",
     higher_is_better=False,
     published=Published(1.5, "Karpathy 2015, char-rnn on tiny Shakespeare, about 1.5"),

@@ -1,6 +1,7 @@
-"""A transformer for the benchmark of strategies: every kind of layer that a strategy cuts, at any size, no data needed.
+"""A transformer for the benchmark of strategies: all kinds of layers that a strategy shards, in four sizes.
 
-q, k and v are layers of their own, since PyTorch's tensor parallelism cuts a layer into one range per rank.
+q, k and v are separate layers, because PyTorch's tensor parallelism gives each rank one range of a layer. There is no
+dropout, so that all strategies compute the same.
 """
 
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head = size.head
         self.norm_attention = nn.LayerNorm(size.width)
         self.q = nn.Linear(size.width, size.width)
-        # A bias of the keys moves all scores of a query alike: it has no gradient but rounding, which Adam makes steps.
+        # Keys have no bias: softmax cancels it, so its gradient is rounding noise, which Adam scales up to full steps.
         self.k = nn.Linear(size.width, size.width, bias=False)
         self.v = nn.Linear(size.width, size.width)
         self.project = nn.Linear(size.width, size.width)
@@ -61,7 +62,7 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _by_head(self, columns: Tensor) -> Tensor:
-        """As many heads as this rank has columns for; there may be none."""
+        """Split this rank's columns into heads; a rank may have none."""
         heads: Tensor = columns.unflatten(-1, (columns.shape[-1] // self.head, self.head))
         return heads.transpose(1, 2)
 
@@ -84,7 +85,7 @@ class Gpt(nn.Module):
         return scores
 
     def tensor_plan(self) -> Plan:
-        """Attention by heads, feed-forward by columns, the vocabulary by words; norms and places are whole."""
+        """Attention by heads, feed-forward by columns, the vocabulary by words; norms and positions are replicated."""
         return {
             **{f"blocks.*.{name}": Columns(unit=self.size.head) for name in ("q", "k", "v")},
             "blocks.*.project": Rows(unit=self.size.head),

@@ -1,4 +1,4 @@
-"""A small transformer over characters of Shakespeare: attention, Adam, a warm-up and a cosine."""
+"""A small transformer over characters of Shakespeare: attention, Adam, a learning rate with warm-up and cosine."""
 
 import math
 
@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from uneven.bench.models import steps
-from uneven.bench.models.recipe import Recipe
+from uneven.bench.models.recipe import Recipe, evaluate_next, predict_next
 
 VOCABULARY = 65  # tiny Shakespeare
 WIDTH = 128
@@ -21,7 +20,7 @@ WARMUP_SHARE = 0.2
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +56,8 @@ class GptNano(nn.Module):
         self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token(tokens) + self.position(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token(tokens) + self.position(positions))
         scores: Tensor = self.head(self.norm(self.blocks(x)))
         return scores
 
@@ -86,8 +85,8 @@ RECIPE = Recipe(
     make_model=GptNano,
     make_optimizer=lambda params: torch.optim.Adam(params, lr=PEAK_LR),
     make_scheduler=make_scheduler,
-    train_step=steps.predict_next,
-    eval_step=steps.evaluate_next,
+    train_step=predict_next,
+    eval_step=evaluate_next,
     metric="loss",
     higher_is_better=False,
 )

@@ -1,10 +1,9 @@
-"""LeNet-5 with BatchNorm on MNIST: convolution, pooling, and buffers that must be averaged right."""
+"""LeNet-5 with BatchNorm on MNIST: convolution, pooling, and BatchNorm buffers that averaging must treat correctly."""
 
 import torch
 from torch import nn
 
-from uneven.bench.models import steps
-from uneven.bench.models.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe, classify, evaluate_classifier
 
 
 def make_model() -> nn.Module:
@@ -35,8 +34,8 @@ RECIPE = Recipe(
     num_params=44_470,
     make_model=make_model,
     make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-    train_step=steps.classify,
-    eval_step=steps.evaluate_classifier,
+    train_step=classify,
+    eval_step=evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
     published=Published(0.99, "LeCun et al. 1998, LeNet-5, 0.990 to 0.992"),

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from uneven.bench.models import steps
-from uneven.bench.models.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe, classify, evaluate_classifier
 
 
 def make_model() -> nn.Module:
@@ -20,8 +19,8 @@ RECIPE = Recipe(
     num_params=7_850,
     make_model=make_model,
     make_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3),
-    train_step=steps.classify,
-    eval_step=steps.evaluate_classifier,
+    train_step=classify,
+    eval_step=evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
     published=Published(0.92, "LeCun et al. 1998, linear classifier, about 0.92"),

@@ -1,10 +1,11 @@
-"""A recipe: everything that makes one benchmark model a fixed, comparable task."""
+"""A recipe makes a benchmark model a fixed, comparable task; below it, the train and eval steps that recipes share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from uneven.config import EvalStep, TrainStep
@@ -12,7 +13,7 @@ from uneven.config import EvalStep, TrainStep
 
 @dataclass(frozen=True)
 class Published:
-    """A figure from outside this project, to hold ours against."""
+    """A published quality, to compare ours with."""
 
     value: float
     source: str
@@ -33,7 +34,30 @@ class Recipe:
     make_scheduler: Callable[[Optimizer, int], Any] | None = None
     train_step: TrainStep
     eval_step: EvalStep
-    metric: str  # of eval_step's sums, the one that stands for quality
+    metric: str  # the entry of eval_step's sums that measures quality
     higher_is_better: bool
     published: Published | None = None
     variants: Mapping[str, Callable[[], nn.Module]] | None = None  # other models under the same recipe
+
+
+def classify(model: nn.Module, batch: Any) -> Any:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def evaluate_classifier(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+    images, labels = batch
+    scores = model(images)
+    right = (scores.argmax(1) == labels).sum()
+    return {"accuracy": right, "loss": F.cross_entropy(scores, labels, reduction="sum")}, len(labels)
+
+
+def predict_next(model: nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def evaluate_next(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+    inputs, targets = batch
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+    return {"loss": loss}, targets.numel()

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from uneven.bench.models import steps
-from uneven.bench.models.recipe import Published, Recipe
+from uneven.bench.models.recipe import Published, Recipe, classify, evaluate_classifier
 
 
 def conv(channels_in: int, channels: int, size: int, stride: int) -> nn.Conv2d:
@@ -93,8 +92,8 @@ RECIPE = Recipe(
     make_model=ResNet20,
     make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-4),
     make_scheduler=make_scheduler,
-    train_step=steps.classify,
-    eval_step=steps.evaluate_classifier,
+    train_step=classify,
+    eval_step=evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
     published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)"),

@@ -1,4 +1,7 @@
-"""ResNet-20 written as a flow: the same names, the same start, the same arithmetic as resnet20.py, bit by bit."""
+"""ResNet-20 built with FlowBuilder: same names, initial params and arithmetic as resnet20.py, bit by bit.
+
+tests/bench/models/test_resnet_graph.py compares the two.
+"""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""The data sets as tensors: arrays by name -> (train, test) TensorData, with the recipes' preparation.
+"""Loads the benchmark's data sets as TensorData, with the preparation that the recipes need.
 
-MNIST pixels are divided by 255; CIFAR-10 is normalised by channel and, in training, cropped and flipped per
-image; text is cut into windows of 128 characters whose targets are shifted by one.
+MNIST pixels are divided by 255. CIFAR-10 is normalised per channel and, in training, cropped and flipped per image.
+Text is split into windows of 128 characters whose targets are shifted by one.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class TensorSet:
 
     train: TensorData
     test: TensorData
-    kind: str  # "28x28", "32x32" or "text": what a model must be made for
+    kind: str  # "28x28", "32x32" or "text"; a recipe's model takes one of them
     vocabulary: int | None = None
 
 
 def load_set(name: str) -> TensorSet:
-    """A MachineError names the command when the set is not here."""
+    """MachineError with the command to download it if the data set is missing."""
     arrays = datasets.load(name)
     if isinstance(arrays, TextArrays):
         train, test = _windows(arrays.train_tokens), _windows(arrays.validation_tokens)
@@ -66,7 +66,7 @@ def _cifar(rows: tuple[Tensor, ...], keys: Tensor | None) -> tuple[Tensor, Tenso
 
 @lru_cache
 def _cifar_constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    # Cached because a captured step cannot copy from the host: the warm-up has put them on the device.
+    # Cached, because a captured step cannot copy from the host: the warm-up copies them to the device.
     return tuple(torch.tensor(v, device=device).view(3, 1, 1) for v in (CIFAR_MEAN, CIFAR_STD))  # type: ignore[return-value]
 
 

@@ -1,9 +1,9 @@
-"""The report of a folder of runs: per model and mode quality over seeds, speed, efficiency, and where the time went.
+"""The report of a folder of runs: per model and mode, quality over seeds, speed, efficiency, and how time was spent.
 
-Arithmetic on finished runs, as plain data; sections.py turns it into text and page.py into a page. Called by
-cli/sweep.py. A figure that was not measured is None. Runs over NCCL on one GPU take turns, so they count for quality
-only. Quality is a mean over seeds, speed a median over the undisturbed ones. Where all seeds were disturbed the speed
-is marked and no mode is called the best ([Note: disturbed figures] in undisturbed.py).
+Called by cli/sweep.py. Computes plain data from finished runs; sections.py turns it into text, page.py into a page. A
+figure that was not measured is None. Quality is the mean over seeds, speed the median over undisturbed seeds; if all
+seeds were disturbed, the speed is marked and no mode is called the best ([Note: disturbed figures] in undisturbed.py).
+Runs over NCCL with both ranks on one GPU take turns on it, so they count for quality only.
 """
 
 import json
@@ -27,8 +27,8 @@ from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
 from uneven.timeline.timeline import rank_rounds
 
 VERSION = 1
-MARGIN = {"accuracy": 0.004, "loss": 0.05}  # how much worse than solo a mode may be and still be as good
-NEAR = 0.99  # a target that solo surely passes: this share of its accuracy, or a loss that much larger
+MARGIN = {"accuracy": 0.004, "loss": 0.05}  # a mode that is worse than solo by less counts as equally good
+NEAR = 0.99  # the target is this fraction of solo's accuracy (or its loss divided by it), which solo itself reaches
 OUTSIDE = "outside training"
 RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
 
@@ -40,33 +40,33 @@ class ModeReport:
     mode: str
     seeds: int
     batch: str  # samples a step, as in "64", "2 x 64" or "64 in all"
-    is_for_speed: bool  # a simulated device alone: its quality is that of another run
-    has_speed: bool  # ranks that take turns on one GPU show no speed
-    is_disturbed: bool  # every run was: its speed is marked
+    is_for_speed: bool  # a simulated device alone, run for its speed; its quality would repeat another run's
+    has_speed: bool  # False for ranks that take turns on one GPU
+    is_disturbed: bool  # every run was, so the speed is marked
     is_efficiency_disturbed: bool
     quality: float | None
     quality_half: float | None  # 95 % interval; None with one seed
     vs_published: float | None
-    train_s: float | None  # median over undisturbed seeds, as all that is about speed
+    train_s: float | None  # this and all other figures of speed: median over undisturbed seeds
     samples_per_s: float | None
     speedup: float | None  # over the fastest device alone
     efficiency: float | None
-    efficiency_half: float | None  # None: an estimate from runs one after the other
+    efficiency_half: float | None  # None: efficiency is an estimate from separate runs
     efficiency_pairs: int | None
     efficiency_batch: int | None  # samples per device and step that the pairs were measured with
     rounds: int | None
     transfer_ms: float | None  # mean of a round
     wait_ms: float | None
-    utilisation: dict[str, float] = field(default_factory=dict)  # device -> time-weighted mean of its computing
+    utilisation: dict[str, float] = field(default_factory=dict)  # device -> share of the time in which it computes
     idle_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds, all devices, mean over seeds
-    sample_shares: list[float] = field(default_factory=list)  # by device, mean over seeds
+    sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds
     anchor: float | None = None  # of the last window, mean over seeds
     peak_memory_bytes: int | None = None
-    target_s: float | None = None  # training until the target, of the seeds that reached it
+    target_s: float | None = None  # seconds of training to the target, median of the seeds that reached it
     target_seeds: int = 0
-    target_is_bound: bool = False  # the first evaluation of a run met it: it may have been met long before
-    passed: float | None = None  # the best quality on the way, mean over seeds, where the end is worse by the margin
-    loss_gap: float | None = None  # of the training loss to solo's after equal samples
+    target_is_bound: bool = False  # a run's first evaluation reached it already, so target_s is an upper bound
+    passed: float | None = None  # the best quality during training, mean over seeds, if the end is worse by the margin
+    loss_gap: float | None = None  # training loss minus solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
     folders: list[str] = field(default_factory=list)
 
@@ -79,14 +79,14 @@ class ModelReport:
     higher_is_better: bool
     published: float | None
     source: str | None
-    recipe_epochs: int  # in which the published figure is reached
+    recipe_epochs: int  # for which the published figure holds
     settings: dict[str, Any]  # data, epochs and devices of its runs
     gap: float | None
-    sync_bound: float | None  # what equal batches could reach at most, of the sum of the solos
+    sync_bound: float | None  # the highest efficiency that equal batches allow
     target: float | None
     rows: list[ModeReport]
     best: str | None
-    is_solo_disturbed: bool = False  # the speed of a device alone: gap and bound do not follow then
+    is_solo_disturbed: bool = False  # the speed of some device alone; gap and bound are then None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Report:
     models: list[ModelReport]
     failed: list[dict[str, str]]  # folder, reason
     skipped: dict[str, str]  # mode -> why the hardware did not allow it
-    commands: list[str]  # that made the runs, as far as sweeps wrote them down
+    commands: list[str]  # the sweeps that made the runs
     rule: str = RULE
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Report:
 
 
 def build_report(root: Path) -> Report:
-    """The report of a folder; InputError where it holds no finished run."""
+    """The report of a folder; InputError if it holds no finished run."""
     records, broken = read_runs(root)
     if not records:
         reasons = "".join(f"\n  {run.folder}: {run.reason}" for run in broken)
@@ -123,15 +123,15 @@ def build_report(root: Path) -> Report:
 
 
 def _read_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
-    """The modes that sweeps into this folder left out, and their commands."""
-    found = read_json(root / SWEEP)
-    if not isinstance(found, dict):
+    """The modes that sweeps into this folder skipped, and the commands that make the report again."""
+    sweeps = read_json(root / SWEEP)
+    if not isinstance(sweeps, dict):
         return {}, []
-    return dict(found.get("skipped", {})), [*found.get("commands", []), f"uneven bench report {root}"]
+    return dict(sweeps.get("skipped", {})), [*sweeps.get("commands", []), f"uneven bench report {root}"]
 
 
 def write_report(path: Path, text: str) -> None:
-    """MachineError where the file cannot be written."""
+    """MachineError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
@@ -140,8 +140,8 @@ def write_report(path: Path, text: str) -> None:
 
 
 def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    found = {json.dumps(record.summary.get("machine", {}), sort_keys=True) for record in records}
-    return [json.loads(machine) for machine in sorted(found)]
+    machines = {json.dumps(record.summary.get("machine", {}), sort_keys=True) for record in records}
+    return [json.loads(machine) for machine in sorted(machines)]
 
 
 def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
@@ -179,7 +179,7 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
 
 
 def _order(entry: tuple[str, Any]) -> tuple[int, str]:
-    """Each device alone, then PyTorch's DDP, then ours in the order of the modes."""
+    """Sort key: each device alone, then PyTorch's DDP, then our modes in their order."""
     mode = entry[0]
     if mode.startswith("solo-"):
         return 0, mode
@@ -188,17 +188,17 @@ def _order(entry: tuple[str, Any]) -> tuple[int, str]:
 
 
 def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
-    """Samples/s of every device alone, in order; empty unless there are at least two and none is missing."""
+    """Samples/s of every device alone, in order; empty if there are fewer than two or one is missing."""
     speeds: list[float] = []
     while f"solo-{len(speeds)}" in by_mode:
         runs = by_mode[f"solo-{len(speeds)}"]
         speeds.append(statistics.median(run.summary["samples_per_s"] for run in _for_speed(runs)))
-    together = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
-    return speeds if len(speeds) >= max(2, together) else []
+    num_devices = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
+    return speeds if len(speeds) >= max(2, num_devices) else []
 
 
 def _for_speed(runs: list[RunRecord]) -> list[RunRecord]:
-    """The undisturbed runs, or all where there are none."""
+    """The undisturbed runs; all of them if every run was disturbed."""
     return [run for run in runs if not run.is_disturbed] or runs
 
 
@@ -257,33 +257,33 @@ def _row(
 def _batch(summary: dict[str, Any]) -> str:
     if summary.get("global_batch_size"):
         return f"{summary['global_batch_size']} in all"
-    many = len(summary["devices"])
-    each = str(summary.get("batch_size", ""))
-    return f"{many} x {each}" if many > 1 and each else each
+    num_devices = len(summary["devices"])
+    per_device = str(summary.get("batch_size", ""))
+    return f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device
 
 
 def _sample_shares(runs: list[RunRecord]) -> list[float]:
-    found = [run.summary.get("sample_shares") or [] for run in runs]
-    return [statistics.mean(column) for column in zip(*found, strict=False)] if len(found[0]) > 1 else []
+    shares = [run.summary.get("sample_shares") or [] for run in runs]
+    return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
 def _times(runs: list[RunRecord]) -> dict[str, Any]:
-    """From the timelines: rounds and their cost, computing by device, idle time by cause."""
+    """Computed from the timelines: rounds and their cost, utilisation per device, idle time by cause."""
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
         return {"rounds": None, "transfer_ms": None, "wait_ms": None}
     rounds = [[round_ for round_ in rank_rounds(timeline.events) if round_.rank == 0] for timeline in timelines]
     every = [round_ for of_run in rounds for round_ in of_run]
     anchors = [
-        found[-1]
+        values[-1]
         for timeline in timelines
-        if (found := [event.fields["anchor"] for event in timeline.events if "anchor" in event.fields])
+        if (values := [event.fields["anchor"] for event in timeline.events if "anchor" in event.fields])
     ]
-    computing: dict[str, list[float]] = {}
+    utilisation: dict[str, list[float]] = {}
     idle: dict[str, float] = {}
     for timeline in timelines:
         for lane in timeline.lanes:
-            computing.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
+            utilisation.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
         for causes in idle_by_cause(timeline).values():
             for cause, seconds in causes.items():
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
@@ -293,19 +293,19 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
         "transfer_ms": _mean([round_.cost_ms for round_ in every]),
         "wait_ms": _mean([round_.wait_ms for round_ in every]),
         "anchor": _mean(anchors),
-        "utilisation": {device: statistics.mean(found) for device, found in computing.items()},
+        "utilisation": {device: statistics.mean(values) for device, values in utilisation.items()},
         "idle_s": idle,
     }
 
 
 def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
-    """The paired measurement of this model and mode, where there is one that can be read."""
-    found = read_json(root / model / mode / "efficiency.json")
-    return found if isinstance(found, dict) and {"efficiency", "half_width", "pairs"} <= set(found) else None
+    """The paired measurement of this model and mode; None if there is none that can be read."""
+    paired = read_json(root / model / mode / "efficiency.json")
+    return paired if isinstance(paired, dict) and {"efficiency", "half_width", "pairs"} <= set(paired) else None
 
 
 def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
-    """The quality that every mode is timed to: a little less than solo's, which solo passes before its end."""
+    """The quality for time-to-target: slightly worse than solo's final quality, so that solo reaches it too."""
     if not solo:
         return None
     mean = statistics.mean(run.quality for run in solo)
@@ -324,7 +324,7 @@ def _reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: 
 
 
 def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
-    """The best evaluation of each run, on average, where training went on past it until the end was clearly worse."""
+    """The mean over runs of their best evaluation, if the final quality is worse than it by more than the margin."""
     choose, sign = (max, 1.0) if recipe.higher_is_better else (min, -1.0)
     seen = [[entry[recipe.metric] for entry in run.metrics if recipe.metric in entry] for run in runs]
     if recipe.metric not in MARGIN or not all(seen):
@@ -335,7 +335,7 @@ def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
 
 
 def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:
-    """Training loss of the last epoch against solo's, where both trained as many samples."""
+    """Training loss of the last epoch minus solo's; None unless both trained the same number of samples."""
     ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
     if not all(ends) or {end["samples"] for end in ends[0]} != {end["samples"] for end in ends[1]}:
         return None

@@ -1,6 +1,7 @@
-"""`uneven bench compare` and `check`: is B better than A, paired over the seeds both have, and a gate for CI.
+"""`uneven bench compare` (is B better than A, paired over common seeds) and `uneven bench check` (a gate for CI).
 
-Speeds of disturbed runs are not compared, see [Note: disturbed figures] in undisturbed.py; their quality is.
+Called by cli/sweep.py. Speeds of disturbed runs are not compared, see [Note: disturbed figures] in undisturbed.py;
+their quality is.
 """
 
 import json
@@ -19,7 +20,7 @@ from uneven.errors import InputError
 from uneven.files import write_atomically
 
 VERSION = 1
-SLACK = 0.03  # of efficiency, that chance may take
+SLACK = 0.03  # efficiency may fall by this much by chance
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,23 @@ class Difference:
 
     model: str
     mode: str
-    pairs: int  # seeds that both have
+    pairs: int  # common seeds
     quality: float
     quality_half: float
     speed: float  # samples/s of B over those of A
     speed_half: float
     verdict: str
-    is_disturbed: bool = False  # some run was: nothing is said about speed
+    is_disturbed: bool = False  # some run was, so there is no verdict about speed
 
     def to_json(self) -> dict[str, Any]:
         return {key: None if value == math.inf else value for key, value in asdict(self).items()}
 
 
 def compare(first: Path, second: Path) -> list[Difference]:
-    """Every model and mode that both folders have; InputError where there is none."""
+    """One Difference for every model and mode that both folders have; InputError if there is none."""
     before, after = (_by_key(read_runs(folder)[0]) for folder in (first, second))
     if first.name.startswith("seed-") and second.name.startswith("seed-"):
-        # Two single runs are compared whatever their modes and seeds are, as long as the model is one.
+        # Two single runs of one model are compared even if their modes and seeds differ.
         (old,), (new,) = before.values(), after.values()
         if old.model != new.model:
             raise InputError(f"{first} is a run of {old.model}, {second} one of {new.model}: compare runs of one model")
@@ -81,7 +82,7 @@ def _verdict(difference: float, half: float, what: str) -> str:
 
 
 def make_baseline(root: Path) -> dict[str, Any]:
-    """What `check` compares later runs with, per model and mode."""
+    """Quality and efficiency per model and mode, for `check` to compare later runs with."""
     records, _ = read_runs(root)
     if not records:
         raise InputError(f"no finished run in {root}")
@@ -100,19 +101,19 @@ def write_baseline(root: Path, path: Path) -> None:
 
 
 def check(root: Path, baseline: Path) -> list[str]:
-    """What is worse than the baseline, a sentence each; empty where nothing is.
+    """One sentence for each figure that is worse than the baseline.
 
-    Quality fails when it is not shown to be within the margin of the baseline (one-sided: better never fails);
-    efficiency, where both measured it by pairs, when it fell by more than the slack and both intervals.
+    Quality fails if it is worse by more than the margin and both intervals (better never fails). Efficiency, if both
+    measured it by pairs, fails if it fell by more than the slack and both intervals.
     """
-    held = read_json(baseline)
-    if not isinstance(held, dict) or held.get("version") != VERSION or "rows" not in held:
+    saved = read_json(baseline)
+    if not isinstance(saved, dict) or saved.get("version") != VERSION or "rows" not in saved:
         raise InputError(
             f"{baseline} is no baseline of version {VERSION}: make one by 'uneven bench check RUNS --save {baseline}'"
         )
     now = make_baseline(root)["rows"]
     faults = []
-    for name, row in held["rows"].items():
+    for name, row in saved["rows"].items():
         if name not in now:
             faults.append(f"{name}: has no finished run")
             continue
@@ -120,29 +121,30 @@ def check(root: Path, baseline: Path) -> list[str]:
     return faults
 
 
-def _faults(name: str, held: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _faults(name: str, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     recipe = models.get(name.split()[0])
     sign = 1.0 if recipe.higher_is_better else -1.0
     margin = MARGIN.get(recipe.metric, 0.0)
-    before, before_half = interval(held["quality"])
+    before, before_half = interval(saved["quality"])
     after, after_half = interval(now["quality"])
     chance = math.hypot(*(0.0 if half == math.inf else half for half in (before_half, after_half)))
-    found = []
+    faults = []
     if sign * (after - before) < -(margin + chance):
-        found.append(
+        faults.append(
             f"{name}: {recipe.metric} {after:.4f}, the baseline has {before:.4f} "
             f"(allowed: {margin:g} worse, and {chance:.4f} for chance)"
         )
-    old, new = held["efficiency"], now["efficiency"]
+    old, new = saved["efficiency"], now["efficiency"]
     if old is not None and new is None:
-        found.append(f"{name}: efficiency was not measured, or disturbed; the baseline has {old[0]:.3f}")
+        faults.append(f"{name}: efficiency was not measured, or disturbed; the baseline has {old[0]:.3f}")
     elif old is not None and new[0] < old[0] - SLACK - math.hypot(old[1], new[1]):
-        found.append(f"{name}: efficiency {new[0]:.3f} +- {new[1]:.3f}, the baseline has {old[0]:.3f} +- {old[1]:.3f}")
-    return found
+        faults.append(f"{name}: efficiency {new[0]:.3f} +- {new[1]:.3f}, the baseline has {old[0]:.3f} +- {old[1]:.3f}")
+    return faults
 
 
 def _efficiency(root: Path, model: str, mode: str) -> list[float] | None:
-    found = read_json(root / model / mode / "efficiency.json")
-    if not isinstance(found, dict) or not {"efficiency", "half_width"} <= set(found) or is_disturbed(found):
+    """Figure and half-width by pairs; None if they were not measured, or disturbed."""
+    paired = read_json(root / model / mode / "efficiency.json")
+    if not isinstance(paired, dict) or not {"efficiency", "half_width"} <= set(paired) or is_disturbed(paired):
         return None
-    return [float(found["efficiency"]), float(found["half_width"])]
+    return [float(paired["efficiency"]), float(paired["half_width"])]

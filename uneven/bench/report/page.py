@@ -1,4 +1,7 @@
-"""A report as one self-contained page: its tables, curves of every model, links to every run's timeline."""
+"""A report as one self-contained HTML page: its tables, curves of every model, and links to the runs' timelines.
+
+Called by cli/sweep.py; needs bokeh (the extra `pages`). The text is the same as in Markdown, by sections.py.
+"""
 
 import os
 import statistics
@@ -43,7 +46,7 @@ td { font-variant-numeric: tabular-nums } a { color: #2b7bd0 }
 
 
 def render_page(report: Report, home: Path) -> str:
-    """The page's text; links are relative to the folder `home` that it will lie in."""
+    """The HTML of the page; links are relative to `home`, the folder that it will be written to."""
     if find_spec("bokeh") is None:
         raise MachineError("a report as a page needs bokeh: pip install 'uneven[pages]'; --out report.md does without")
     from bokeh.embed import components
@@ -90,7 +93,7 @@ def _table(table: Table) -> str:
 
 
 def _links(model: ModelReport, home: Path) -> str:
-    """Every run's timeline that is there."""
+    """Links to the timeline pages that exist, by mode."""
     modes = []
     for row in model.rows:
         pages = [Path(folder) / "timeline.html" for folder in row.folders]
@@ -107,13 +110,13 @@ def _links(model: ModelReport, home: Path) -> str:
 def _charts(model: ModelReport) -> Iterator[tuple[str, Any]]:
     """Training loss and quality of every mode, mean over seeds, over samples and over time."""
     rows = [row for row in model.rows if row.trajectories and row.trajectories[0]]
-    looks = {row.mode: _style(place) for place, row in enumerate(rows)}  # the same in every chart
+    styles = {row.mode: _style(place) for place, row in enumerate(rows)}  # the same in every chart
     for key, title in (("train_loss", "training loss"), (model.metric, f"{model.metric} on the test set")):
         for along, label in (("samples", "samples"), ("train_seconds", "seconds of training")):
             lines = [(row, _curve(row, along, key)) for row in rows if row.has_speed or along == "samples"]
             lines = [(row, points) for row, points in lines if points]
             if any(len(points) > 1 for _, points in lines):
-                yield f"{key}_{along}", _chart(f"{title} over {label}", label, lines, looks)
+                yield f"{key}_{along}", _chart(f"{title} over {label}", label, lines, styles)
 
 
 def _style(place: int) -> dict[str, str]:
@@ -121,7 +124,7 @@ def _style(place: int) -> dict[str, str]:
 
 
 def _curve(row: ModeReport, along: str, key: str) -> Curve:
-    """Means over the seeds (of time the median), epoch by epoch, where all of them have the value."""
+    """One point per epoch that all seeds have evaluated: median of `along` and mean of `key` over the seeds."""
     return [
         (statistics.median(entry[along] for entry in entries), statistics.mean(entry[key] for entry in entries))
         for entries in zip(*row.trajectories, strict=False)
@@ -133,7 +136,7 @@ def _chart(
     title: str,
     label: str,
     lines: Sequence[tuple[ModeReport, list[tuple[float, float]]]],
-    looks: dict[str, dict[str, str]],
+    styles: dict[str, dict[str, str]],
 ) -> "figure":
     from bokeh.models import HoverTool, NumeralTickFormatter
     from bokeh.plotting import figure
@@ -148,14 +151,14 @@ def _chart(
     )
     for row, points in lines:
         across, up = zip(*points, strict=True)
-        look = looks[row.mode]
-        line = chart.line(list(across), list(up), legend_label=row.mode, name=row.mode, line_width=2, **look)
+        style = styles[row.mode]
+        line = chart.line(list(across), list(up), legend_label=row.mode, name=row.mode, line_width=2, **style)
         if len(points) == 1:  # evaluated at the end only
-            chart.scatter(list(across), list(up), legend_label=row.mode, size=8, color=look["color"])
+            chart.scatter(list(across), list(up), legend_label=row.mode, size=8, color=style["color"])
         tips = [("mode", row.mode), (label, "$x{0,0}"), ("value", "$y{0.0000}")]
         chart.add_tools(HoverTool(renderers=[line], tooltips=tips, visible=False))
     chart.xaxis.formatter = NumeralTickFormatter(format="0.[0]a")  # 1.5m samples
-    chart.add_layout(chart.legend[0], "right")  # beside the curves: their ends are what is looked for
+    chart.add_layout(chart.legend[0], "right")  # outside the plot, so that it does not hide the ends of the curves
     chart.legend.click_policy = "hide"
     chart.legend.label_text_font_size = "11px"
     chart.toolbar.logo = None

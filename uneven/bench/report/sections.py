@@ -1,6 +1,6 @@
-"""A report as sections of text and tables, and those as Markdown: for README pages, issues and terminals.
+"""A report as sections of text and tables, and as Markdown; page.py makes an HTML page of the same sections.
 
-page.py makes an HTML page of the same sections. Invariant: a disturbed speed carries a mark wherever it is printed.
+Called by cli/sweep.py. Invariant: a disturbed speed carries a mark wherever it is printed.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from uneven.bench.report.build import MARGIN, ModelReport, ModeReport, Report
 from uneven.bench.undisturbed import FOOTNOTE, MARK, mark
 
-IMPOSSIBLE = 1.05  # more than devices can do together, and than runs differ by chance
+IMPOSSIBLE = 1.05  # an estimated efficiency above this cannot be real: runs differ by less than 5 % by chance
 NOTES = (
     "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
     "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
@@ -23,7 +23,7 @@ DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sw
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; columns that are empty in every row are left out."""
+    """Cells as text; `of` leaves out columns that are empty in every row."""
 
     head: list[str]
     rows: list[list[str]]
@@ -39,7 +39,7 @@ class Table:
 class Section:
     title: str
     blocks: list[str | Table] = field(default_factory=list)
-    model: ModelReport | None = None  # the one it is about
+    model: ModelReport | None = None  # set for the section of a model
 
 
 def render_markdown(report: Report) -> str:
@@ -58,12 +58,12 @@ def _block(block: str | Table) -> str:
 
 
 def _escape(text: str) -> str:
-    """The mark of disturbed figures would begin emphasis in Markdown."""
+    """Escape the mark of disturbed figures, which would start emphasis in Markdown."""
     return text.replace(MARK, f"\\{MARK}")
 
 
 def sections_of(report: Report) -> list[Section]:
-    """The report from top to end; the first section has the hardware and what the figures mean."""
+    """All sections in order; the first one has the hardware and explains the figures."""
     return [
         Section("Benchmark report", [*_hardware(report), *NOTES]),
         *map(_model, report.models),
@@ -170,7 +170,7 @@ def _time_row(row: ModeReport) -> list[str]:
 
 
 def _idle(model: ModelReport) -> list[str | Table]:
-    """Seconds without work by cause, of all devices together; nothing where no run left its timeline."""
+    """Idle seconds by cause, of all devices together; empty if no run has a timeline."""
     causes = sorted({cause for row in model.rows for cause in row.idle_s})
     if not causes:
         return []

@@ -1,10 +1,10 @@
-"""`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, the law of it, and what compiling costs.
+"""`uneven bench scaling`: throughput of 1, 2, ... ranks on this machine, a fitted law, and the cost of compiling.
 
-Every rank has the same number of cores (or one GPU) whatever the number of ranks, so that the ranks are what changes.
-The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect, 1 is no gain at all. A number of ranks is predicted
-from the other numbers, for a law fitted to a point is always right about it. Runs take turns over the numbers of ranks,
-so that a machine that drifts does not favour one of them. Disturbed runs count only where there are no others; then
-their point is marked and no law is fitted, see [Note: disturbed figures] in undisturbed.py.
+Called by cli/sweep.py. Every rank has the same number of cores (or one GPU) for any number of ranks, so only the number
+of ranks changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfect scaling, 1 is no gain. The prediction
+for N ranks is fitted to the other points, because a law with one parameter always matches the point it is fitted to.
+The numbers of ranks take turns within each repeat, so that drift of the machine favours none. Disturbed runs count only
+if there are no others; the point is then marked and not fitted, see [Note: disturbed figures] in undisturbed.py.
 """
 
 import json
@@ -34,30 +34,30 @@ class ScalingOrder:
     samples: int = 4096
     batch_size: int | None = None
     repeats: int = 3
-    compiles: tuple[str, ...] = ()  # of which the cold start is measured, on one rank
+    compiles: tuple[str, ...] = ()  # values of `compile` whose cold start is measured, on one rank
 
 
 @dataclass(frozen=True)
 class Point:
-    """A number of ranks: measured over the repeats, and predicted by the law of the other numbers of ranks."""
+    """The throughput of one number of ranks: measured over the repeats, and predicted from the other points."""
 
     ranks: int
-    per_s: float  # of the unit
+    per_s: float  # samples or tokens, see Scaling.unit
     half_width: float
     speedup: float
-    predicted: float | None  # None where there are no others
-    is_disturbed: bool = False  # all of its runs were
+    predicted: float | None  # None without other points
+    is_disturbed: bool = False  # all of its runs, or those of one rank
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """One way to compile: the time before the first step, that step, and the mean of all steps."""
+    """One value of `compile`: the time before the first step, that step, and the mean of all steps."""
 
     compile: str
-    before_s: float  # set-up and compilation, off the training clock
+    before_s: float  # set-up and compilation, which do not count as training time
     first_ms: float  # the first step
     step_ms: float  # a step on average
-    break_even_steps: float | None  # until the time is won back against "off"; None where one of both was disturbed
+    break_even_steps: float | None  # until compiling has paid off against "off"; None if either was disturbed
     is_disturbed: bool = False
 
 
@@ -73,7 +73,7 @@ class Scaling:
 
 
 def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:
-    """The alpha whose N / Speedup = 1 + alpha (N - 1) has the least squares; None without a number above 1."""
+    """The least-squares alpha of N / Speedup = 1 + alpha (N - 1); None without a point of more than one rank."""
     squares = sum((ranks - 1) ** 2 for ranks, _ in speedups)
     if not squares:
         return None
@@ -84,8 +84,8 @@ def predict(ranks: float, alpha: float) -> float:
     return ranks / (1.0 + alpha * (ranks - 1))
 
 
-def measure_scaling(order: ScalingOrder, tell: Callable[[str], None]) -> Scaling:
-    """Run it all; RankError with the run's message where one fails."""
+def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scaling:
+    """Make all runs; `report` gets lines of progress. RankError with the run's message if one fails."""
     recipe = models.get(order.model)
     _check(order)
     tokens = WINDOW if recipe.data == "shakespeare" else 1
@@ -93,11 +93,11 @@ def measure_scaling(order: ScalingOrder, tell: Callable[[str], None]) -> Scaling
     with tempfile.TemporaryDirectory(prefix="uneven-scaling-") as home:
         for repeat in range(order.repeats):
             for ranks in order.ranks:
-                tell(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
+                report(f"{ranks} rank{'s' * (ranks > 1)}, run {repeat + 1} of {order.repeats}")
                 runs[ranks].append(_run(order, ranks, "off", Path(home) / f"{ranks}-{repeat}"))
         cold = []
         for compile in order.compiles:
-            tell(f"cold start, compile {compile}")
+            report(f"cold start, compile {compile}")
             cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
         starts = _cold_starts(cold)
     return Scaling("samples" if tokens == 1 else "tokens", *_fitted(runs, tokens), starts)
@@ -111,13 +111,13 @@ def _check(order: ScalingOrder) -> None:
     cores = len(available_cores())
     if order.device == "cpu" and max(order.ranks) > cores:
         raise MachineError(f"--ranks {max(order.ranks)} on {cores} cores: every rank needs a core of its own")
-    unknown = [way for way in order.compiles if way not in CHOICES["compile"]]
+    unknown = [compile for compile in order.compiles if compile not in CHOICES["compile"]]
     if unknown:
-        raise InputError(f"--compiles {unknown[0]!r} must be of {', '.join(CHOICES['compile'])}")
+        raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(CHOICES['compile'])}")
 
 
 def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None, list[Point]]:
-    """The law's alpha and the points; None without two undisturbed points."""
+    """The law's alpha, which needs two undisturbed points, and all points."""
     means, disturbed = {}, set()
     for ranks, records in runs.items():
         clean = [record for record in records if not record.is_disturbed]
@@ -137,7 +137,7 @@ def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None
 
 
 def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
-    """One run in a process of its own, on the cores that so many ranks have."""
+    """One run in a fresh process, on the cores of so many ranks."""
     mode = "solo-0" if ranks == 1 else f"cpu-{order.policy}"
     names = ["cpu"] * ranks if order.device == "cpu" else [f"cuda:{place}" for place in range(ranks)]
     given = {
@@ -152,8 +152,8 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
         "out": out,
     }
     cores = sorted(available_cores())
-    mine = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
-    ended = run_uneven(["bench", "run", *flags(given), "--json"], mine)
+    own = cores[: ranks * (len(cores) // max(order.ranks))] if order.device == "cpu" else cores
+    ended = run_uneven(["bench", "run", *flags(given), "--json"], own)
     if ended.code:
         raise RankError(f"{ranks} ranks, compile {compile}: {ended.message}")
     record = read_run(out / order.model / mode / f"seed-{json.loads(ended.stdout)['seed']}")
@@ -161,9 +161,9 @@ def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:
     return record
 
 
-def _cold_starts(found: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
+def _cold_starts(runs: Sequence[tuple[str, RunRecord]]) -> list[ColdStart]:
     rows: list[ColdStart] = []
-    for compile, record in found:
+    for compile, record in runs:
         timeline = record.timeline()
         assert timeline is not None, "the run has just written it"
         seconds = timeline.accounts[0].seconds

@@ -1,7 +1,7 @@
-"""Run folders: finished ones as records, all others by name with what is wrong.
+"""Reads run folders, ROOT/MODEL/MODE/seed-S: finished runs as RunRecords, all others as BrokenRuns with a reason.
 
-Below a root lie MODEL/MODE/seed-S. Invariant: nothing here raises because of a folder's content, so that a report can
-be made of whatever a night of runs has left.
+Used by the report, by comparisons and by sweeps. Invariant: the content of a folder never raises, so that a report can
+be made of an interrupted or damaged set of runs.
 """
 
 import json
@@ -17,12 +17,12 @@ from uneven.timeline.timeline import Timeline
 SUMMARY_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
-FAILURE = "failure.json"  # what a sweep leaves in place of a run that failed
+FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run."""
+    """A finished run: its folder, summary.json and metrics.jsonl."""
 
     folder: Path
     summary: dict[str, Any]
@@ -46,11 +46,11 @@ class RunRecord:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether its speed is marked; its quality is not touched by that."""
+        """Whether its speed is marked; its quality is valid all the same."""
         return is_disturbed(self.summary)
 
     def timeline(self) -> Timeline | None:
-        """None where it is missing or cannot be read; the run counts without it."""
+        """None if it is missing or cannot be read; the run counts all the same."""
         try:
             return Timeline.from_json(json.loads((self.folder / "timeline.json").read_text()))
         except (OSError, ValueError, KeyError, TypeError):
@@ -59,23 +59,23 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class BrokenRun:
-    """A folder that is no finished run."""
+    """A run folder without a finished run, and the reason."""
 
     folder: Path
     reason: str
 
 
 def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
-    """All runs below a folder, or the one that the folder is; InputError where there is no such folder."""
+    """All runs below a folder, or the folder's own if it is a run folder; InputError if it does not exist."""
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
-    places = [root] if _is_run(root) else sorted(path for path in root.glob("**/seed-*") if _is_run(path))
-    found = [read_run(place) for place in places]
-    return [run for run in found if isinstance(run, RunRecord)], [run for run in found if isinstance(run, BrokenRun)]
+    folders = [root] if _is_run(root) else sorted(path for path in root.glob("**/seed-*") if _is_run(path))
+    runs = [read_run(folder) for folder in folders]
+    return [run for run in runs if isinstance(run, RunRecord)], [run for run in runs if isinstance(run, BrokenRun)]
 
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
-    """What a run folder holds."""
+    """The run in a folder, finished or not."""
     failure = read_json(folder / FAILURE)
     summary = read_json(folder / "summary.json")
     if not (folder / "summary.json").is_file():
@@ -97,12 +97,12 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
 
 
 def _is_run(path: Path) -> bool:
-    # An older run that was moved aside is seed-0.1, and counts no more.
+    # An older run that was moved aside is named seed-0.1 and does not count.
     return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None
 
 
 def read_json(path: Path) -> Any:
-    """A file's content; None where it is missing or no JSON."""
+    """A file's content; None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

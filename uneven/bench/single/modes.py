@@ -1,13 +1,13 @@
-"""The modes of the benchmark: on which devices a run trains, by which policy, with whose gradient sum.
+"""The modes of the benchmark: a mode fixes the devices, the policy and the backend of a run.
 
-solo-N      the N-th device alone, on the cores it would have among the others
-sync        equal batches through `Ddp.setup` and a loop of its own (own_loop.py); one device is enough
-cpu-sync    equal batches on all devices, gradients summed over Gloo
-cpu-balanced  batches by speed, else the same
-cpu-cadence   each device steps by itself; params are averaged in rounds that wait
+solo-N        the N-th device alone, on the cores that it has among the others
+sync          equal batches through `Ddp.setup` and a user-written loop (own_loop.py); one device is enough
+cpu-sync      equal batches on all devices, gradients summed over Gloo
+cpu-balanced  the same with batches by speed
+cpu-cadence   each device steps by itself; params are averaged in rounds that it waits for
 cpu-async     the same with rounds in the background
-nccl-...    the same four on CUDA devices, summed over NCCL
-torch-ddp   PyTorch's own DistributedDataParallel in the same harness: the thing to beat
+nccl-...      the same four on CUDA devices over NCCL
+torch-ddp     PyTorch's DistributedDataParallel, for comparison
 """
 
 import os
@@ -28,7 +28,7 @@ PAIR = "cpu,cpu@0.4"  # a mismatched pair that every machine has
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode on given devices; `cores` is where a solo run is pinned that is compared with one rank of several."""
+    """A mode on given devices. `cores` pins a solo run to the cores that its device has in a joint run."""
 
     name: str
     devices: str
@@ -40,7 +40,7 @@ class Mode:
 
 
 def limit_threads(count: int) -> None:
-    """Before torch is imported: give a solo run the threads that its device has among several. 0 changes nothing.
+    """Give a solo run the threads that its device has in a joint run; 0 changes nothing. Call before torch is imported.
 
     The math libraries choose their kernels by the OpenMP threads at import. A rank process is started with its own
     number; a solo run that was started with all cores and limited to one later was 9 % slower (LeNet, Arm), which

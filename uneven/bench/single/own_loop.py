@@ -1,7 +1,7 @@
-"""A benchmark run as a user would write it: one `Ddp.setup` call and a training loop of the user's own.
+"""The benchmark's mode `sync`: a training script as a user would write it, with `Ddp.setup` and its own loop.
 
-Started once per device, as `uneven run` starts scripts: `python -m uneven.bench.single.own_loop ORDER`, with the order
-as JSON. Rank 0 measures the trained state and completes the run folder. See modes.OWN_LOOP.
+Started by run.py once per device, as `uneven run` starts scripts; its argument is the Order as JSON. Rank 0 evaluates
+the trained state and writes the run folder.
 """
 
 import json
@@ -19,7 +19,7 @@ from uneven.bench.single.run import Order, finish_run, make_config, make_task
 
 def train(order: Order) -> None:
     task, config = make_task(order), make_config(order, resolve_mode(order.mode, order.devices))
-    torch.manual_seed(config.seed)  # the start of every other mode
+    torch.manual_seed(config.seed)  # the same initial params as in every other mode
     settings: Any = config.to_json()
     ddp = Ddp.setup(
         task.make_model(),
@@ -28,7 +28,7 @@ def train(order: Order) -> None:
         scheduler=task.make_scheduler,
         **settings,
     )
-    model = cast("nn.Module", ddp)  # called as the model is, in the run's precision
+    model = cast("nn.Module", ddp)  # calling it runs the model in the run's precision
     for epoch in range(config.epochs):
         for batch in ddp.batches(epoch):
             ddp.step(task.train_step(model, batch))

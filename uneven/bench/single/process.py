@@ -1,4 +1,7 @@
-"""`uneven ...` in a fresh process: for figures that must not depend on what ran before."""
+"""Runs the `uneven` command in a fresh process, for measurements that must not depend on earlier ones.
+
+Used by sweeps, scaling and policies. The process ends with this one (launch/lifeline.py).
+"""
 
 import os
 import subprocess
@@ -9,7 +12,7 @@ from typing import Any
 
 from uneven.launch.lifeline import LIFELINE
 
-END_S = 10.0  # for a run to save and end after Ctrl-C
+END_S = 10.0  # given to a run to save and exit after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,14 @@ class Ended:
 
     @property
     def message(self) -> str:
-        """The reason of a failure: our own one-line message, or the last line of a traceback."""
+        """The reason of a failure: the one-line message of `uneven`, or the last line of a traceback."""
         lines = [line for line in self.stderr.strip().splitlines() if line.strip()]
         ours = [line for line in lines if line.startswith("uneven: ")]
         return (ours or lines or [f"ended with exit code {self.code} and no message"])[-1].removeprefix("uneven: ")
 
 
 def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> Ended:
-    """Run the command line, on these cores alone; KeyboardInterrupt also where the run was interrupted."""
+    """Run `uneven` with these arguments, pinned to `cores`; KeyboardInterrupt also if the run was interrupted."""
     lifeline, held = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "uneven", *arguments],
@@ -44,7 +47,7 @@ def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> 
     try:
         stdout, stderr = process.communicate()
     except KeyboardInterrupt:
-        # Ctrl-C reached the run as well: it saves and ends by itself, unless it hangs.
+        # Ctrl-C reached the run as well: it saves and exits by itself, unless it hangs.
         try:
             process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,7 @@
-"""One benchmark run: a model in a mode, into a folder of its own.
+"""`uneven bench run`: one benchmark run of a model in a mode, with a folder of its own.
 
-The folder holds config.json, metrics.jsonl (one line per epoch), summary.json, the trained state and the
-timeline. Quality is measured on the saved state, loaded into a fresh model, by the same function for every
-mode.
+The folder holds config.json, metrics.jsonl (one line per epoch), summary.json, the trained state and the timeline.
+Quality is measured on the saved state, loaded into a fresh model, by the same function for every mode.
 """
 
 import json
@@ -42,12 +41,12 @@ from uneven.timeline.page import write_page
 from uneven.train.segment import RankResult, Worker, evaluate_alone, train_with_torch_ddp
 
 EVAL_BATCH = 1000
-NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # of an order: they do not change what is trained
+NOT_ASKED = ("out", "progress", "repeat_limit_s", "time_limit_s")  # fields of Order that do not affect training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to run; None means the recipe's own."""
+    """The settings of a run; None means the recipe's value."""
 
     model: str
     mode: str = "solo-0"
@@ -57,17 +56,17 @@ class Order:
     batch_size: int | None = None
     global_batch_size: int | None = None  # of all devices together, in an exact mode
     epochs: int | None = None
-    samples: int | None = None  # train on the first so many samples of the set
-    eval_samples: int | None = None  # evaluate on the first so many of the test set
+    samples: int | None = None  # train on this many samples, from the start of the data set
+    eval_samples: int | None = None  # evaluate on this many samples, from the start of the test set
     seed: int = 0
     precision: str = "fp32"
     compile: str = "off"
-    lr_scale: float | str | None = None  # None: the policy's own rule
-    eval_every: int | None = None  # in epochs; None means every epoch, or the mode's own way
+    lr_scale: float | str | None = None  # None: the policy's rule
+    eval_every: int | None = None  # in epochs; None: every epoch, or in mode sync once, at the end
     out: Path = Path("runs")
     progress: str = "auto"
-    repeat_limit_s: float = 0.0  # a disturbed run that took no longer is made again once
-    time_limit_s: float | None = None  # a run that is not finished by then ends with StoppedError
+    repeat_limit_s: float = 0.0  # a disturbed run is repeated once if it took no longer than this
+    time_limit_s: float | None = None  # StoppedError if the run is not finished by then
 
     @property
     def folder(self) -> Path:
@@ -76,7 +75,7 @@ class Order:
 
 
 def run_single(order: Order) -> dict[str, Any]:
-    """Train, measure, write the folder; returns the summary. See [Note: disturbed figures] for a second run."""
+    """Train, evaluate and write the folder; returns the summary. A disturbed run may be repeated, see Order."""
     mode = resolve_mode(order.mode, order.devices)
     if mode.is_torch_ddp and (order.compile == "graph" or order.precision != "fp32"):
         given = f"compile={order.compile!r}, precision={order.precision!r}"
@@ -113,7 +112,7 @@ def _train_as_torch_ddp(worker: Worker, folder: Path) -> RankResult:
 
 
 def make_task(order: Order) -> Task:
-    """What the order trains, with its data loaded; InputError where they do not fit."""
+    """The order's model, optimizer and loaded data; InputError if model and data do not fit each other."""
     recipe = models.get(order.model)
     make_model = _model_of(recipe, order.variant)
     data = load_set(order.data or recipe.data)
@@ -152,10 +151,10 @@ def make_config(order: Order, mode: Mode) -> RunConfig:
 
 
 def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
-    """bench/own_loop.py as `uneven run` would start it; its first rank writes the folder, which is read here."""
+    """Start own_loop.py as `uneven run` starts scripts; its rank 0 writes the folder, and the summary is read back."""
     if order.eval_every is not None:
         raise InputError(
-            f"--eval-every {order.eval_every} with mode {order.mode!r}: a loop of one's own is evaluated once, after "
+            f"--eval-every {order.eval_every} with mode {order.mode!r}: a loop of your own is evaluated once, after "
             f"training; leave it out, or use mode 'cpu-{config.policy}'"
         )
     devices = parse_devices(config.devices)
@@ -171,7 +170,7 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
 def finish_run(
     order: Order, task: Task, config: RunConfig, devices: Sequence[str], state: TrainedState
 ) -> dict[str, Any]:
-    """Measure what was trained and complete its folder; returns the summary."""
+    """Evaluate the trained state and write the rest of its folder; returns the summary."""
     assert task.evaluation is not None, "every recipe is evaluated"
     recipe = models.get(order.model)
     device = torch.device(parse_device(devices[0]).torch_name)
@@ -270,7 +269,7 @@ def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> N
 
 @contextmanager
 def _confined_to(cores: Sequence[int]) -> Iterator[None]:
-    """This process as the rank it stands for, on these cores alone; afterwards on all it had, for the next run."""
+    """Inside, pin this process to `cores` with as many threads; afterwards restore both for the next run."""
     if not cores:
         yield
         return
@@ -296,9 +295,9 @@ def _model_of(recipe: Recipe, variant: str | None) -> Callable[..., Any]:
 
 
 def _check_fit(recipe: Recipe, name: str, data: TensorSet) -> None:
-    fitting = {"mnist": "28x28", "cifar10": "32x32", "shakespeare": "text"}[recipe.data]
-    if data.kind != fitting:
-        raise InputError(f"{recipe.name} is made for {recipe.data} ({fitting}), not for {name} ({data.kind})")
+    expected = {"mnist": "28x28", "cifar10": "32x32", "shakespeare": "text"}[recipe.data]
+    if data.kind != expected:
+        raise InputError(f"{recipe.name} is made for {recipe.data} ({expected}), not for {name} ({data.kind})")
 
 
 def _first(data: TensorData, samples: int, flag: str = "--samples") -> TensorData:
@@ -308,7 +307,7 @@ def _first(data: TensorData, samples: int, flag: str = "--samples") -> TensorDat
 
 
 def _peak_memory(state: TrainedState) -> int:
-    """The most that any rank held: of its device's memory on CUDA, of the machine's on a CPU."""
+    """The largest peak of any rank: of device memory on CUDA, of process memory on a CPU."""
     assert state.timeline is not None, "a joined run has a timeline"
     on_devices = [event.fields["peak_bytes"] for event in state.timeline.events if event.kind == "memory"]
     return max([*on_devices, *(sample.process_bytes for sample in state.timeline.samples if not on_devices)], default=0)

@@ -1,8 +1,8 @@
-"""`uneven bench strategies`: what every strategy holds and sends, and how long its steps take, ours and PyTorch's.
+"""`uneven bench strategies`: memory, bytes sent and step time of every strategy, ours and PyTorch's.
 
-Called by cli/strategies.py. Every strategy trains in fresh processes. The first row trains the same model in one
-process; all others are compared with the model it got. Times know their interference, see [Note: disturbed figures]
-in undisturbed.py; bytes do not depend on it.
+Called by cli/strategies.py. Every strategy trains in fresh processes. The first row trains the model in one process;
+the others are compared with its result. A disturbed time is marked, see [Note: disturbed figures] in undisturbed.py;
+bytes do not depend on other programs.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 
 from uneven.bench.interval import interval
 from uneven.bench.models import gpt
-from uneven.bench.strategies.memory import BY_LAYERS, CUT, Held
+from uneven.bench.strategies.memory import SHARDED_BY_LAYER, SHARDED_CATEGORIES, Held
 from uneven.bench.strategies.rank_processes import run_ranks
 from uneven.bench.strategies.task import ALONE, BATCH, DENSE, MUON, MUON_ALONE, ROWS, StrategyTask, reference_of
 from uneven.bench.undisturbed import mark, measure_undisturbed, to_marks
@@ -26,9 +26,9 @@ from uneven.hardware.interference import Interference
 from uneven.hardware.preflight import check_device
 from uneven.policy.apportion import check_shares
 
-LEAST_STEPS = 3  # of which two warm up
-MUONS = {MUON, MUON_ALONE}  # in bf16, which takes an old CPU many seconds a step: few steps, and none in a quick run
-# Muon makes its steps in bf16: there one process that merely takes its batch in four parts drifts by 1.1e-2.
+LEAST_STEPS = 3  # two of them are warm-up
+MUONS = {MUON, MUON_ALONE}  # in bf16 a step takes seconds on an old CPU: few steps, and none in a quick run
+# Muon orthogonalises in bf16: one process that only splits its batch into four parts drifts by 1.1e-2.
 MOST_DRIFT = {DENSE: 1e-4, MUON_ALONE: 5e-2}
 PAIRS = (("ddp-bucketed", "torch-ddp"), ("zero1", "torch-zero1"), ("fsdp", "torch-fsdp"))
 AS_FAST = 0.97  # the lower end of the interval of "at least as fast"
@@ -41,14 +41,14 @@ class StrategiesOrder:
     ranks: int = 4
     shares: tuple[float, ...] | None = None
     steps: int = 6
-    only: tuple[str, ...] | None = None  # None: all, but a quick one leaves out Muon
+    only: tuple[str, ...] | None = None  # None: all rows, without Muon's in a quick run
     is_quick: bool = False
     pairs: int = 30
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One strategy; `ranks` has what each rank measured, `cause` why there is nothing."""
+    """One strategy; `ranks` has each rank's measurements, or `cause` says why there are none."""
 
     name: str
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class StrategyRow:
 
     @property
     def is_in_sync(self) -> bool:
-        """Params that all ranks hold are the same to the bit, and the model is what one rank alone would have."""
+        """Replicated params are bit-equal on all ranks, and the model is within MOST_DRIFT of one rank's."""
         drift: float = self.ranks[0]["drift"]
         return not any(rank["unequal"] for rank in self.ranks) and drift <= MOST_DRIFT[reference_of(self.name)]
 
@@ -79,18 +79,18 @@ class StrategyRow:
         return f"{held / 1e6:.1f} MB held, {step_ms} ms a step, {'' if self.is_in_sync else 'NOT '}in sync"
 
     @property
-    def is_cut(self) -> bool:
-        return self.name in CUT or self.name in BY_LAYERS
+    def is_sharded(self) -> bool:
+        return self.name in SHARDED_CATEGORIES or self.name in SHARDED_BY_LAYER
 
     def parts(self) -> list[float]:
-        """Of the bytes that the strategy shards, each rank's part."""
-        held = [Held(**{**rank["held"], "other": 0}).total - rank["uncut"] for rank in self.ranks]
-        return [own / sum(held) for own in held]
+        """Each rank's part of the bytes that the strategy shards; `uncut` are the replicated ones."""
+        sharded = [Held(**{**rank["held"], "other": 0}).total - rank["uncut"] for rank in self.ranks]
+        return [own / sum(sharded) for own in sharded]
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Seconds per step of two strategies in turn; with a ratio above 1 ours is faster."""
+    """Seconds per step of two strategies in alternating segments; a ratio above 1 means that ours is faster."""
 
     ours: str
     theirs: str
@@ -104,50 +104,50 @@ class Paired:
 
     @property
     def is_as_fast(self) -> bool | None:
-        """None where the pairs were disturbed: nothing follows from them."""
+        """None if the pairs were disturbed."""
         mean, half = self.interval()
         return None if self.is_disturbed else mean - half > AS_FAST
 
 
-def measure_strategies(order: StrategiesOrder, tell: Callable[[str], None]) -> list[StrategyRow]:
-    """All rows, one after the other; a row that fails has its cause, and the others go on."""
+def measure_strategies(order: StrategiesOrder, report: Callable[[str], None]) -> list[StrategyRow]:
+    """All rows in turn; `report` gets lines of progress. A row that fails has its `cause`, and the others still run."""
     _check(order)
     rows: list[StrategyRow] = []
     with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
         names = _rows(order)
         for number, name in enumerate(names, 1):
-            tell(f"row {number} of {len(names)}: {name}")
+            report(f"row {number} of {len(names)}: {name}")
             try:
-                found, interference = _run_undisturbed(_task(order, name, Path(home)), Path(home) / name)
+                ranks, interference = _run_undisturbed(_task(order, name, Path(home)), Path(home) / name)
             except RankError as error:
                 rows.append(StrategyRow(name, cause=str(error)))
-                tell(f"  failed: {error}")
+                report(f"  failed: {error}")
                 continue
             alone = next((row for row in rows if row.name == reference_of(name) and row.cause is None), None)
-            expected = found[0]["losses"][-1] if alone is None else alone.ranks[0]["losses"][-1]
-            difference = found[0]["losses"][-1] - expected
-            rows.append(StrategyRow(name, found, loss_difference=difference, **to_marks(interference)))
-            tell(f"  {rows[-1].summary}")
+            expected = ranks[0]["losses"][-1] if alone is None else alone.ranks[0]["losses"][-1]
+            difference = ranks[0]["losses"][-1] - expected
+            rows.append(StrategyRow(name, ranks, loss_difference=difference, **to_marks(interference)))
+            report(f"  {rows[-1].summary}")
     return rows
 
 
-def measure_pairs(order: StrategiesOrder, tell: Callable[[str], None]) -> list[Paired]:
-    """Ours against PyTorch's; RankError where one cannot be trained."""
+def measure_pairs(order: StrategiesOrder, report: Callable[[str], None]) -> list[Paired]:
+    """Our strategies against PyTorch's in alternating segments; RankError if one cannot be trained."""
     _check(order)
-    found = []
+    pairs = []
     with tempfile.TemporaryDirectory(prefix="uneven-strategies-") as home:
         for ours, theirs in PAIRS:
             if order.only is not None and not {ours, theirs} & set(order.only):
                 continue
-            tell(f"{ours} and {theirs} in turn")
+            report(f"{ours} and {theirs} in turn")
             task = _task(order, ours, Path(home), against=theirs)
             (first, *_), interference = _run_undisturbed(task, Path(home) / ours)
-            found.append(Paired(ours, theirs, first["ours"], first["theirs"], **to_marks(interference)))
-    return found
+            pairs.append(Paired(ours, theirs, first["ours"], first["theirs"], **to_marks(interference)))
+    return pairs
 
 
 def _run_undisturbed(task: StrategyTask, folder: Path) -> tuple[list[dict[str, Any]], Interference]:
-    """The ranks' measurements and the interference over them; every attempt has a folder of its own."""
+    """The ranks' measurements, and the interference while they ran; every attempt gets its own folder."""
     attempts = itertools.count(1)
     return measure_undisturbed(lambda: run_ranks(task, folder / f"{next(attempts)}"))
 
@@ -162,7 +162,7 @@ def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> dict[str, 
 
 
 def _rows(order: StrategiesOrder) -> list[str]:
-    """In their order; with every row the one that it is compared with."""
+    """The rows to run, in the order of ROWS; each brings the row that it is compared with."""
     chosen = set(ROWS if order.only is None else order.only)
     if order.only is None and order.is_quick:
         chosen -= MUONS
@@ -189,7 +189,7 @@ def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = N
 
 
 def _cores(ranks: int) -> CorePlan:
-    """As for CPU ranks: those that share a GPU need the host, too."""
+    """Cores as for CPU ranks; ranks that share a GPU need them too, since Gloo sums on the host."""
     return assign_cores(parse_devices(["cpu"] * ranks), available_cores())
 
 
@@ -198,7 +198,7 @@ def _check(order: StrategiesOrder) -> None:
     if not 1 < order.ranks <= BATCH:
         raise InputError(f"--nproc {order.ranks} must be from 2 to {BATCH}, the samples of a batch")
     if order.steps < LEAST_STEPS:
-        raise InputError(f"--steps {order.steps} must be at least {LEAST_STEPS}: the first two do not count")
+        raise InputError(f"--steps {order.steps} must be at least {LEAST_STEPS}: the first two are warm-up")
     if order.shares is not None:
         try:
             check_shares(order.shares)
@@ -206,7 +206,7 @@ def _check(order: StrategiesOrder) -> None:
             raise InputError(f"--shares: {error}") from None
     unknown = [name for name in order.only or () if name not in ROWS]
     if unknown:
-        raise InputError(f"--only {unknown[0]!r} must be of {', '.join(ROWS)}")
+        raise InputError(f"--only {unknown[0]!r} must be one of {', '.join(ROWS)}")
     device = parse_device(order.device)
     if device.speed != 1.0 or device.percent is not None:
         raise InputError(f"--device {order.device!r} must be cpu or a whole GPU, as in cuda:0")

@@ -1,32 +1,40 @@
-"""Bytes that a strategy should hold on a rank, by the formula, and those that it does hold, by its tensors. In fp32.
+"""The memory of a rank under a strategy: predicted by a formula, and measured, between steps and at its peak.
 
-The formula, for P params with AdamW on a rank with the share f: params 4 P, gradients 4 P, optimizer state 8 P; of what
-a strategy shards the rank holds f times as much. Activations are not in it. Used by rank.py and measure.py.
+The formula, in fp32, for P params with AdamW on a rank with the share f: params 4 P bytes, gradients 4 P, optimizer
+state 8 P; of what a strategy shards, the rank holds f times as much. Activations are not part of it. `measure` counts
+storages between two steps, LiveBytes counts them during a step. Used by rank.py and measure.py.
 """
 
 import fnmatch
 import gc
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from uneven.parallel.flat_shards import assign_tensors
 from uneven.parallel.tensor_parallel import Columns, How, Plan, Rows, Words
 from uneven.policy.apportion import apportion
 
-NUMBER = 4  # bytes of a number in fp32
-CUT = {  # which categories a strategy cuts; tensor parallelism cuts all, but not of all params
+Category = Literal["params", "gradients", "state"]
+
+ELEMENT_BYTES = 4  # fp32
+ELEMENTS_PER_PARAM: dict[Category, int] = {"params": 1, "gradients": 1, "state": 2}  # of AdamW
+SHARDED_CATEGORIES: dict[str, set[Category]] = {  # of all params
     "zero1": {"state"},
     "torch-zero1": {"state"},
     "zero2": {"gradients", "state"},
     "fsdp": {"params", "gradients", "state"},
     "torch-fsdp": {"params", "gradients", "state"},
 }
-BY_LAYERS = ("tensor", "sequence", "torch-tensor")
+SHARDED_BY_LAYER = ("tensor", "sequence", "torch-tensor")  # all categories, but only of the layers in the plan
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -45,61 +53,64 @@ class Held:
 
 def predict(strategy: str, model: nn.Module, shares: Sequence[float], rank: int) -> Held:
     """What this rank holds with AdamW; `shares` has one number per rank."""
-    whole, cut = _params_of(strategy, model, shares, rank)
-    part = shares[rank] / sum(shares)
-    cuts = CUT.get(strategy, set())
+    replicated, sharded = _split_params(strategy, model, shares, rank)
+    share = shares[rank] / sum(shares)
+    sharded_categories = SHARDED_CATEGORIES.get(strategy, set())
 
-    def held(category: str, numbers: int) -> int:
-        if strategy in BY_LAYERS:
-            return round(NUMBER * numbers * (whole + cut))
-        return round(NUMBER * numbers * whole * (part if category in cuts else 1.0))
+    def held(category: Category) -> int:
+        elements = ELEMENTS_PER_PARAM[category]
+        if strategy in SHARDED_BY_LAYER:
+            return round(ELEMENT_BYTES * elements * (replicated + sharded))
+        return round(ELEMENT_BYTES * elements * replicated * (share if category in sharded_categories else 1.0))
 
-    return Held(held("params", 1), held("gradients", 1), held("state", 2))
+    return Held(held("params"), held("gradients"), held("state"))
 
 
-def uncut(strategy: str, model: nn.Module) -> int:
-    """Of what a rank holds, the bytes that every rank holds alike."""
-    if strategy in BY_LAYERS:
-        return 4 * NUMBER * _params_of(strategy, model, [1.0, 0.0], 1)[0]
-    each = {"params": 1, "gradients": 1, "state": 2}
-    return NUMBER * count(model) * sum(each[category] for category in each.keys() - CUT.get(strategy, set()))
+def replicated_bytes(strategy: str, model: nn.Module) -> int:
+    """The bytes that every rank holds in full, whatever its share."""
+    if strategy in SHARDED_BY_LAYER:
+        replicated, _ = _split_params(strategy, model, [1.0, 0.0], 1)
+        return sum(ELEMENTS_PER_PARAM.values()) * ELEMENT_BYTES * replicated
+    categories = ELEMENTS_PER_PARAM.keys() - SHARDED_CATEGORIES.get(strategy, set())
+    return ELEMENT_BYTES * count_params(model) * sum(ELEMENTS_PER_PARAM[category] for category in categories)
 
 
 def predict_muon(
     matrices: Sequence[int], others: int, memory: Sequence[float], speed: Sequence[float], rank: int
 ) -> Held:
-    """MuonAdamW: one number of state for each of the own matrices' numbers, two for the own part of the others.
+    """MuonAdamW: one element of state per element of this rank's matrices, two per element of its share of the others.
 
-    Until zero_grad there are the rank's own gradients of all but its matrices.
+    `matrices` are the sizes of all matrices, `others` is the number of all other elements. Until zero_grad a rank also
+    holds its gradients of everything but its own matrices.
     """
     owners = assign_tensors(matrices, speed)
     own = sum(size for size, owner in zip(matrices, owners, strict=True) if owner == rank)
     params = sum(matrices) + others
     state = own + 2 * others * memory[rank] / sum(memory)
-    return Held(NUMBER * params, NUMBER * (params - own), round(NUMBER * state))
+    return Held(ELEMENT_BYTES * params, ELEMENT_BYTES * (params - own), round(ELEMENT_BYTES * state))
 
 
-def count(model: nn.Module) -> int:
+def count_params(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def _params_of(strategy: str, model: nn.Module, shares: Sequence[float], rank: int) -> tuple[int, int]:
-    """How many params are whole on every rank, and how many more this one has of those that are cut."""
-    if strategy not in BY_LAYERS:
-        return count(model), 0
+def _split_params(strategy: str, model: nn.Module, shares: Sequence[float], rank: int) -> tuple[int, int]:
+    """The number of params outside sharded layers, and this rank's number of those inside them."""
+    if strategy not in SHARDED_BY_LAYER:
+        return count_params(model), 0
     plan: Plan = model.tensor_plan()  # type: ignore[operator]
-    whole = cut = 0
+    replicated = sharded = 0
     for name, param in model.named_parameters():
-        pieces = _pieces_of(name, model, plan)
-        if pieces is None:
-            whole += param.numel()
+        units = _count_units(name, model, plan)
+        if units is None:
+            replicated += param.numel()
         else:
-            cut += param.numel() * apportion(pieces, shares)[rank] // pieces
-    return whole, cut
+            sharded += param.numel() * apportion(units, shares)[rank] // units
+    return replicated, sharded
 
 
-def _pieces_of(name: str, model: nn.Module, plan: Plan) -> int | None:
-    """Into how many parts (heads, columns) a param can be split; None where every rank holds it whole."""
+def _count_units(name: str, model: nn.Module, plan: Plan) -> int | None:
+    """How many units (heads, columns, words) of a param can be given to ranks; None if every rank holds all of it."""
     owner, _, kind = name.rpartition(".")
     how: How | None = next((how for pattern, how in plan.items() if fnmatch.fnmatchcase(owner, pattern)), None)
     module = model.get_submodule(owner)
@@ -110,17 +121,17 @@ def _pieces_of(name: str, model: nn.Module, plan: Plan) -> int | None:
     return int(module.num_embeddings) if isinstance(how, Words) else None  # type: ignore[arg-type]
 
 
-def is_whole(name: str, model: nn.Module, strategy: str) -> bool:
-    """Whether every rank holds this param as a whole between steps."""
-    if strategy in BY_LAYERS:
-        return _pieces_of(name, model, model.tensor_plan()) is None  # type: ignore[operator]
-    return "params" not in CUT.get(strategy, set())
+def is_replicated(name: str, model: nn.Module, strategy: str) -> bool:
+    """Whether every rank holds all of this param between steps."""
+    if strategy in SHARDED_BY_LAYER:
+        return _count_units(name, model, model.tensor_plan()) is None  # type: ignore[operator]
+    return "params" not in SHARDED_CATEGORIES.get(strategy, set())
 
 
 def measure(strategy: Any, module: nn.Module, optimizer: Optimizer, device: torch.device) -> Held:
-    """The storages behind a strategy's params, gradients and state, each counted once, and those of all other tensors.
+    """The bytes of the storages behind params, gradients, state and all other tensors; each storage is counted once.
 
-    What Python does not see, such as the buckets of PyTorch's DDP, it sees by the gradients that are views of them.
+    The buckets of PyTorch's DDP are no Python objects; they are counted because gradients are views of them.
     """
     optimizers = list(_optimizers_in(optimizer))
     params = [*module.parameters(), *(p for made in optimizers for group in made.param_groups for p in group["params"])]
@@ -129,39 +140,40 @@ def measure(strategy: Any, module: nn.Module, optimizer: Optimizer, device: torc
     attributes = [value for owner in (strategy, *optimizers) for value in vars(owner).values()]
     gradients = [param.grad for param in params if param.grad is not None]
     gradients += _tensors_in([value for value in attributes if type(value).__name__.endswith("Reducer")], set())
-    everything = [found for found in gc.get_objects() if _is_tensor(found) and found.device == device]
-    seen: set[int] = set()
-    of_params, of_state, of_gradients, others = (
-        _new_bytes(some, seen) for some in (params, state, gradients, everything)
+    all_tensors = [value for value in gc.get_objects() if _is_tensor(value) and value.device == device]
+    counted: set[int] = set()
+    param_bytes, state_bytes, gradient_bytes, other_bytes = (
+        _uncounted_bytes(tensors, counted) for tensors in (params, state, gradients, all_tensors)
     )
-    return Held(of_params, of_gradients, of_state, others)
+    return Held(param_bytes, gradient_bytes, state_bytes, other_bytes)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory behind a tensor: of a DTensor its local part, which is all this rank has of it."""
+    """The memory behind a tensor; for a DTensor, that of its local shard."""
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         yield from storages_of(local)
-    elif type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.device.type != "meta":
+    elif type(tensor) in PLAIN_TENSORS and tensor.layout == torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
 
 
-def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    """The bytes of storages that are not in `counted` yet; adds them to it."""
     total = 0
     for tensor in tensors:
         for storage in storages_of(tensor):
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            if storage.nbytes() and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
                 total += storage.nbytes()
     return total
 
 
 def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), Tensor)  # isinstance would wake lazy modules that gc finds
+    return issubclass(type(value), Tensor)  # isinstance would import the lazy modules that gc returns
 
 
 def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer, and those that it is made of: the one of this rank's piece, one per kind of params."""
+    """The optimizer and those inside it: a ShardedOptimizer has one, MuonAdamW has one per param group."""
     yield optimizer
     for value in vars(optimizer).values():
         for inner in value if isinstance(value, list) else [value]:
@@ -170,7 +182,7 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors that an object of ours or a collection holds; a module's are asked for by other means."""
+    """All tensors in a collection or in an object of uneven.parallel; modules are not searched."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -185,3 +197,44 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     elif type(value).__module__.startswith("uneven.parallel"):
         for item in vars(value).values() if hasattr(value, "__dict__") else ():
             yield from _tensors_in(item, seen)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors inside its context; `peak` is the maximum. For the CPU, which has no statistics.
+
+    It follows the storages of every operation's arguments and results with weak references, and counts tensors that
+    existed before as well. Sizes are read at every count, because FSDP resizes its buffers. PyTorch's MemTracker is not
+    used: it attributes memory to modules and optimizers, and our shards and buckets belong to neither. A tensor that
+    only C++ holds is not seen before an operation uses it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._track([value for value in gc.get_objects() if _is_tensor(value)])
+        self.peak = self._count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN_TENSORS for kind in types):
+            return NotImplemented  # a DTensor: its operation on the local tensor is dispatched here next
+        result = func(*args, **(kwargs or {}))
+        self._track([value for value in tree_leaves((args, kwargs, result)) if _is_tensor(value)])
+        self.peak = max(self.peak, self._count())
+        return result
+
+    def _track(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                known = self._storages.get(storage._cdata)
+                if known is None or known() is None:  # an address is used again after its storage was freed
+                    self._storages[storage._cdata] = weakref.ref(storage)
+
+    def _count(self) -> int:
+        total = 0
+        for address, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[address]
+            else:
+                total += storage.nbytes()
+        return total

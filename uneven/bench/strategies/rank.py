@@ -1,6 +1,7 @@
-"""One rank of one row of the benchmark of strategies: `python -m uneven.bench.strategies.rank FOLDER RANK PORT`.
+"""A rank process of `uneven bench strategies`: `python -m uneven.bench.strategies.rank FOLDER RANK PORT`.
 
-FOLDER has task.json; the rank leaves rank-R.json there, with its results, or with the cause why there are none.
+Started by rank_processes.py for one row of the table. It reads FOLDER/task.json and writes FOLDER/rank-R.json: its
+measurements, or `cause` and `failed_at` if it failed.
 """
 
 import gc
@@ -8,7 +9,10 @@ import json
 import math
 import os
 import signal
+import socket
+import stat
 import statistics
+import struct
 import sys
 import time
 import traceback
@@ -21,8 +25,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from uneven.bench.strategies.live_bytes import LiveBytes
-from uneven.bench.strategies.memory import Held, is_whole, measure, predict, predict_muon, uncut
+from uneven.bench.strategies.memory import (
+    Held,
+    LiveBytes,
+    is_replicated,
+    measure,
+    predict,
+    predict_muon,
+    replicated_bytes,
+)
 from uneven.bench.strategies.pairs import alternate
 from uneven.bench.strategies.task import (
     ALONE,
@@ -36,7 +47,6 @@ from uneven.bench.strategies.task import (
     reference_of,
     step,
 )
-from uneven.bench.strategies.wire import sent_bytes
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.store import reach_store
@@ -44,6 +54,7 @@ from uneven.hardware.cores import pin
 from uneven.launch.lifeline import end_with_parent
 
 WARM_UP = 2  # steps whose time does not count
+TCPI_BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info, since Linux 4.19
 
 
 def main(folder: Path, rank: int, port: int) -> None:
@@ -58,15 +69,15 @@ def main(folder: Path, rank: int, port: int) -> None:
         if task.ranks > 1:
             group = TorchGroup(reach_store("127.0.0.1", port), rank, task.ranks)
         device = torch.device(task.device)
-        found = alternate(task, group, device) if task.against is not None else _measure_row(task, group, device)
+        result = alternate(task, group, device) if task.against is not None else _measure_row(task, group, device)
         group.all_reduce(torch.zeros(1)).wait()  # no rank leaves while another still sends
     except Exception as error:
         traceback.print_exc()
-        # By the machine's clock: the first rank that failed is the cause, the others miss it.
-        found, code = {"failed_at": time.monotonic(), "cause": f"{type(error).__name__}: {error}"}, 1
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+        # Ranks on one machine share this clock. The first failure is the cause: the others fail because a peer is gone.
+        result, code = {"failed_at": time.monotonic(), "cause": f"{type(error).__name__}: {error}"}, 1
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
     sys.stderr.flush()
-    os._exit(code)  # torch may abort when the interpreter ends with a group
+    os._exit(code)  # torch may abort when the interpreter exits with an open process group
 
 
 def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict[str, Any]:
@@ -77,10 +88,12 @@ def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict
     gc.collect()
     held = measure(trained, trained.module, trained.optimizer, device)
     peak = _peak_of_a_step(trained, batches, task.steps, device, losses)
-    total = group.all_reduce(torch.stack(losses).double().cpu()).wait() if batches.is_cut else torch.stack(losses).cpu()
+    total = torch.stack(losses).cpu()
+    if batches.is_split:
+        total = group.all_reduce(total.double()).wait()
     return {
         "predicted": asdict(_predicted(task, group.rank)),
-        "uncut": 0 if reference_of(task.row) != DENSE else uncut(task.row, _meta(task)),
+        "uncut": 0 if reference_of(task.row) != DENSE else replicated_bytes(task.row, _meta_model(task)),
         "held": asdict(held),
         "peak": peak,
         **timed,
@@ -93,7 +106,7 @@ def _timed_steps(
     trained: Trained, batches: Batches, numbers: range, group: Group, device: torch.device, losses: list[Tensor]
 ) -> dict[str, Any]:
     group.all_reduce(torch.zeros(1)).wait()
-    _forget_peak_rss()
+    _reset_peak_rss()
     sent, payload = sent_bytes(), group.traffic.payload_bytes
     seconds = []
     for number in numbers:
@@ -112,20 +125,20 @@ def _timed_steps(
 
 
 def _peak_of_a_step(trained: Trained, batches: Batches, number: int, device: torch.device, losses: list[Tensor]) -> int:
-    """Of all tensors, from one quiet point to the next: old gradients, activations, temporaries."""
+    """The most bytes of tensors during one step: params, state, old gradients, activations and temporaries."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         losses.append(step(trained, batches, number))
         return int(torch.cuda.max_memory_allocated(device))
-    with LiveBytes() as seen:
+    with LiveBytes() as live:
         losses.append(step(trained, batches, number))
-    return int(seen.peak)  # its base has no types
+    return int(live.peak)  # `__enter__` of TorchDispatchMode has no type
 
 
 def _predicted(task: StrategyTask, rank: int) -> Held:
-    model = _meta(task)
-    is_own = not task.row.startswith("torch-")
-    shares = task.shares if task.shares is not None and is_own else [1.0] * task.ranks
+    model = _meta_model(task)
+    takes_shares = not task.row.startswith("torch-")
+    shares = task.shares if task.shares is not None and takes_shares else [1.0] * task.ranks
     if reference_of(task.row) == DENSE:
         return predict(task.row, model, shares, rank)
     matrices, others = by_kind(model)
@@ -133,40 +146,43 @@ def _predicted(task: StrategyTask, rank: int) -> Held:
     return predict_muon(sizes, sum(param.numel() for param in others), shares, [1.0] * task.ranks, rank)
 
 
-def _meta(task: StrategyTask) -> nn.Module:
+def _meta_model(task: StrategyTask) -> nn.Module:
     with torch.device("meta"):
         return make_model(task.row, task.model)
 
 
 def _check(task: StrategyTask, trained: Trained, group: Group) -> dict[str, Any]:
-    """Compare params that all ranks hold bit by bit, and the full model with that of one rank alone."""
-    shape = _meta(task)
-    whole = [
+    """Compare replicated params over ranks, bit by bit, and the full model with that of one rank alone."""
+    meta_model = _meta_model(task)
+    replicated = [
         (name.removeprefix("module."), getattr(param, "_local_tensor", param))
         for name, param in trained.module.named_parameters()
-        if is_whole(name.removeprefix("module."), shape, task.row)
+        if is_replicated(name.removeprefix("module."), meta_model, task.row)
     ]
-    unequal = [name for name, param in whole if len(set(gather_checksums(group, [param]))) > 1]
+    unequal = [name for name, param in replicated if len(set(gather_checksums(group, [param]))) > 1]
     state = trained.full_state().model
-    place = Path(task.home) / f"{reference_of(task.row)}.safetensors"
+    reference = Path(task.home) / f"{reference_of(task.row)}.safetensors"
     if task.row in ALONE:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, place)
-    found: dict[str, Any] = {"compared": len(whole), "unequal": unequal}
-    return found | (_difference(state, load_file(place), task) if group.rank == 0 else {})
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, reference)
+    comparison: dict[str, Any] = {"compared": len(replicated), "unequal": unequal}
+    return comparison | (_difference(state, load_file(reference), task) if group.rank == 0 else {})
 
 
 def _difference(state: dict[str, Tensor], alone: dict[str, Tensor], task: StrategyTask) -> dict[str, Any]:
     """`drift`: the distance to the reference over the distance trained; `worst`: the param with the largest error."""
     assert state.keys() == alone.keys(), sorted(state.keys() ^ alone.keys())
     start = make_model(task.row, task.model).state_dict()
-    off = {name: float((state[name].double() - alone[name].double()).norm()) for name in alone}
-    way = math.sqrt(sum(float((alone[name].double() - start[name].double()).norm()) ** 2 for name in alone))
-    relative = {name: off[name] / max(float(alone[name].double().norm()), 1e-30) for name in alone}
+    errors = {name: float((state[name].double() - alone[name].double()).norm()) for name in alone}
+    distance = math.sqrt(sum(float((alone[name].double() - start[name].double()).norm()) ** 2 for name in alone))
+    relative = {name: errors[name] / max(float(alone[name].double().norm()), 1e-30) for name in alone}
     worst = max(relative, key=lambda name: relative[name])
-    return {"drift": math.sqrt(sum(error**2 for error in off.values())) / way, "worst": [worst, relative[worst]]}
+    return {
+        "drift": math.sqrt(sum(error**2 for error in errors.values())) / distance,
+        "worst": [worst, relative[worst]],
+    }
 
 
-def _forget_peak_rss() -> None:
+def _reset_peak_rss() -> None:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -177,6 +193,31 @@ def _peak_rss() -> int | None:
     except OSError:
         return None
     return int(fields[fields.index("VmHWM:") + 1]) * 1024
+
+
+def sent_bytes() -> int | None:
+    """Bytes that this process has sent over its open TCP connections, by the kernel's count; None if it has none.
+
+    Headers are not counted. Unlike the counters of a network interface, these leave out what other processes send.
+    """
+    if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
+        return None
+    counts = [_sent_by(int(descriptor)) for descriptor in os.listdir("/proc/self/fd")]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _sent_by(descriptor: int) -> int | None:
+    """The bytes sent on a file descriptor: 0 if it is no TCP connection, None if the kernel does not count them."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return 0
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                return 0
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    except OSError:  # closed since it was listed
+        return 0
+    return int(struct.unpack_from("=Q", info, TCPI_BYTES_SENT)[0]) if len(info) >= TCPI_BYTES_SENT + 8 else None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The ranks of one strategy as fresh processes, which end with the process that started them.
+"""Starts the rank processes of one strategy and collects their results; they end if this process ends.
 
-Not by launch/launcher.py: a rank of the launcher makes a Worker, with a model, an optimizer and a feed of its own. Here
-every byte that a process holds is counted against the formula of the strategy, so its processes hold nothing else.
+Called by measure.py. launch/launcher.py is not used: its ranks make a Worker with a model, an optimizer and a feed of
+its own, and here every byte of a rank is compared with the strategy's formula.
 """
 
 import json
@@ -21,12 +21,12 @@ from uneven.comm.store import open_store
 from uneven.errors import RankError
 from uneven.launch.lifeline import LIFELINE
 
-LOOK_S = 0.05
+POLL_S = 0.05
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
 
 
 def run_ranks(task: StrategyTask, folder: Path) -> list[dict[str, Any]]:
-    """Every rank's results, in rank order; RankError with the cause where one failed. This process holds the store."""
+    """Every rank's results, in rank order; RankError with the cause if one failed. This process hosts the store."""
     folder.mkdir(parents=True)
     (folder / "task.json").write_text(json.dumps(asdict(task)))
     store, port = open_store()
@@ -53,32 +53,32 @@ def _start(task: StrategyTask, folder: Path, rank: int, port: int, lifeline: int
 
 
 def _wait(running: Sequence["subprocess.Popen[bytes]"]) -> list[int | None]:
-    """Their exit codes; once one has failed the others get a moment, and those that still run have None."""
-    last = math.inf
+    """Exit codes, once all processes have ended or GRACE_S after the first failure; None for one that still runs."""
+    deadline = math.inf
     while True:
         codes = [process.poll() for process in running]
         now = time.monotonic()
-        if None not in codes or now > last:
+        if None not in codes or now > deadline:
             return codes
         if any(codes):
-            last = min(last, now + GRACE_S)
-        time.sleep(LOOK_S)
+            deadline = min(deadline, now + GRACE_S)
+        time.sleep(POLL_S)
 
 
 def _results(codes: Sequence[int | None], folder: Path) -> list[dict[str, Any]]:
-    """RankError with the cause: the last line of a rank that was killed, or the error of the first that failed."""
-    places = [folder / f"rank-{rank}.json" for rank in range(len(codes))]
-    found = [json.loads(place.read_text()) if place.exists() else None for place in places]
-    for rank, (code, result) in enumerate(zip(codes, found, strict=True)):
+    """RankError with the cause: the last line of a rank that was killed, or the error of the rank that failed first."""
+    files = [folder / f"rank-{rank}.json" for rank in range(len(codes))]
+    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    for rank, (code, result) in enumerate(zip(codes, results, strict=True)):
         if code is not None and result is None:
             log = (folder / f"rank-{rank}.log").read_text(errors="replace")
             raise RankError(f"rank {rank}: {Ended(code, '', log).message}")
     failed = [
         (result["failed_at"], rank, result["cause"])
-        for rank, result in enumerate(found)
+        for rank, result in enumerate(results)
         if result is not None and "cause" in result
     ]
     if failed:
         _, rank, cause = min(failed)
         raise RankError(f"rank {rank}: {cause}")
-    return [result for result in found if result is not None]
+    return [result for result in results if result is not None]

@@ -1,4 +1,4 @@
-"""What the benchmark of strategies trains, the same in every row: a model from a seed, batches from their numbers.
+"""The task that every row of `uneven bench strategies` trains: a model made from a seed, batches from their numbers.
 
 Used by rank.py and pairs.py. Invariant: losses and params of two rows differ by rounding only.
 """
@@ -24,7 +24,7 @@ from uneven.policy.apportion import apportion, cut_by
 DENSE, MUON, MUON_ALONE = "dense", "muon", "muon-1"
 TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp", "torch-tensor")
 ROWS = (DENSE, *STRATEGIES, *TORCHS, MUON_ALONE, MUON)
-ALONE = {DENSE, MUON_ALONE}  # rows of one rank, that others are held against
+ALONE = {DENSE, MUON_ALONE}  # rows of one rank, which the others are compared with
 BATCH = 8  # samples of all ranks together
 LR, MUON_LR = 1e-3, 0.02
 SEED = 0
@@ -32,7 +32,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class StrategyTask:
-    """What all ranks of a row do; `against` names a row that takes turns with it, for pairs of segments of `steps`."""
+    """The work of all ranks of a row. With `against`, this row and that one train alternating segments of `steps`."""
 
     row: str
     model: str
@@ -42,13 +42,13 @@ class StrategyTask:
     device: str
     cores: list[list[int]]
     threads: list[int]
-    home: str  # where rows of one rank leave their states for the others
+    home: str  # the folder with the states of the rows of one rank
     against: str | None = None
     pairs: int = 0
 
 
 class Trained(Protocol):
-    """A model in training, as much of a strategy as the benchmark needs."""
+    """The part of the Strategy protocol that the benchmark needs."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -58,7 +58,7 @@ class Trained(Protocol):
 
 @dataclass
 class Plain:
-    """A model and an optimizer without a strategy: one rank alone, or an optimizer that sums by itself."""
+    """A model and an optimizer without a strategy: one rank alone, or MuonAdamW, which sums gradients itself."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -68,7 +68,7 @@ class Plain:
 
 
 def reference_of(row: str) -> str:
-    """The row of one rank that has seen the same batches."""
+    """The row of one rank that trains the same model on the same batches."""
     return MUON_ALONE if row in (MUON, MUON_ALONE) else DENSE
 
 
@@ -101,7 +101,7 @@ def make_adamw(params: Any) -> Optimizer:
 
 
 def by_kind(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices inside the blocks, which are Muon's, and the others."""
+    """The matrices inside the blocks, for Muon, and all other params, for AdamW."""
     named = list(model.named_parameters())
     matrices = [param for name, param in named if name.startswith("blocks.") and param.dim() == 2]
     chosen = set(matrices)
@@ -109,21 +109,20 @@ def by_kind(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 class Batches:
-    """Tokens made from a batch's number: all ranks know all of them, and each takes its own rows."""
+    """Random tokens, seeded by the batch's number. `is_split`: each rank trains its own rows of a batch, not all."""
 
     def __init__(self, row: str, size: str, group: Group, device: torch.device) -> None:
         if reference_of(row) == MUON_ALONE:
             self._vocabulary, self._window = gpt_nano.VOCABULARY, gpt_nano.WINDOW
         else:
             self._vocabulary, self._window = gpt.size_of(size).vocabulary, gpt.size_of(size).window
-        works_together = row in (*MODEL_PARALLEL, "torch-tensor")
-        cut = cut_by(apportion(BATCH, [1.0] * group.world_size))
-        self._own = slice(None) if works_together else slice(cut[group.rank], cut[group.rank + 1])
-        self.is_cut = not works_together
+        self.is_split = row not in (*MODEL_PARALLEL, "torch-tensor")
+        bounds = cut_by(apportion(BATCH, [1.0] * group.world_size))
+        self._own = slice(bounds[group.rank], bounds[group.rank + 1]) if self.is_split else slice(None)
         self._device = device
 
     def loss(self, module: nn.Module, number: int) -> Tensor:
-        """This rank's part of the mean over the batch of all ranks."""
+        """This rank's part of the batch's mean loss; without `is_split`, all of it."""
         generator = torch.Generator().manual_seed(1000 + number)
         tokens = torch.randint(self._vocabulary, (BATCH, self._window + 1), generator=generator)
         own = tokens[self._own].to(self._device)
@@ -132,7 +131,7 @@ class Batches:
 
 
 def step(trained: Trained, batches: Batches, number: int) -> Tensor:
-    """One step of training; afterwards gradients are still there."""
+    """One optimizer step; gradients stay, so that their memory can be measured."""
     trained.optimizer.zero_grad()
     loss = batches.loss(trained.module, number)
     loss.backward()

