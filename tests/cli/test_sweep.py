@@ -60,7 +60,7 @@ def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", lambda arguments: Ended(3, "", "uneven: no space left"))
-    monkeypatch.setattr("uneven.bench.sweep.run._is_here", lambda name, report: True)
+    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert isinstance(done.exception, RankError)
     assert RankError.exit_code == 1
@@ -73,7 +73,7 @@ def test_a_disturbed_run_of_a_sweep_is_named(tmp_path: Path, monkeypatch: pytest
         return Ended(0, "{}", "")
 
     monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", run)
-    monkeypatch.setattr("uneven.bench.sweep.run._is_here", lambda name, report: True)
+    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert "disturbed by other programs, its speed is marked: lenet solo-0 seed 0" in done.output
