@@ -213,8 +213,8 @@ ddp = Ddp.setup(net(), sgd, dataset=TensorData(X, Y), batch_size=8, epochs=10**6
 for epoch in range(10**6):
     for x, y in ddp.batches(epoch):
         ddp.step(F.cross_entropy(ddp(x), y))
-        if epoch == 1 and ddp.rank == 0:
-            print("training", flush=True)
+    if epoch == 1 and ddp.rank == 0:  # outside the epoch: a rank that others slow down may have no batch in it
+        print("training", flush=True)
 """
 )
 
