@@ -4,7 +4,7 @@ Async depends on who comes first, so there the invariants are tested: every samp
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,7 @@ def dense(
     accumulate: int = 1,
     scale: float,
     epochs: int = 3,
+    skipped: Collection[int] = (),
 ) -> dict[str, torch.Tensor]:
     """Local SGD written down once more, in one process: replicas in turn, averages by samples at the windows' ends."""
     axis = Axis(len(X), 8 * accumulate, epochs)
@@ -108,6 +109,8 @@ def dense(
                 factor = ramp(scale, axis.samples_before(index), axis.samples, axis.samples * epochs)
                 for group in own.param_groups:
                     group["lr"] *= factor
+                if index in skipped:
+                    continue
                 train_slot(model, own, place.epoch, place.first, place.samples, step, max_grad_norm)
                 weight += place.samples
             weights.append(weight)

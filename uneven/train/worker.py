@@ -136,7 +136,11 @@ class Worker:
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
-        is_stopped = synchronizer.train(part, micros)
+        try:
+            is_stopped = synchronizer.train(part, micros)
+        except NotFiniteError:
+            self._report_notes(synchronizer)  # the steps that led to it
+            raise
         now_s = self.recorder.clock() / 1e9
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
