@@ -193,3 +193,22 @@ def test_a_norm_that_overflows_is_no_fault_of_the_gradients() -> None:
 def test_large_buffers_are_not_copied_in_every_step() -> None:
     model = Normed()
     assert sum(t.numel() for t in Backup(model, torch.zeros(2))._saved) < 100
+
+
+def test_with_a_loss_scaler_only_the_loss_decides() -> None:
+    """Gradients that overflow are the scaler's: it skips the step and halves its scale. A bad loss it never sees."""
+    model = nn.Linear(6, 4)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = EagerStep(model, optimizer, mean_loss, Precision("fp16", CPU), LossMeter(CPU), 0.5)
+    ((x, y, _, count), _), = batch_of(0)  # fmt: skip
+    scaler = step.precision.scaler
+    scale = scaler.get_scale()
+    assert step([((x.float(), y, NAN, count), 4)], 4) == Fault(0, Cause.LOSS_NAN)
+    assert scaler.get_scale() == scale
+    assert not optimizer.state
+    assert step([((x.float(), y, 1e36, count), 4)], 4) is None
+    assert scaler.get_scale() == scale / 2
+    assert not optimizer.state
+    assert step([((x.float(), y, 1.0, count), 4)], 4) is None
+    assert optimizer.state
+    assert all(param.isfinite().all() for param in model.parameters())

@@ -50,6 +50,14 @@ class TrainedState:
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
 
+    @property
+    def rank_samples(self) -> list[int]:
+        """The samples that each rank trained, without those dropped."""
+        trained = [sum(samples for _, _, samples in log) for log in self.log]
+        for _, rank, _, samples in self.dropped:
+            trained[rank] -= samples
+        return trained
+
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
         check_structure = getattr(model, "check_structure", None)
