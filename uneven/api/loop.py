@@ -162,6 +162,7 @@ class Loop:
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._train(part, [])
                     continue
+                worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
                 self._due = (part, micros)
                 self._began_ns = worker.recorder.enter("compute")
                 yield micros[0][0]
@@ -182,7 +183,7 @@ class Loop:
         try:
             is_stopped = self.worker.train_part(self._synchronizer, part, micros)
         except RankError as error:
-            self._raise_for_all(str(error))
+            self._raise_for_all(str(error), type(error))
         if is_stopped:
             self._complete(was_interrupted=True)
             raise KeyboardInterrupt
@@ -211,10 +212,10 @@ class Loop:
         self._leave_epoch(f"rank {self.rank}: {message}")
         raise InputError(message)
 
-    def _raise_for_all(self, message: str) -> NoReturn:
+    def _raise_for_all(self, message: str, kind: type[RankError] = RankError) -> NoReturn:
         self._broken = message
         self._leave()
-        raise RankError(message)
+        raise kind(message)
 
     def _check_usable(self) -> None:
         if self._broken is not None:

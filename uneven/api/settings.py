@@ -43,6 +43,7 @@ class Settings(TypedDict, total=False):
     activations: Activations
     sync_batchnorm: bool
     max_grad_norm: float | None
+    max_bad_steps: int
     lr_scale: float | LRScale | None
     anchor: int | None
     max_anchor: int | None
@@ -138,6 +139,10 @@ class SettingMethods:
     def max_grad_norm(self, max_grad_norm: float | None) -> "Self":
         """Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async."""
         return self.settings(max_grad_norm=max_grad_norm)
+
+    def max_bad_steps(self, max_bad_steps: int) -> "Self":
+        """End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped."""
+        return self.settings(max_bad_steps=max_bad_steps)
 
     def lr_scale(self, lr_scale: float | LRScale | None) -> "Self":
         """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""

@@ -38,11 +38,13 @@ class Log:
         return RecordedShares(tuple(tuple(shares) for shares in plan))
 
 
-def log_record(log: Any, rounds: Any, axis_samples: int, slots: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of log.json."""
+def log_record(
+    log: Any, rounds: Any, dropped: Any, axis_samples: int, slots: int, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of log.json. Parts that were dropped are among those of their rank: a replay skips them again."""
     settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
     head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
-    return {**head, "ranks": log, "rounds": rounds}
+    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped}
 
 
 def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:

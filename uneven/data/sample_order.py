@@ -46,9 +46,9 @@ def _mix_array(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]], slots: int | None = None) -> int:
     """Check from the ranks' logs that every sample of the first `slots` slots was trained exactly once.
 
-    A log holds (slot, first, samples) of each part that a rank trained. With `slots=None` only slots that were trained
-    at all are checked: ranks that claim slots may stop at different ones. Returns the number of slots checked;
-    RuntimeError names the first slot that is wrong.
+    A log holds (slot, first, samples) of each part that a rank trained, or dropped. With `slots=None` only slots that
+    were trained at all are checked: ranks that claim slots may stop at different ones. Returns the number of slots
+    checked; RuntimeError names the first slot that is wrong.
     """
     expected = range(slots) if slots is not None else sorted({index for log in logs for index, _, _ in log})
     parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in expected if 0 <= index < axis.total}
@@ -70,3 +70,12 @@ def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]
         if position != slot.stop:
             raise RuntimeError(f"slot {index}: positions {position} to {slot.stop} were left out")
     return len(parts)
+
+
+def check_dropped(logs: Sequence[Sequence[tuple[int, int, int]]], dropped: Sequence[tuple[int, int, int, int]]) -> None:
+    """RuntimeError unless every (slot, rank, first, samples) dropped is a part of that rank's log, once."""
+    parts = [set(log) for log in logs]
+    for slot, rank, first, samples in dropped:
+        if rank >= len(parts) or (slot, first, samples) not in parts[rank]:
+            raise RuntimeError(f"slot {slot}: rank {rank} dropped {samples} samples from {first} on that it never had")
+        parts[rank].remove((slot, first, samples))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.comm.store import Store, get_text
-from uneven.errors import USER_ERRORS, RankError, StoppedError
+from uneven.errors import USER_ERRORS, NotFiniteError, RankError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
@@ -157,7 +157,9 @@ class Watch:
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
         error, name = errors[number], self._name(number)
         if error["kind"] in USER_ERRORS:
-            return USER_ERRORS[error["kind"]](f"{name}: {error['message']}")
+            kind = USER_ERRORS[error["kind"]]
+            # All ranks raise that one alike, and it names the rank that is the cause.
+            return kind(error["message"] if kind is NotFiniteError else f"{name}: {error['message']}")
         return RankError(f"{name} failed: {error['what']}\n\nTraceback of {error['member']}:\n{error['traceback']}")
 
     def _name(self, number: int) -> str:

@@ -7,12 +7,16 @@ bucket, so agreeing on shares costs no collective of its own. One rank alone tak
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.data.feed import Micros
 from uneven.data.replay import read_log
+from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import describe_batchnorm, has_batchnorm, synced_buffers
 from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
@@ -21,7 +25,9 @@ from uneven.policy.finish import Cost
 from uneven.policy.subset import advice, forecast
 from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
+from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
+from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import EpochEnd
@@ -86,7 +92,7 @@ class GradientSync:
         if sum(engine.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in engine.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
-        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + 1)
+        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + len(OwnCheck._fields))
         if is_measured:
             self._advise(costs)
 
@@ -109,6 +115,7 @@ class GradientSync:
         if engine.trained == engine.axis.epoch_end(slot.epoch):
             engine.recorder.enter("compute")
             engine.run_ahead.drain()
+            self._note_bad_steps(engine.settle_steps())
             engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
             self.end_epoch(slot.epoch, engine.meter.take(self.group), first=slot.epoch, last=slot.epoch)
             self._free_ns = engine.recorder.enter("other")
@@ -123,16 +130,19 @@ class GradientSync:
         began_ns = engine.recorder.enter("compute")
         engine.set_lr(part.slot.index, self._lr_scale)
         if engine.rank_info.world_size > 1:
-            is_stopped = self._synced_step(part, micros + self._dummy_batches(part))
+            is_stopped, verdict = self._synced_step(part, micros + self._dummy_batches(part))
         else:
-            engine.local_step(part, micros, began_ns)
+            verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
             is_stopped = self._is_stopping()
         engine.recorder.enter("other")
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
-        engine.record_part(part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch))
-        self._weight += part.samples
+        counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
+        bad_steps = engine.record_part(counted, verdict)
+        # Only one rank alone learns of a bad step later, and it averages no buffers.
+        self._weight += 0 if bad_steps else part.samples
+        self._note_bad_steps(bad_steps)
         return is_stopped
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
@@ -168,6 +178,7 @@ class GradientSync:
     def finalize(self) -> None:
         self.engine.recorder.enter("compute")
         self.engine.run_ahead.drain()
+        self._note_bad_steps(self.engine.settle_steps())
         self.engine.recorder.enter("communication" if self.engine.rank_info.world_size > 1 else "other")
         self.average_buffers()
 
@@ -183,10 +194,18 @@ class GradientSync:
         most = max(-(-share // engine.micro_batch_size(share, rank)) for rank, share in enumerate(shares))
         missing = range(most - len(part.sizes))
         # A strategy runs its own collectives without a batch; BatchNorm layers need one to pass through them.
-        return [(engine.feed.open(self._dummy_batch) if engine.config.is_replicated else None, 0) for _ in missing]
+        return [(self._open_dummy() if engine.config.is_replicated else None, 0) for _ in missing]
 
-    def _synced_step(self, part: Part, micros: Micros) -> bool:
-        """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum."""
+    def _open_dummy(self) -> Batch:
+        """Without numbers that are not finite: 0 times them would still spoil the gradients of a rank's step."""
+        batch = self.engine.feed.open(self._dummy_batch)
+        return pytree.tree_map_only(Tensor, lambda t: t.nan_to_num() if t.is_floating_point() else t, batch)
+
+    def _synced_step(self, part: Part, micros: Micros) -> tuple[bool, Verdict]:
+        """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
+
+        Returns whether any rank was asked to stop, and whether the step was finite.
+        """
         engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
         busy_ms = 0.0
         sent_ns = 0
@@ -204,7 +223,7 @@ class GradientSync:
             is_first = float(engine.was_first_of_its_size(part))
             return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()))
 
-        rows, counts = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
+        rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
         stats = [StepStats(*row) for row in rows]
         busy = self.busy_ms = [rank.busy_ms for rank in stats]
         # The time that the slowest rank worked longer than this one was waiting; the rest was communication.
@@ -213,9 +232,19 @@ class GradientSync:
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
-        engine.eager.update(counts)
+        fault = engine.eager.finish(checks)
         self._follow_speeds(slot, stats)
-        return RankStatus.STOP_REQUESTED in statuses
+        return RankStatus.STOP_REQUESTED in statuses, lambda: fault
+
+    def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
+        """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
+        dropped, most = self.engine.dropped, self.engine.config.max_bad_steps
+        for part, fault in bad_steps:
+            dropped.count(part.slot.samples)
+            self.notes.append(describe_drop(part.slot.index, part.slot.samples, fault))
+        if bad_steps and dropped.in_a_row >= most:
+            part, fault = bad_steps[-1]
+            raise too_many(part.slot.index, fault, most)
 
     def _follow_speeds(self, slot: Slot, stats: Sequence[StepStats]) -> None:
         """Feed the step's times to the policy, which may move the shares of later slots."""

@@ -15,7 +15,6 @@ from uneven.average.transport import make_transport
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
-from uneven.errors import RankError
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
@@ -24,6 +23,8 @@ from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
+from uneven.step.finite import Cause, Fault
+from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import local_sgd_config, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
@@ -42,13 +43,13 @@ class LocalSGD:
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
         self._costs = RoundReport()  # what this rank's last round cost
-        self._samples = 0  # trained since this rank last entered a round: its weight in the next average
+        self._samples = 0  # since this rank last entered a round ...
+        self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
         self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
-        self._not_finite: list[int] = []  # ranks whose params were not finite in the last round
         self._has_lr_scale = False
         self._delay = 0.0  # of the last merge, in steps of the slowest rank
         self._trip_ns = (0, 0, 0)  # last round: snapshot taken, all ranks entered, average back
@@ -122,7 +123,7 @@ class LocalSGD:
                 if self.engine.is_own_loop and self.epoch > epoch:
                     break
             elif self._stops or self.slot_schedule.is_due():
-                self._enter(RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING)
+                self._enter(self._status)
             else:
                 break
         self._free_ns = self.engine.recorder.enter("data")
@@ -170,8 +171,18 @@ class LocalSGD:
 
     @property
     def _stops(self) -> bool:
-        """This rank or another was asked to stop: rounds follow at once until every rank reports the request."""
-        return self._others_stop or self._is_stopping()
+        """This rank cannot go on, or any was asked to stop: rounds follow at once until every rank knows."""
+        return self._has_failed or self._others_stop or self._is_stopping()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.engine.dropped.in_a_row >= self.engine.config.max_bad_steps
+
+    @property
+    def _status(self) -> RankStatus:
+        if self._has_failed:
+            return RankStatus.NOT_FINITE
+        return RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING
 
     def _may_merge(self) -> bool:
         return self._stops or self.windows.is_blocking or self.slot_schedule.may_merge(self.average.is_done())
@@ -181,32 +192,38 @@ class LocalSGD:
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         engine.set_lr(part.slot.index, self.lr_scale)
-        engine.local_step(part, micros, self._free_ns)
+        verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
-        engine.record_part(part)
         self._samples += part.samples
+        self._drop(engine.record_part(part, verdict))
         self._busy_ms += (now_ns - self._free_ns) / 1e6
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
         engine, recorder = self.engine, self.engine.recorder
         asked_ns = recorder.enter("compute")
-        if status or self.windows.is_blocking:
+        if status or self.windows.is_blocking or engine.graph is not None:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
+        # The weight must not depend on which captured steps happen to be known, or a replay would differ.
+        self._drop(engine.settle_steps())
+        if self._has_failed and status < RankStatus.LEFT_EPOCH:
+            status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
         losses = engine.meter.pop_async()
         known = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
+            dropped=float(self._dropped),
+            **self._last_bad_step(),
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
         )
-        self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
+        self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
-        self._samples, self._busy_ms = 0, 0.0
+        self._samples, self._dropped, self._busy_ms = 0, 0, 0.0
         self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
@@ -229,7 +246,7 @@ class LocalSGD:
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
         rows = [RoundReport(*row) for row in arrived.rows]
-        self._check_finite(arrived.broken, rows)
+        self._note_dropped(rows)
         return rows
 
     def _merge(self) -> None:
@@ -237,6 +254,7 @@ class LocalSGD:
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
+        self._check_bad_steps(rows)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
@@ -252,7 +270,7 @@ class LocalSGD:
             transfer_ms=self.transfer_ms,
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
-            samples=[int(row.samples) for row in rows],
+            samples=[int(row.samples - row.dropped) for row in rows],
             **self._trip(),
         )
         for decision in decisions:
@@ -343,21 +361,32 @@ class LocalSGD:
         before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
-    def _check_finite(self, not_finite: list[int], rows: Sequence[RoundReport]) -> None:
-        """Params that are not finite were left out of the average: note it once, end the run the second time."""
-        for rank in not_finite:
-            if rank in self._not_finite:
-                raise RankError(
-                    f"rank {rank} has params that are not finite for the second time running: the learning rate may "
-                    "be too high, or a batch holds numbers that are not finite"
-                )
-            lost = int(rows[rank].samples)
-            self.engine.recorder.event("alert", what="not finite", broken=rank, samples=lost)
-            self.notes.append(
-                f"  rank {rank} had params that are not finite: it took the others' average, and what it had learned "
-                f"from {lost} samples is lost"
-            )
-        self._not_finite = not_finite
+    def _drop(self, bad_steps: Sequence[BadStep]) -> None:
+        self._dropped += sum(part.samples for part, _ in bad_steps)
+
+    def _last_bad_step(self) -> dict[str, float]:
+        last = self.engine.dropped.last
+        return {} if last is None else {"bad_slot": last.part.slot.index, "bad_cause": last.fault.cause}
+
+    def _note_dropped(self, rows: Sequence[RoundReport]) -> None:
+        """Samples that ranks have dropped since their last round, each by itself: rank 0 prints for all of them."""
+        for rank, row in enumerate(rows):
+            if row.dropped:
+                self.engine.dropped.count(int(row.dropped))
+                is_one = row.dropped <= self.engine.axis.slot_size
+                slot = f"{int(row.bad_slot)}" + ("" if is_one else " and others before it")
+                self.notes.append(describe_drop(slot, int(row.dropped), _fault(rank, row)))
+
+    def _check_bad_steps(self, rows: Sequence[RoundReport]) -> None:
+        """NotFiniteError, on all ranks alike, where one has had too many bad steps in a row."""
+        for rank, row in enumerate(rows):
+            if row.status == RankStatus.NOT_FINITE:
+                raise too_many(int(row.bad_slot), _fault(rank, row), self.engine.config.max_bad_steps)
+
+
+def _fault(rank: int, row: RoundReport) -> Fault:
+    """Of a rank's last bad step."""
+    return Fault(rank, Cause(int(row.bad_cause)))
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
