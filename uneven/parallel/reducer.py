@@ -222,5 +222,5 @@ def _largest_in(bucket: Bucket) -> list[Tensor]:
     gradients = bucket.buffer[: bucket.buffer.numel() - bucket.extra.numel()]
     if not gradients.numel():
         return []
-    low, high = torch.aminmax(gradients)
+    low, high = torch.aminmax(torch.view_as_real(gradients) if gradients.is_complex() else gradients)
     return [torch.maximum(-low, high).double()]
