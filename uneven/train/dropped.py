@@ -5,11 +5,14 @@ Every synchronizer hands each step's verdict to the engine's `DroppedSteps`, in 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from uneven.errors import NotFiniteError
 from uneven.policy.axis import Part
-from uneven.step.finite import Fault, Verdict
+from uneven.policy.windows import RoundReport
+from uneven.step.finite import Cause, Fault, Verdict
+from uneven.train.status import RankStatus
 
 
 class BadStep(NamedTuple):
@@ -53,6 +56,11 @@ class DroppedSteps:
             found.append(self.last)
         return found
 
+    @property
+    def last_fields(self) -> dict[str, float]:
+        """The last bad step as fields of a RoundReport."""
+        return {} if self.last is None else {"bad_slot": self.last.part.slot.index, "bad_cause": self.last.fault.cause}
+
     def count(self, samples: int) -> None:
         """So many samples were dropped, by any rank."""
         self.samples += samples
@@ -75,3 +83,25 @@ def too_many(slot: int, fault: Fault, max_bad_steps: int) -> NotFiniteError:
         f"slot {slot}, rank {fault.rank}: {fault}; {steps} not finite and skipped (max_bad_steps={max_bad_steps}): the "
         "learning rate may be too high, or a batch holds numbers that are not finite"
     )
+
+
+def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:
+    """Count what ranks of a local policy have dropped since their last round; returns lines to print, by rank 0."""
+    lines = []
+    for rank, row in enumerate(rows):
+        if row.dropped:
+            dropped.count(int(row.dropped))
+            slot = f"{int(row.bad_slot)}" + ("" if row.dropped <= slot_size else " and others before it")
+            lines.append(describe_drop(slot, int(row.dropped), _last_fault(rank, row)))
+    return lines
+
+
+def check_bad_steps(rows: Sequence[RoundReport], max_bad_steps: int) -> None:
+    """NotFiniteError, on all ranks alike, where one of a local policy has had too many bad steps in a row."""
+    for rank, row in enumerate(rows):
+        if row.status == RankStatus.NOT_FINITE:
+            raise too_many(int(row.bad_slot), _last_fault(rank, row), max_bad_steps)
+
+
+def _last_fault(rank: int, row: RoundReport) -> Fault:
+    return Fault(rank, Cause(int(row.bad_cause)))

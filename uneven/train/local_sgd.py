@@ -23,8 +23,7 @@ from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
-from uneven.step.finite import Cause, Fault
-from uneven.train.dropped import BadStep, describe_drop, too_many
+from uneven.train.dropped import BadStep, check_bad_steps, note_dropped
 from uneven.train.engine import Engine
 from uneven.train.events import local_sgd_config, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
@@ -216,7 +215,7 @@ class LocalSGD:
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
             dropped=float(self._dropped),
-            **self._last_bad_step(),
+            **engine.dropped.last_fields,
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
@@ -246,7 +245,7 @@ class LocalSGD:
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns)
         rows = [RoundReport(*row) for row in arrived.rows]
-        self._note_dropped(rows)
+        self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
     def _merge(self) -> None:
@@ -254,7 +253,7 @@ class LocalSGD:
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
-        self._check_bad_steps(rows)
+        check_bad_steps(rows, self.engine.config.max_bad_steps)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
@@ -363,30 +362,6 @@ class LocalSGD:
 
     def _drop(self, bad_steps: Sequence[BadStep]) -> None:
         self._dropped += sum(part.samples for part, _ in bad_steps)
-
-    def _last_bad_step(self) -> dict[str, float]:
-        last = self.engine.dropped.last
-        return {} if last is None else {"bad_slot": last.part.slot.index, "bad_cause": last.fault.cause}
-
-    def _note_dropped(self, rows: Sequence[RoundReport]) -> None:
-        """Samples that ranks have dropped since their last round, each by itself: rank 0 prints for all of them."""
-        for rank, row in enumerate(rows):
-            if row.dropped:
-                self.engine.dropped.count(int(row.dropped))
-                is_one = row.dropped <= self.engine.axis.slot_size
-                slot = f"{int(row.bad_slot)}" + ("" if is_one else " and others before it")
-                self.notes.append(describe_drop(slot, int(row.dropped), _fault(rank, row)))
-
-    def _check_bad_steps(self, rows: Sequence[RoundReport]) -> None:
-        """NotFiniteError, on all ranks alike, where one has had too many bad steps in a row."""
-        for rank, row in enumerate(rows):
-            if row.status == RankStatus.NOT_FINITE:
-                raise too_many(int(row.bad_slot), _fault(rank, row), self.engine.config.max_bad_steps)
-
-
-def _fault(rank: int, row: RoundReport) -> Fault:
-    """Of a rank's last bad step."""
-    return Fault(rank, Cause(int(row.bad_cause)))
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
