@@ -92,7 +92,7 @@ class GradientSync:
         if sum(engine.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in engine.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
-        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + len(OwnCheck._fields))
+        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + len(OwnCheck._fields), shares)
         if is_measured:
             self._advise(costs)
 
