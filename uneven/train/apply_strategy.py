@@ -31,8 +31,8 @@ MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activation
 def apply_strategy(engine: Engine, group: Group, num_stats: int, speeds: Sequence[float]) -> list[str]:
     """Make the strategy and give its reducer, optimizer or step to the engine; returns lines to print.
 
-    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum. `speeds`: how the
-    ranks share a common amount of work.
+    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum. `speeds`: of the
+    ranks, by which they share work that is not samples.
     """
     config = engine.config
     check_optimizer(config.strategy, engine.optimizer)
