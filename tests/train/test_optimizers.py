@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.api.test_loop import train_loop
 from tests.parallel.test_group_settings import Counting
+from tests.ranks import Silent
 from tests.train.test_apply_strategy import assert_same_optimizer
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, mean_loss, train
 from uneven import MuonAdamW, fit
@@ -45,16 +46,21 @@ def _makers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "counting"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero1-flat", "zero2"])
-def test_what_is_not_elementwise_equals_one_device(name: str, strategy: str) -> None:
+def test_what_is_not_elementwise_equals_one_device(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     common: dict[str, Any] = {
         "optimizer": name,
         "global_batch_size": 24,
         "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
     }
     dense = train(1, **common)[0]
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda _, lines: said.extend(lines))
     ours = train(3, strategy=strategy, shares=(5, 0, 2), memory_shares=(1, 3, 0), **common)
     assert_exact(ours, dense, name, torch.float64)
     assert_same_optimizer(ours[0].state, dense.state)
+    kind = type(MAKERS[name]([nn.Parameter(torch.ones(1))])).__name__
+    line = f"  {strategy}: bytes as given, 25 : 75 : 0 %, in whole tensors: {kind} is not known to be elementwise"
+    assert said == [line] * 3
 
 
 def test_a_trial_step_leaves_no_trace_in_a_counter() -> None:

@@ -10,7 +10,7 @@ from uneven.comm.group import Group
 from uneven.config import REPLICATED, SHARDED, STRATEGIES
 from uneven.errors import InputError
 from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero1, Zero2
-from uneven.parallel.elementwise import CUT, refuse_joined, refuse_pieces
+from uneven.parallel.elementwise import NEEDS_ELEMENTWISE, refuse_by_elements, refuse_joined
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.strategy import MakeOptimizer, Strategy
@@ -94,8 +94,8 @@ def check_optimizer(name: str | None, optimizer: Optimizer) -> None:
             )
     elif name in SHARDED:
         refuse_joined(optimizer)
-        if name in CUT:
-            refuse_pieces(optimizer, f"strategy={name!r}")
+        if name in NEEDS_ELEMENTWISE:
+            refuse_by_elements(optimizer, f"strategy={name!r}")
 
 
 def plan_of(name: str, model: nn.Module) -> Plan:

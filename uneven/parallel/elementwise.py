@@ -21,7 +21,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 BY_TENSOR: tuple[type[Optimizer], ...] = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
-CUT = ("fsdp", "tensor", "sequence")  # strategies that have pieces of tensors only
+NEEDS_ELEMENTWISE = ("fsdp", "tensor", "sequence")  # strategies that have pieces of tensors only
 DECLARED = "is_elementwise"  # an attribute with which an optimizer of the user's own says what it is
 
 
@@ -44,7 +44,7 @@ def is_known(optimizer: Optimizer) -> bool:
     return _inherits_from(type(optimizer), (*ELEMENTWISE, *BY_TENSOR))
 
 
-def refuse_pieces(optimizer: Optimizer, what: str) -> None:
+def refuse_by_elements(optimizer: Optimizer, what: str) -> None:
     """InputError where `what` (a strategy, say) has pieces of tensors for an optimizer that needs whole ones."""
     if is_elementwise(optimizer):
         return

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.parallel.buckets import bucket_bytes
-from uneven.parallel.elementwise import refuse_pieces
+from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, flat_memory
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
@@ -65,7 +65,7 @@ class FSDP(TakesOptimizer):
         # Made while params are whole: some optimizers read them.
         made = None if optimizer is None else optimizer_of(model, optimizer)
         if made is not None:
-            refuse_pieces(made, "FSDP")
+            refuse_by_elements(made, "FSDP")
         chosen = blocks_of(model) if units is None else list(units)
         self._units = [
             Unit(name, params, share_list, ranks, compute_dtype) for name, params in params_by_unit(model, chosen)
@@ -132,7 +132,7 @@ class FSDP(TakesOptimizer):
             param.data = self._gathered(param)
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        refuse_pieces(optimizer, "FSDP")
+        refuse_by_elements(optimizer, "FSDP")
         sharded = ShardedOptimizer(optimizer, self._group, flat_shards=self._trained)
         sharded.take_gradients_from(self._reducer)
         return sharded

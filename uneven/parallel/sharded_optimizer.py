@@ -17,7 +17,7 @@ from uneven.comm.joined import AnyGroup, as_group
 from uneven.comm.work import WorkList
 from uneven.errors import InputError
 from uneven.parallel.buckets import view_like
-from uneven.parallel.elementwise import is_elementwise, is_known, refuse_joined, refuse_pieces
+from uneven.parallel.elementwise import is_elementwise, is_known, refuse_by_elements, refuse_joined
 from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind
 from uneven.parallel.group_settings import GroupSettings
 from uneven.parallel.optimizer_state import gather_state, shard_state
@@ -60,7 +60,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         refuse_joined(optimizer)
         if by_tensors is False or flat_shards is not None:
-            refuse_pieces(optimizer, "by_tensors=False")
+            refuse_by_elements(optimizer, "by_tensors=False")
         self._group = as_group(group)
         self._inner: Optimizer | None = None
         self._source: GradientSource | None = None

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.parallel.buckets import UNLIMITED
-from uneven.parallel.elementwise import refuse_pieces
+from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import checked_shares
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import (
@@ -119,7 +119,7 @@ class TensorParallel(TakesOptimizer):
         self.module = model
         if isinstance(optimizer, Optimizer):
             optimizer_of(model, optimizer)  # it must hold this model's params
-            refuse_pieces(optimizer, type(self).__name__)
+            refuse_by_elements(optimizer, type(self).__name__)
         for name, module in list(model.named_modules()):
             how = next((how for pattern, how in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
             if how is not None:
@@ -160,13 +160,13 @@ class TensorParallel(TakesOptimizer):
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        return {name: self._whole(param, param) for name, param in self.module.named_parameters()}
+        return {name: self._gathered(param, param) for name, param in self.module.named_parameters()}
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Whether a param was used is the same on all ranks: they train the same samples."""
         return {
-            name: None if param.grad is None else self._whole(param, param.grad)
+            name: None if param.grad is None else self._gathered(param, param.grad)
             for name, param in self.module.named_parameters()
         }
 
@@ -196,7 +196,7 @@ class TensorParallel(TakesOptimizer):
         """The model keeps its sharded layers: whole ones may not fit into memory."""
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        refuse_pieces(optimizer, type(self).__name__)
+        refuse_by_elements(optimizer, type(self).__name__)
         return optimizer
 
     def _give_own_params(self, optimizer: Optimizer) -> None:
@@ -208,7 +208,7 @@ class TensorParallel(TakesOptimizer):
         for settings in optimizer.param_groups:
             settings["params"] = [self._own_params.get(param, param) for param in settings["params"]]
 
-    def _whole(self, param: nn.Parameter, value: Tensor) -> Tensor:
+    def _gathered(self, param: nn.Parameter, value: Tensor) -> Tensor:
         """A copy of a param, or of a tensor of its shape, from all ranks' shards, on its device."""
         sharding = self._shardings.get(param)
         return value.detach().clone() if sharding is None else sharding.unshard(value.detach(), self._group)
@@ -260,7 +260,7 @@ class TensorParallel(TakesOptimizer):
             return value
         sharding = self._shardings.get(param)
         is_sharded = sharding is not None and value.shape == param.shape
-        return self._whole(param, value).cpu() if is_sharded else on_host(value)
+        return self._gathered(param, value).cpu() if is_sharded else on_host(value)
 
     def _own_part(self, param: Tensor, value: Any) -> Any:
         sharding = self._shardings.get(param)
