@@ -93,6 +93,10 @@ class Reducer:
         for param, view in self._views.items():
             param.grad = view
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether this param's gradients are summed."""
+        return param in self._place
+
     @property
     def used(self) -> frozenset[int]:
         """The params that have had a gradient since `prepare`, by their place in the buckets."""
