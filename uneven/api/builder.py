@@ -3,11 +3,13 @@
 `fit` is the same in one call. The methods of single settings are in api/settings.py, made from the fields of RunConfig.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Evaluation, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, Task, TrainStep, resolve
+from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.launch.context import command_line_settings
 from uneven.launch.run import Run, launch
@@ -27,12 +29,28 @@ class Builder(SettingMethods):
         self._factories = (make_model, make_optimizer, train_step)
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: tuple[Any, EvalStep, int, int | None, Callable[..., Any] | None] | None = None
+        self._loading = Loading()
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
-        """The training set: a TensorData, a TensorDataset or any map-style data set."""
+        """The training set: a TensorData, a TensorDataset, any map-style data set, or a DataLoader of one."""
         self._dataset = dataset
+        return self
+
+    def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> "Self":
+        """collate_fn(list of samples) -> a batch, as in a DataLoader; of the test set too, where it has none itself."""
+        self._loading = replace(self._loading, collate_fn=collate_fn)
+        return self
+
+    def sampler(self, sampler: Iterable[int]) -> "Self":
+        """The order of each epoch in place of a permutation; as in a DataLoader, but drawn alike on every device."""
+        self._loading = replace(self._loading, sampler=sampler)
+        return self
+
+    def batch_sampler(self, batch_sampler: Iterable[Sequence[int]]) -> "Self":
+        """Batches of sample numbers, each of which is one optimizer step; in place of batch_size."""
+        self._loading = replace(self._loading, batch_sampler=batch_sampler)
         return self
 
     def scheduler(self, make_scheduler: Callable[..., Any]) -> "Self":
@@ -41,13 +59,21 @@ class Builder(SettingMethods):
         return self
 
     def evaluate(
-        self, test_set: Any, eval_step: EvalStep, every: str | int = "epoch", batch_size: int | None = None
+        self,
+        test_set: Any,
+        eval_step: EvalStep,
+        every: str | int = "epoch",
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> "Self":
-        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time."""
+        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time.
+
+        The test set may be a DataLoader. Without a collate_fn of its own it is read with that of the training set.
+        """
         epochs = 1 if every == "epoch" else every
         if not isinstance(epochs, int) or epochs < 1:
             raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
-        self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
+        self._evaluation = (test_set, eval_step, epochs, batch_size, collate_fn)
         return self
 
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
@@ -57,6 +83,15 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
-        task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
-        config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
+        overrides = command_line_settings()
+        dataset, loading, settings = take_apart(
+            self._dataset, self._loading, cast("dict[str, Any]", self._settings), overrides
+        )
+        evaluation = None
+        if self._evaluation is not None:
+            test_set, eval_step, every, batch_size, collate_fn = self._evaluation
+            own = loading if collate_fn is None else Loading(collate_fn=collate_fn)
+            evaluation = take_test_set(test_set, eval_step, every, batch_size, own)
+        task = Task(*self._factories, dataset, self._make_scheduler, evaluation, loading)
+        config = resolve(settings, overrides)
         return launch(task, config, on_epoch=self._on_epoch)

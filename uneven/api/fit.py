@@ -6,7 +6,7 @@ Invariant: the same script runs on one device (plain training in this process), 
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,8 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, resolve
+from uneven.data.user_loader import take_apart
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -42,6 +43,9 @@ def fit(
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
     evaluate: tuple[Any, EvalStep] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
@@ -49,6 +53,7 @@ def fit(
     model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
     loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
+    dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -65,6 +70,12 @@ def fit(
     builder = Ddp.builder(model, optimizer, step).dataset(dataset)
     if scheduler is not None:
         builder.scheduler(scheduler)
+    if collate_fn is not None:
+        builder.collate_fn(collate_fn)
+    if sampler is not None:
+        builder.sampler(sampler)
+    if batch_sampler is not None:
+        builder.batch_sampler(batch_sampler)
     if evaluate is not None:
         builder.evaluate(*evaluate)
     return builder.settings(**settings).run().join()
@@ -89,14 +100,20 @@ class Ddp:
         *,
         dataset: Any,
         scheduler: Callable[..., Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
+        `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what they mean there.
         On several devices the script is started by `uneven run` or torchrun; the group forms here.
         """
-        config = resolve(cast("dict[str, Any]", settings), command_line_settings())
-        return _start_loop(model, make_optimizer, dataset, scheduler, config)
+        overrides = command_line_settings()
+        given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
+        dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
+        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(taken, overrides), loading)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -121,11 +138,12 @@ def _start_loop(
     dataset: Any,
     scheduler: Callable[..., Any] | None,
     config: RunConfig,
+    loading: Loading,
 ) -> Loop:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
     context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
+    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, loading=loading)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -147,7 +165,7 @@ def _start_loop(
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
+        return context.make_worker(replace(task, loading=loading), config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0

@@ -23,7 +23,7 @@ from uneven.config.run_config import (
     resolve,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import EvalStep, Evaluation, Task, TrainStep, check_task
+from uneven.config.task import EvalStep, Evaluation, Loading, Task, TrainStep, check_task
 
 __all__ = [
     "CHOICES",
@@ -40,6 +40,7 @@ __all__ = [
     "EvalStep",
     "Evaluation",
     "LRScale",
+    "Loading",
     "OptimizerState",
     "Policy",
     "Precision",

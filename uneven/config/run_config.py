@@ -203,6 +203,12 @@ class RunConfig:
     compile: Compile = field(
         default="off", metadata=about("Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
     )
+    shuffle: bool = field(
+        default=True, metadata=about("A new order of the samples in every epoch; otherwise the data set's own order.")
+    )
+    drop_last: bool = field(
+        default=False, metadata=about("Leave out the last step of an epoch where it would have fewer samples.")
+    )
     num_workers: int = field(
         default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
     )

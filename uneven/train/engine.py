@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
+from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Inputs, Micros, make_feed
 from uneven.data.tensors import Batch
 from uneven.hardware.device import needs_ranks
@@ -23,7 +24,7 @@ from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState
-from uneven.policy.axis import Axis, Part
+from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
@@ -57,7 +58,8 @@ class Engine:
         self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
     ) -> None:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
-        self.axis = Axis(len(task.dataset), config.slot_size(rank_info.world_size), config.epochs)
+        self.order = make_order(task, config)
+        self.axis = make_axis(self.order, config, rank_info.world_size)
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
@@ -94,6 +96,8 @@ class Engine:
             config.batch_size,
             config.num_workers,
             is_rank=needs_ranks(rank_info.devices),
+            loading=task.loading,
+            order=self.order,
         )
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
