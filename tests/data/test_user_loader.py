@@ -1,5 +1,6 @@
 """The user's own pipeline is what it is in a DataLoader: the same batches, on one rank or several; or a refusal."""
 
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -28,12 +29,16 @@ from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven import Ddp, InputError, TensorData, fit
 from uneven.config import Loading, RunConfig, Task, resolve
 from uneven.data.epoch_order import DrawnOrder, make_axis, make_order
+from uneven.data.feed import make_feed
 from uneven.data.sample_order import permutation, prove_exactly_once
 from uneven.data.user_loader import take_apart
 from uneven.hardware.device import parse_devices
+from uneven.policy.axis import part_of
+from uneven.policy.exact import Fixed
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
+CPU = torch.device("cpu")
 QUIET = {"devices": "cpu", "progress": "off"}
 
 
@@ -356,3 +361,36 @@ def test_tensors_are_read_whole_also_in_an_order_of_the_users() -> None:
     ]
     assert order(dataset=TensorDataset(x), sampler=[3, 3, 1], batch_size=2) == [[3, 3], [1]]
     assert order(dataset=TensorDataset(x), batch_sampler=[[7], [1, 2]]) == [[7], [1, 2]]
+
+
+def test_rows_stay_with_their_rank_where_shares_and_order_are_fixed() -> None:
+    """Sample t * 8 + k is piece t of text k: each rank sees every piece of its texts, in order."""
+    texts: list[list[int]] = []
+    for policy, shares in (("sync", None), ("balanced", (5, 3))):
+        config = resolve({"batch_size": 4, "epochs": 1, "policy": policy, "shares": shares, "shuffle": False})
+        task = Task(Net, sgd, loss_of, list(range(48)))
+        fixed = Fixed.even(2) if shares is None else Fixed(shares)
+        axis = make_axis(make_order(task, config), config, 2)
+        for rank in (0, 1):
+            feed = make_feed(task.dataset, CPU, 0, 4, order=make_order(task, config))
+            parts = [part_of(slot, fixed.shares(slot.index, 8), rank, 8) for slot in axis.slots()]
+            rows = torch.stack([batch for _, micros in feed.stream(parts) for batch, _ in micros])
+            assert torch.equal(rows[1:], rows[:-1] + 8)
+            texts.append((rows[0] % 8).tolist())
+    assert texts == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3, 4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_test_loaders_processes_may_live_on(is_kept: bool) -> None:
+    class Whose(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return os.getpid()
+
+    feed = make_feed(Whose(), CPU, 0, 2, 1, loading=Loading(persistent_workers=is_kept))
+    first, second = ({int(pid) for batch, _ in feed.in_order() for pid in batch} for _ in range(2))
+    assert (first == second) == is_kept
+    assert os.getpid() not in first
+    assert len(list(feed.in_order(1, 2))) == 1

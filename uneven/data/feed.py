@@ -158,6 +158,8 @@ class LoaderFeed:
         self._num_workers = num_workers
         self._order = order
         self._loading = loading
+        self._plan: list[list[Any]] = []  # of the evaluation that is on, for a DataLoader that is kept
+        self._kept: DataLoader[Any] | None = None
         # A forked process shares the data set's memory and needs no pickling.
         self._context = (LoaderContext() if is_rank else "fork") if num_workers else None
         self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
@@ -178,7 +180,7 @@ class LoaderFeed:
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
         indices = range(self._num_samples)[first:stop]
         plan = [indices[start : start + self._batch_size] for start in range(0, len(indices), self._batch_size)]
-        batches = iter(self._loader([(index, None) for index in indices] for indices in plan))
+        batches = self._iterate([[(index, None) for index in indices] for indices in plan])
         for indices in plan:
             yield to_device(self._next(batches), self._device), len(indices)
 
@@ -203,7 +205,15 @@ class LoaderFeed:
             for size in part.sizes or [0]:
                 yield list(islice(picks, size))
 
-    def _loader(self, plan: Iterable[list[Any]]) -> DataLoader[Any]:
+    def _iterate(self, plan: list[list[Any]]) -> Iterator[Any]:
+        """Over the batches of an evaluation; with `persistent_workers` by the processes of the last one."""
+        if not self._loading.persistent_workers or not self._num_workers:
+            return iter(self._loader(plan))
+        self._plan[:] = plan
+        self._kept = self._kept or self._loader(self._plan, persistent_workers=True)
+        return iter(self._kept)
+
+    def _loader(self, plan: Iterable[list[Any]], *, persistent_workers: bool = False) -> DataLoader[Any]:
         loading, has_workers = self._loading, self._num_workers > 0
         return DataLoader(
             self._dataset,
@@ -216,6 +226,7 @@ class LoaderFeed:
             worker_init_fn=WorkerStart(loading.worker_init_fn, isinstance(self._context, LoaderContext)),
             prefetch_factor=loading.prefetch_factor if has_workers else None,
             timeout=loading.timeout if has_workers else 0.0,
+            persistent_workers=persistent_workers,
         )
 
 

@@ -38,9 +38,15 @@ def loads(pickled: bytes, give: Callable[[Any], Any] | None = None) -> Any:
 class _Unpickler(pickle.Unpickler):
     give: Callable[[Any], Any] | None = None
 
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._given: dict[Any, Any] = {}  # what was one object is one again
+
     def persistent_load(self, key: Any) -> Any:
         assert self.give is not None, "nothing was taken out of this pickle"
-        return self.give(key)
+        if key not in self._given:
+            self._given[key] = self.give(key)
+        return self._given[key]
 
 
 class MappedArrays:
@@ -56,7 +62,7 @@ class MappedArrays:
     def take(self, value: Any) -> tuple[Any, ...] | None:
         """For `dumps`: the key of an array that is mapped; None for everything else."""
         if isinstance(value, np.memmap):
-            return self._key_of_memmap(value)
+            return key_of_memmap(value)
         array = _as_array(value)
         if array is None or array.nbytes < MAPPED_BYTES:
             return None
@@ -77,13 +83,12 @@ class MappedArrays:
     def __del__(self) -> None:
         self.close()
 
-    @staticmethod
-    def _key_of_memmap(value: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
-        """A file that is mapped already is mapped again; not a piece of it, whose place in the file is not known."""
-        is_whole = isinstance(getattr(value, "_mmap", None), mmap.mmap) and isinstance(value.base, mmap.mmap)
-        if not is_whole or value.filename is None or not value.flags.c_contiguous:
-            return None
-        return ("file", str(value.filename), value.offset, value.dtype.str, value.shape)
+
+def key_of_memmap(value: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
+    """A file that is mapped already is mapped again; not a piece of it, whose place in the file is not known."""
+    if value.filename is None or not isinstance(value.base, mmap.mmap) or not value.flags.c_contiguous:
+        return None
+    return ("file", str(value.filename), value.offset, value.dtype.str, value.shape)
 
 
 def give_mapped(key: tuple[Any, ...]) -> Any:
@@ -94,7 +99,7 @@ def give_mapped(key: tuple[Any, ...]) -> Any:
     if isinstance(dtype, torch.dtype):
         count = int(np.prod(shape, dtype=np.int64))
         return torch.from_file(path, shared=False, size=count, dtype=dtype).view(shape)
-    return np.memmap(path, dtype=dtype, mode="c", shape=shape)
+    return np.memmap(path, dtype=dtype, mode="c", shape=shape).view(np.ndarray)
 
 
 def _as_array(value: Any) -> Any:
