@@ -86,7 +86,8 @@ class MappedArrays:
 
 def key_of_memmap(value: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     """A file that is mapped already is mapped again; not a piece of it, whose place in the file is not known."""
-    if value.filename is None or not isinstance(value.base, mmap.mmap) or not value.flags.c_contiguous:
+    base: Any = value.base
+    if value.filename is None or not isinstance(base, mmap.mmap) or not value.flags.c_contiguous:
         return None
     return ("file", str(value.filename), value.offset, value.dtype.str, value.shape)
 
