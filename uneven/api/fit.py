@@ -81,6 +81,12 @@ def fit(
     return builder.settings(**settings).run().join()
 
 
+ROWS_MOVE = (
+    "  shuffle=False: samples come in order, but rows move between devices as shares follow the speeds; a state "
+    "carried from batch to batch needs policy='sync' or shares=..., and drop_last=True"
+)
+
+
 class Ddp:
     """Where training on one or many devices starts."""
 
@@ -154,6 +160,9 @@ def _start_loop(
     check_loop(config, len(devices))
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
+    has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
+    if has_own_order and len(devices) > 1 and not config.keeps_rows:
+        reporter.say([ROWS_MOVE])
     if context.is_alone and needs_ranks(devices):
         raise InputError(
             f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "

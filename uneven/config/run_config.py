@@ -323,6 +323,11 @@ class RunConfig:
         """Whether the shares are known beforehand, so that nothing has to be measured."""
         return self.shares is not None or self.replay is not None
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a device trains the same rows of every step, so that a state may be carried from batch to batch."""
+        return self.policy == "sync" or (self.policy == "balanced" and self.shares is not None)
+
     def evaluates(self, epoch: int, every: int) -> bool:
         """Whether an evaluation every so many epochs is due at the end of this one; the last is always evaluated."""
         return epoch + 1 == self.epochs or (epoch + 1) % every == 0

@@ -1,5 +1,6 @@
 """One batch is read and collated before a run starts, so that a data set that cannot be batched is refused there."""
 
+from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import TensorDataset
@@ -17,8 +18,8 @@ MOST = 8  # samples that are read: enough to see different shapes
 def check_batch(task: Task, config: RunConfig, order: EpochOrder) -> None:
     """InputError where the first samples of the training set, or of the test set, do not make a batch."""
     _check("dataset", task.dataset, task.loading, config, order)
-    if task.evaluation is not None:
-        test = task.evaluation
+    test = task.evaluation
+    if test is not None and isinstance(test.dataset, Sized) and hasattr(test.dataset, "__getitem__"):
         samples = PlainOrder(len(test.dataset), config.seed, is_shuffled=False)
         _check("the test set", test.dataset, test.loading, config, samples)
 

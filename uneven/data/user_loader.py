@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from uneven.config import LOCAL_POLICIES, EvalStep, Evaluation, Loading
 from uneven.data.epoch_order import DrawnOrder
+from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 
 
@@ -66,7 +67,7 @@ def take_test_set(
     Sums over a test set do not depend on the order, so it is read in the data set's own; a sampler decides which
     samples belong to it.
     """
-    own = Loading(collate_fn=loading.collate_fn)
+    own = Loading() if isinstance(test_set, TensorData) else Loading(collate_fn=loading.collate_fn)
     if not isinstance(test_set, DataLoader):
         return Evaluation(test_set, eval_step, every, batch_size, own)
     given = {} if batch_size is None else {"batch_size": batch_size}
