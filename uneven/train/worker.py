@@ -106,6 +106,7 @@ class Worker:
         finally:
             self.recorder.close()
             self._sampler.stop()
+            self._test_feed = None  # ends loader processes that it kept
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
