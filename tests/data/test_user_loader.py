@@ -290,7 +290,12 @@ def test_equal_values_and_the_command_line_are_no_conflict() -> None:
             "^collate_fn failed on 4 samples of dataset with IndexErr",
         ),
         (SAMPLES, {"collate_fn": pad, "evaluate": ([1, "a"], None)}, "^collate_fn failed on 2 samples of the test set"),
-        (SAMPLES, {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES), None)}, None),
+        (SAMPLES, {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, collate_fn=pad), None)}, None),
+        (
+            SAMPLES,
+            {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, 9), None)},
+            "^the test set: samples of different",
+        ),
         (
             TensorData(torch.zeros(8), transform=lambda rows, _: rows),
             {"collate_fn": default_collate},
@@ -332,17 +337,37 @@ def count(model: Any, batch: Any) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize(
     ("test_set", "seen", "batches"),
     [
-        (SAMPLES[:10], 10, 2),  # read with the training set's collate_fn and batch_size
+        (SAMPLES[:10], 10, 2),  # read with the collate_fn and batch_size of fit
         (DataLoader(SAMPLES[:10], batch_size=4, collate_fn=pad), 10, 3),
         (DataLoader(SAMPLES[:10], batch_size=4, collate_fn=pad, drop_last=True, shuffle=True), 8, 2),
-        (DataLoader(SAMPLES, batch_size=4, sampler=SubsetRandomSampler([1, 5, 9])), 3, 1),
-        (DataLoader(SAMPLES, batch_sampler=[[0, 1, 2], [3, 4]]), 5, 2),
+        (DataLoader(SAMPLES, batch_size=4, collate_fn=pad, sampler=SubsetRandomSampler([1, 5, 9])), 3, 1),
+        (DataLoader(SAMPLES, collate_fn=pad, batch_sampler=[[0, 1, 2], [3, 4]]), 5, 2),
     ],
 )
 def test_the_test_set_may_be_a_loader(test_set: Any, seen: int, batches: int) -> None:
     train = DataLoader(SAMPLES, batch_size=8, collate_fn=pad)
-    state = fit(model=Net, optimizer=sgd, step=loss_of, dataset=train, evaluate=(test_set, count), epochs=1, **QUIET)
+    given = {"collate_fn": pad, "evaluate": (test_set, count)}
+    state = fit(model=Net, optimizer=sgd, step=loss_of, dataset=train, epochs=1, **given, **QUIET)
     assert state.history[0]["seen"] * batches == pytest.approx(seen)  # count() counts batches
+
+
+def test_a_loaders_collate_is_its_own() -> None:
+    """A training loader's may mix samples up; the test set, loader or not, is not read with it."""
+
+    def mixed(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {**pad(samples), "y": torch.zeros(len(samples), dtype=torch.int64)}
+
+    def right(_: Any, batch: Any) -> tuple[dict[str, Any], int]:
+        return {"ones": batch["y"].sum()}, len(batch["y"])
+
+    train = DataLoader(SAMPLES, batch_size=8, collate_fn=mixed)
+    same = [({**pad([sample]), "y": torch.tensor([1])}) for sample in SAMPLES[:1] * 4]
+    rows = [{name: value[0] for name, value in row.items()} for row in same]
+    for test_set in (rows, DataLoader(rows, batch_size=2)):
+        state = fit(
+            model=Net, optimizer=sgd, step=loss_of, dataset=train, evaluate=(test_set, right), epochs=1, **QUIET
+        )
+        assert state.history[0]["ones"] == 1.0
 
 
 def test_tensors_are_read_whole_also_in_an_order_of_the_users() -> None:

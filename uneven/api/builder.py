@@ -39,7 +39,7 @@ class Builder(SettingMethods):
         return self
 
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> "Self":
-        """collate_fn(list of samples) -> a batch, as in a DataLoader; of the test set too, where it has none itself."""
+        """collate_fn(list of samples) -> a batch, as in a DataLoader; for a test set that is none, too."""
         self._loading = replace(self._loading, collate_fn=collate_fn)
         return self
 
@@ -68,7 +68,8 @@ class Builder(SettingMethods):
     ) -> "Self":
         """Evaluate every epoch or every N epochs, and always after the last; not counted as training time.
 
-        The test set may be a DataLoader. Without a collate_fn of its own it is read with that of the training set.
+        The test set may be a DataLoader, which is read as it says. Any other is read with the builder's `collate_fn`,
+        unless it is given one here.
         """
         epochs = 1 if every == "epoch" else every
         if not isinstance(epochs, int) or epochs < 1:
@@ -89,9 +90,7 @@ class Builder(SettingMethods):
         )
         evaluation = None
         if self._evaluation is not None:
-            test_set, eval_step, every, batch_size, collate_fn = self._evaluation
-            own = loading if collate_fn is None else Loading(collate_fn=collate_fn)
-            evaluation = take_test_set(test_set, eval_step, every, batch_size, own)
+            evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
         task = Task(*self._factories, dataset, self._make_scheduler, evaluation, loading)
         config = resolve(settings, overrides)
         return launch(task, config, on_epoch=self._on_epoch)

@@ -5,7 +5,7 @@ shuffle and num_workers become settings. Called by the entry points before the s
 kept is refused in one line.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -60,19 +60,25 @@ def take_apart(
 
 
 def take_test_set(
-    test_set: Any, eval_step: EvalStep, every: int, batch_size: int | None, loading: Loading
+    test_set: Any,
+    eval_step: EvalStep,
+    every: int,
+    batch_size: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    train_collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Evaluation:
-    """The evaluation of a data set or DataLoader; without a collate_fn of its own it takes that of `loading`.
+    """The evaluation of a data set or DataLoader.
 
+    `train_collate_fn`, as given for the training set, serves a test set without any; never a DataLoader, which says
+    itself how it is collated: the function may augment (test_a_loaders_collate_is_its_own).
     Sums over a test set do not depend on the order, so it is read in the data set's own; a sampler decides which
     samples belong to it.
     """
-    own = Loading() if isinstance(test_set, TensorData) else Loading(collate_fn=loading.collate_fn)
     if not isinstance(test_set, DataLoader):
-        return Evaluation(test_set, eval_step, every, batch_size, own)
+        collate_fn = collate_fn or (None if isinstance(test_set, TensorData) else train_collate_fn)
+        return Evaluation(test_set, eval_step, every, batch_size, Loading(collate_fn=collate_fn))
     given = {} if batch_size is None else {"batch_size": batch_size}
-    dataset, found, settings = _from_loader(test_set, Loading(), given)
-    own = replace(found, collate_fn=found.collate_fn or own.collate_fn, sampler=None, batch_sampler=None)
+    dataset, found, settings = _from_loader(test_set, Loading(collate_fn=collate_fn), given)
     size: int = settings.get("batch_size", 1)
     indices: Any = None
     if found.sampler is not None or found.batch_sampler is not None:
@@ -85,6 +91,7 @@ def take_test_set(
         indices = list(indices[: len(indices) // size * size])
     if indices is not None:
         dataset = _subset(dataset, indices)
+    own = replace(found, sampler=None, batch_sampler=None)
     return Evaluation(dataset, eval_step, every, size, own, settings.get("num_workers", 0))
 
 
