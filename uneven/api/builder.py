@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Evaluation, Task, TrainStep, resolve
+from uneven.config import EvalStep, Evaluation, Task, TrainStep, read_every, resolve
+from uneven.config.every import ALLOWED
 from uneven.errors import InputError
 from uneven.launch.context import command_line_settings
 from uneven.launch.run import Run, launch
@@ -28,6 +29,7 @@ class Builder(SettingMethods):
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
         self._evaluation: Evaluation | None = None
+        self._callbacks: list[Any] = []
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
@@ -43,11 +45,18 @@ class Builder(SettingMethods):
     def evaluate(
         self, test_set: Any, eval_step: EvalStep, every: str | int = "epoch", batch_size: int | None = None
     ) -> "Self":
-        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time."""
-        epochs = 1 if every == "epoch" else every
-        if not isinstance(epochs, int) or epochs < 1:
-            raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
-        self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
+        """Evaluate every N epochs, or as in "500 steps", and always at the end; not counted as training time.
+
+        The setting `eval_every` says the same and takes precedence.
+        """
+        if read_every(every) is None:
+            raise InputError(f"every={every!r} must be 'epoch', {ALLOWED}")
+        self._evaluation = Evaluation(test_set, eval_step, every, batch_size)
+        return self
+
+    def callbacks(self, *callbacks: Any) -> "Self":
+        """Objects with on_start, on_step, on_round, on_eval, on_save, on_end or some of them; see `uneven.Callback`."""
+        self._callbacks += callbacks
         return self
 
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
@@ -57,6 +66,8 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
-        task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
+        task = Task(
+            *self._factories, self._dataset, self._make_scheduler, self._evaluation, callbacks=tuple(self._callbacks)
+        )
         config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
         return launch(task, config, on_epoch=self._on_epoch)

@@ -6,7 +6,7 @@ Invariant: the same script runs on one device (plain training in this process), 
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, RunConfig, Task, TrainStep, check_list, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -42,13 +42,15 @@ def fit(
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
     evaluate: tuple[Any, EvalStep] | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
 
     model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
     loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
-    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
+    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
+    callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -67,7 +69,7 @@ def fit(
         builder.scheduler(scheduler)
     if evaluate is not None:
         builder.evaluate(*evaluate)
-    return builder.settings(**settings).run().join()
+    return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
 
 
 class Ddp:

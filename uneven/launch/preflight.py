@@ -46,8 +46,11 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
     config, notes = settle(config, devices, local)
+    axis = Axis(len(task.dataset), config.slot_size(len(devices)), config.epochs, config.max_steps)
+    config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
+    _check_evaluation(task, config)
     if config.replay is not None:
-        config = _check_replay(task, config, len(devices))
+        config = _check_replay(axis, config, len(devices))
     _check_optimizer(task, config, len(devices))
     is_lead = context.rank == 0
     if config.out is not None and is_lead:
@@ -84,8 +87,11 @@ def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
+    limit = (
+        "" if config.max_steps is None else f"; it ends after {min(config.max_steps, steps * config.epochs):,} steps"
+    )
     lines = [
-        f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps",
+        f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps{limit}",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]
@@ -115,12 +121,24 @@ def _advice(config: RunConfig) -> str:
     return f"speeds are measured as it trains; policy {config.policy} {ways[config.policy]}"
 
 
-def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
+def _check_evaluation(task: Task, config: RunConfig) -> None:
+    """InputError for settings of an evaluation that there is none of."""
+    for name in ("eval_every", "monitor"):
+        value = getattr(config, name)
+        if value is not None and task.evaluation is None:
+            raise InputError(
+                f"{name}={value!r} without an evaluation: pass evaluate=(test_set, eval_step) to fit, or leave it out; "
+                "in a loop of your own you evaluate yourself"
+            )
+    if config.monitor is not None and task.make_scheduler is None:
+        raise InputError(f"monitor={config.monitor!r} is for scheduler=ReduceLROnPlateau; pass one, or leave it out")
+
+
+def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:
     """InputError where the log does not fit this run; the ranks read it again by themselves."""
     assert config.replay is not None, "called for a replay only"
     if config.out is not None and config.out.resolve() == config.replay.resolve():
         raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
-    axis = Axis(len(task.dataset), config.slot_size(ranks), config.epochs)
     read_log(config.replay, axis, ranks, config.to_json(), config.is_local)
     return replace(config, replay=config.replay.resolve())
 
