@@ -60,7 +60,7 @@ def test_a_plateau_is_stepped_by_its_metric_alone_and_the_scale_does_not_enter_i
         schedule.move_to(position, scale)
         schedule.move_to(position + 1, scale)
         plain.step(metric)
-        schedule.feed(metric)
+        schedule.step_metric(metric)
         wanted = [group["lr"] for group in theirs.param_groups]
         assert schedule.plain == wanted
         assert schedule.rates == [scale * rate for rate in wanted]

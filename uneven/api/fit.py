@@ -91,14 +91,16 @@ class Ddp:
         *,
         dataset: Any,
         scheduler: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] = (),
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
-        On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        On several devices the script is started by `uneven run` or torchrun; the group forms here. When a callback
+        stops the run, `batches` has no more of them.
         """
         config = resolve(cast("dict[str, Any]", settings), command_line_settings())
-        return _start_loop(model, make_optimizer, dataset, scheduler, config)
+        return _start_loop(model, make_optimizer, dataset, scheduler, config, check_list(callbacks))
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -123,11 +125,12 @@ def _start_loop(
     dataset: Any,
     scheduler: Callable[..., Any] | None,
     config: RunConfig,
+    callbacks: tuple[Any, ...],
 ) -> Loop:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
     context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
+    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, callbacks=callbacks)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -149,6 +152,7 @@ def _start_loop(
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
+        task = replace(task, callbacks=callbacks)
         return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:

@@ -28,7 +28,7 @@ STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
 STOP_S = 10.0  # at least, for all ranks to stop after the same step
 START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
-SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint", "callback")  # may last as long as they like
+SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint")  # may last as long as they like
 WAITING_PHASES = ("wait", "communication")  # the rank waits for others
 
 
@@ -128,7 +128,7 @@ class Watch:
         has_begun = any(status.get("handles_stop") for status in statuses)
         if not has_begun and (are_fresh or now_s - sent_s > STOP_S):
             raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
-        if any(status.get("phase") in ("evaluation", "checkpoint", "callback") for status in statuses):
+        if any(status.get("phase") in ("evaluation", "checkpoint") for status in statuses):
             self._stop_sent_s = now_s  # these may last: the time to stop counts from their end
         elif now_s - sent_s > max(STOP_S, 3 * max(rank.longest_step_s for rank in self._ranks)):
             raise RankError("the ranks did not stop when asked and were ended; nothing was saved")

@@ -1,6 +1,6 @@
 """A torch LR scheduler that is stepped by global progress instead of local steps, times a scale.
 
-ReduceLROnPlateau is stepped by `feed` instead, with a metric that all ranks know: they all keep the same rates.
+ReduceLROnPlateau is stepped by `step_metric` instead, with a metric that all ranks know: they all keep the same rates.
 """
 
 import inspect
@@ -47,13 +47,13 @@ class Schedule:
 
     @property
     def needs_metric(self) -> bool:
-        """Whether the rates follow a metric, which `feed` must be given."""
+        """Whether the rates follow a metric, which `step_metric` must be given."""
         return self._plateau is not None
 
-    def feed(self, metric: float) -> None:
-        """Step a ReduceLROnPlateau by a metric that is the same on all ranks; its rates count from now on."""
+    def step_metric(self, metric: float) -> None:
+        """Step a ReduceLROnPlateau by an evaluated metric, the same on all ranks; its rates count from now on."""
         if self._plateau is None:
-            return
+            raise InputError("a metric was given to a run without scheduler=lambda optimizer: ReduceLROnPlateau(...)")
         self._remove_scale()
         self._plateau.step(metric)
         self._apply_scale(self._scale)

@@ -156,7 +156,7 @@ class CallbackRunner:
         """Call every callback that has this hook; returns the ns they took. After a failure none is called."""
         if not self.has(hook):
             return 0
-        began_ns = self._recorder.enter("callback")
+        began_ns = self._recorder.enter("user")
         info = make_info(self._requests)
         for name, function in self._hooks[hook]:
             self._requests.hook, self._requests.caller = hook, name

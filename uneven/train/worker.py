@@ -275,7 +275,7 @@ class Worker:
     def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
         """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
         if self.engine.schedule.needs_metric:
-            self.engine.schedule.feed(_monitored(metrics, self.config.monitor))
+            self.engine.schedule.step_metric(_monitored(metrics, self.config.monitor))
         self._metrics = {**metrics, "train_loss": entry["train_loss"]}
         self._call_back("on_eval", entry["step"])
         agreed = self._agree()
