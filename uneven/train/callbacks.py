@@ -22,7 +22,6 @@ from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import HOOKS
 from uneven.errors import InputError, RankError
-from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
 
 
@@ -142,22 +141,24 @@ class _Requests:
 class CallbackRunner:
     """Life cycle: made with the worker; `run` at every point of the run, `agree` where all ranks come."""
 
-    def __init__(self, callbacks: Sequence[Any], recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, callbacks: Sequence[Any], engine: Engine) -> None:
+        self._engine = engine
         self._hooks = {hook: [(type(c).__name__, f) for c in callbacks if (f := _hook(c, hook))] for hook in HOOKS}
         self._requests = _Requests()
         self.is_any = any(self._hooks.values())
         self.is_active = self.is_any  # whether any rank has callbacks: then all ranks take part in `agree`
+        self.metrics: Mapping[str, float] = {}  # of the last evaluation
+        self.stopped: str | None = None  # why the run ends early: agreed by all ranks
 
     def has(self, hook: str) -> bool:
         return bool(self._hooks[hook]) and self._requests.failure is None
 
-    def run(self, hook: str, make_info: Callable[[_Requests], CallbackInfo]) -> int:
+    def run(self, hook: str, step: int, history: Sequence[Mapping[str, Any]], path: Path | None = None) -> int:
         """Call every callback that has this hook; returns the ns they took. After a failure none is called."""
         if not self.has(hook):
             return 0
-        began_ns = self._recorder.enter("user")
-        info = make_info(self._requests)
+        began_ns = self._engine.recorder.enter("user")
+        info = self._info(step, history, path)
         for name, function in self._hooks[hook]:
             self._requests.hook, self._requests.caller = hook, name
             try:
@@ -165,7 +166,24 @@ class CallbackRunner:
             except Exception as error:  # the other ranks must hear of it: `agree` raises it on all of them
                 self._requests.fail(error, info.step)
                 break
-        return self._recorder.enter("other") - began_ns
+        return self._engine.recorder.enter("other") - began_ns
+
+    def _info(self, step: int, history: Sequence[Mapping[str, Any]], path: Path | None) -> CallbackInfo:
+        axis, rank_info = self._engine.axis, self._engine.rank_info
+        return CallbackInfo(
+            step=step,
+            epoch=axis.slot(max(0, step - 1)).epoch + 1,
+            samples=axis.samples_before(step),
+            total_steps=axis.total,
+            metrics=MappingProxyType(self.metrics),
+            history=tuple(history),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            path=path,
+            stopped=self.stopped,
+            _engine=self._engine,
+            _requests=self._requests,
+        )
 
     def is_stopping(self) -> bool:
         """Whether a callback of this rank has asked for the end of the run, or failed."""
@@ -185,7 +203,8 @@ class CallbackRunner:
         for rank, other in enumerate(notes):
             if other["failure"] is not None:
                 self._raise(rank, group, other["failure"])
-        return Agreed(next(other["stopped"] for other in notes if other["stopped"] is not None), bool(keeps))
+        self.stopped = next(other["stopped"] for other in notes if other["stopped"] is not None)
+        return Agreed(self.stopped, bool(keeps))
 
     def _raise(self, rank: int, group: Group, failure: Mapping[str, str]) -> None:
         message = f"callback {failure['who']} failed on rank {rank} {failure['when']}: {failure['cause']}"
@@ -193,9 +212,6 @@ class CallbackRunner:
         seen = "" if rank == group.rank else f" (seen by its peer, rank {group.rank})"
         kind = InputError if failure["kind"] == "input" else RankError
         raise kind(message + seen) from (self._requests.error if rank == group.rank else None)
-
-
-NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 def _hook(callback: Any, hook: str) -> Callable[[CallbackInfo], None] | None:

@@ -25,7 +25,7 @@ from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.dropped import BadStep, check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import local_sgd_config, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_sgd_config, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
@@ -278,7 +278,7 @@ class LocalSGD:
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
-                self._note_guard(decision.fields, anchor)
+                self.notes.append(describe_guard(decision.fields, anchor))
         self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
@@ -328,17 +328,7 @@ class LocalSGD:
         self.engine.recorder.event("lr_scale", scale=wanted)
         lr, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
         if wanted != 1.0:
-            self.notes.append(
-                f"  learning rate {lr:g} -> {wanted * lr:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
-                "over devices damps each one's steps; lr_scale=1.0 turns this off"
-            )
-
-    def _note_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
-        verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
-        self.notes.append(
-            f"  guard: replicas diverge (relative divergence {fields['divergence']:.3g}): the window {verb} "
-            f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
-        )
+            self.notes.append(describe_lr_scale(lr, wanted, rule))
 
     def _claim(self, many: int) -> int:
         """Claim the next slots from the counter in the store, and measure what a claim costs."""

@@ -19,19 +19,19 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task, read_every
 from uneven.data.feed import Feed, Micros, make_feed
-from uneven.errors import InputError, NotFiniteError
+from uneven.errors import NotFiniteError
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import evaluate
+from uneven.step.evaluation import evaluate, monitored
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
-from uneven.train.callbacks import NO_METRICS, Agreed, CallbackInfo, CallbackRunner
+from uneven.train.callbacks import Agreed, CallbackRunner
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -63,10 +63,8 @@ class Worker:
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
-        self.callbacks = CallbackRunner(task.callbacks, self.recorder)
+        self.callbacks = CallbackRunner(task.callbacks, self.engine)
         self.history: list[dict[str, Any]] = []
-        self.stopped: str | None = None  # why the run ended early, where a callback asked for it
-        self._metrics = NO_METRICS  # of the last evaluation
         self._span = ((0, 0.0), (0, 0.0))  # the history's last entry: (slots, training seconds) before and after it
         self._kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors a callback kept, and their entry
         self.synchronizer: Synchronizer | None = None
@@ -199,31 +197,16 @@ class Worker:
 
     def _call_back(self, hook: str, step: int, path: Path | None = None) -> int:
         """Run this hook of the callbacks; returns the ns that they took."""
-        axis, info = self.axis, self.rank_info
-
-        def make_info(requests: Any) -> CallbackInfo:
-            return CallbackInfo(
-                step=step,
-                epoch=axis.slot(max(0, step - 1)).epoch + 1,
-                samples=axis.samples_before(step),
-                total_steps=axis.total,
-                metrics=self._metrics,
-                history=tuple(self.history),
-                rank=info.rank,
-                world_size=info.world_size,
-                path=path,
-                stopped=self.stopped,
-                _engine=self.engine,
-                _requests=requests,
-            )
-
-        return self.callbacks.run(hook, make_info)
+        return self.callbacks.run(hook, step, self.history, path)
 
     def _agree(self) -> Agreed:
         """Exchange what callbacks asked for, where all ranks come; raises on all ranks where one has failed."""
-        agreed = self.callbacks.agree(self.group)
-        self.stopped = self.stopped or agreed.stopped
-        return agreed
+        return self.callbacks.agree(self.group)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends early, where callbacks asked for it and all ranks know."""
+        return self.callbacks.stopped
 
     def _is_stopping(self) -> bool:
         return self.stop.is_set() or self.callbacks.is_stopping()
@@ -275,8 +258,8 @@ class Worker:
     def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
         """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
         if self.engine.schedule.needs_metric:
-            self.engine.schedule.step_metric(_monitored(metrics, self.config.monitor))
-        self._metrics = {**metrics, "train_loss": entry["train_loss"]}
+            self.engine.schedule.step_metric(monitored(metrics, self.config.monitor))
+        self.callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
         self._call_back("on_eval", entry["step"])
         agreed = self._agree()
         if agreed.keeps:
@@ -354,13 +337,3 @@ class Worker:
             return capture_state(self.engine.model, self.engine.optimizer)
         full = self.engine.full_state()
         return join_state(self.engine.model, self.engine.optimizer, full.model, full.optimizer)
-
-
-def _monitored(metrics: Mapping[str, float], name: str | None) -> float:
-    """The metric that a ReduceLROnPlateau follows; InputError, the same on all ranks, where it is not clear."""
-    if name is None:
-        name = "loss" if "loss" in metrics else next(iter(metrics)) if len(metrics) == 1 else None
-    if name is None or name not in metrics:
-        what = "a ReduceLROnPlateau needs one metric to follow" if name is None else f"monitor={name!r}"
-        raise InputError(f"{what}: the evaluation has {', '.join(metrics)}; pass monitor='{min(metrics)}', for example")
-    return metrics[name]
