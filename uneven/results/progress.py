@@ -140,12 +140,13 @@ class Reporter:
         total, trained = statuses[0]["total"], sum(status["own"] for status in statuses)
         if len(self._tasks) == 1:
             self._bar.reset(self._tasks[0], total=total)  # the time until now was the start's
-            self._bar_steps(statuses[0].get("steps"))
+            self._bar_steps(statuses[0]["steps"] if statuses[0].get("has_max_steps") else None)
             names = _names([status.get("device", "rank") for status in statuses])
             self._tasks += [self._bar.add_task(f"  {name}", total=total, speed="", part=(0.0, 0.0)) for name in names]
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
-        history = statuses[0].get("history", [])
-        done = total if history and history[-1]["samples"] == total else min(trained, total)
+        last = statuses[0].get("history", [{}])[-1]
+        is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
+        done = total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
         self._bar.update(
             self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses)
