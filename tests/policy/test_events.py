@@ -49,11 +49,14 @@ def test_checkpoints_leave_the_end_to_the_result() -> None:
 def test_without_any_the_end_of_the_run_is_the_only_event_and_an_own_loop_sees_every_epoch() -> None:
     assert Events(AXIS).next_event(0) == Events(AXIS).next_event(36) == 36
     assert not Events(AXIS).evaluates(36)
-    assert [Events(AXIS, is_own_loop=True).next_event(slot) for slot in (0, 8, 9, 35, 36)] == [9, 9, 18, 36, 36]
+    assert [Events(AXIS, has_every_epoch=True).next_event(slot) for slot in (0, 8, 9, 35, 36)] == [9, 9, 18, 36, 36]
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 60))
-def test_the_next_event_is_the_first_slot_at_which_something_is_done(each: int, save: int, limit: int) -> None:
+intervals = st.builds(Every, number=st.integers(1, 50), unit=st.sampled_from(["steps", "epochs"]))
+
+
+@given(intervals, intervals, st.integers(1, 60))
+def test_the_next_event_is_the_first_slot_at_which_something_is_done(each: Every, save: Every, limit: int) -> None:
     found = Events(Axis(70, 8, 4, limit), each, save)
     for slot in range(found.axis.total):
         later = range(slot + 1, found.axis.total + 1)

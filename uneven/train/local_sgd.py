@@ -298,9 +298,8 @@ class LocalSGD:
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first, stop = self.engine.axis, self.epoch, self.epoch
-        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
-            stop += 1
+        axis, first = self.engine.axis, self.epoch
+        stop = max(first, axis.epochs_before(int(min(row.next_slot for row in rows))))
         until = axis.epoch_end(stop - 1) if event is None else event
         is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
         if stop > first or is_inside:
