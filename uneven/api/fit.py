@@ -18,7 +18,7 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_list, resolve
 from uneven.data.user_loader import take_apart
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
@@ -46,6 +46,7 @@ def fit(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
@@ -54,6 +55,7 @@ def fit(
     loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
+    callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -78,7 +80,7 @@ def fit(
         builder.batch_sampler(batch_sampler)
     if evaluate is not None:
         builder.evaluate(*evaluate)
-    return builder.settings(**settings).run().join()
+    return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
 
 
 ROWS_MOVE = (
@@ -109,17 +111,20 @@ class Ddp:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
+        callbacks: Sequence[Any] = (),
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
         `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what they mean there.
-        On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        On several devices the script is started by `uneven run` or torchrun; the group forms here. When a callback
+        stops the run, `batches` has no more of them.
         """
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(taken, overrides), loading)
+        config, own = resolve(taken, overrides), check_list(callbacks)
+        return _start_loop(model, make_optimizer, dataset, scheduler, config, loading, own)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -145,11 +150,12 @@ def _start_loop(
     scheduler: Callable[..., Any] | None,
     config: RunConfig,
     loading: Loading,
+    callbacks: tuple[Any, ...],
 ) -> Loop:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
     context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, loading=loading)
+    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, None, loading, callbacks)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -174,7 +180,8 @@ def _start_loop(
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        return context.make_worker(replace(task, loading=loading), config, devices, stop, reporter, is_own_loop=True)
+        task = replace(task, loading=loading, callbacks=callbacks)
+        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0

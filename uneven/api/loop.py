@@ -55,6 +55,7 @@ class Loop:
         self._began_ns = 0
         self._is_iterating = False
         self._broken: str | None = None
+        self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
@@ -70,6 +71,8 @@ class Loop:
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         worker.recorder.enter("evaluation")
         atexit.register(self._leave)
+        if worker.callbacks.is_active:
+            self._start_callbacks()
 
     @property
     def model(self) -> nn.Module:
@@ -99,6 +102,8 @@ class Loop:
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
+        if self._is_stopped:
+            return iter(())
         self._check_usable()
         worker = self.worker
         due = self._synchronizer.epoch
@@ -161,11 +166,15 @@ class Loop:
                 part, micros = next(self._stream)
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._train(part, [])
+                    if self._is_stopped:
+                        return
                     continue
                 worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
                 self._due = (part, micros)
                 self._began_ns = worker.recorder.enter("compute")
                 yield micros[0][0]
+                if self._is_stopped:
+                    return
                 if self._is_step_due():
                     self._fail("a batch was not trained: call ddp.step(loss) once for every batch before the next one")
                 self._check_usable()
@@ -182,11 +191,22 @@ class Loop:
     def _train(self, part: Part, micros: Micros) -> None:
         try:
             is_stopped = self.worker.train_part(self._synchronizer, part, micros)
+            if is_stopped:
+                self._complete(was_interrupted=True)
         except RankError as error:
             self._raise_for_all(str(error), type(error))
-        if is_stopped:
-            self._complete(was_interrupted=True)
+        if is_stopped and not self._is_stopped:
             raise KeyboardInterrupt
+
+    def _start_callbacks(self) -> None:
+        try:
+            is_stopped = self.worker.start_callbacks()
+            if is_stopped:
+                self._complete(was_interrupted=True)
+        except BaseException:
+            self._leave()
+            raise
+        self.worker.recorder.enter("evaluation")
 
     def _is_step_due(self) -> bool:
         return self._due is not None
@@ -226,8 +246,10 @@ class Loop:
     def _complete(self, was_interrupted: bool) -> TrainedState:
         worker = self.worker
         self._synchronizer.finalize()
+        worker.end_callbacks()
         self._open.close()
-        self._state = self._save(worker, was_interrupted)
+        self._is_stopped = worker.stopped is not None
+        self._state = self._save(worker, was_interrupted and not self._is_stopped)
         self._leave()
         return self._state
 

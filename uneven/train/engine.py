@@ -17,6 +17,7 @@ from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Inputs, Micros, make_feed
 from uneven.data.tensors import Batch
+from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
@@ -25,6 +26,7 @@ from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Part
+from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
@@ -60,6 +62,7 @@ class Engine:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
         self.order = make_order(task, config)
         self.axis = make_axis(self.order, config, rank_info.world_size)
+        self.events = find_events(self.axis, config, task.evaluation, is_own_loop)
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
@@ -76,6 +79,11 @@ class Engine:
         )
         self.optimizer = task.make_optimizer(self.model.parameters())
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        if self.schedule.needs_metric and task.evaluation is None and not is_own_loop:
+            raise InputError(
+                "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
+                "eval_step), too, or a scheduler that depends on progress alone"
+            )
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
@@ -169,7 +177,7 @@ class Engine:
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis = self.axis
-        grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.samples * axis.epochs)
+        grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.total_samples)
         self.schedule.move_to(axis.schedule_position(slot), grown)
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:

@@ -30,7 +30,7 @@ from uneven.train.apply_strategy import apply_strategy
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import EpochEnd
+from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
 
 class StepStats(NamedTuple):
@@ -51,6 +51,8 @@ class GradientSync:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
+        self.after_step: AfterSlot = no_callback
+        self.after_round: AfterSlot = no_callback
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
@@ -113,13 +115,18 @@ class GradientSync:
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
         is_stopped = self.step(part, micros)
-        engine, slot = self.engine, part.slot
-        if engine.trained == engine.axis.epoch_end(slot.epoch):
+        engine, epoch = self.engine, part.slot.epoch
+        self._free_ns += self.after_step(engine.trained)
+        if engine.rank_info.world_size == 1:
+            is_stopped = self._is_stopping()  # also where a callback has just asked for it
+        is_over = engine.trained == engine.axis.epoch_end(epoch)
+        if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
             engine.recorder.enter("compute")
             engine.run_ahead.drain()
             self._note_bad_steps(engine.settle_steps())
             engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-            self.end_epoch(slot.epoch, engine.meter.take(self.group), first=slot.epoch, last=slot.epoch)
+            loss, step = engine.meter.take(self.group), None if is_over else engine.trained
+            is_stopped |= self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
             self._free_ns = engine.recorder.enter("other")
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
@@ -169,7 +176,7 @@ class GradientSync:
 
     @property
     def epoch(self) -> int:
-        return self.engine.trained // self.engine.axis.slots_per_epoch
+        return self.engine.axis.epochs_before(self.engine.trained)
 
     def ratio(self) -> tuple[int, ...]:
         return self.policy.shares(self.engine.trained, self.engine.axis.slot(0).samples)

@@ -25,9 +25,9 @@ from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.dropped import BadStep, check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import local_sgd_config, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_sgd_config, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import EpochEnd
+from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
 
 class LocalSGD:
@@ -36,6 +36,8 @@ class LocalSGD:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
+        self.after_step: AfterSlot = no_callback
+        self.after_round: AfterSlot = no_callback
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
@@ -90,7 +92,7 @@ class LocalSGD:
 
         For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
         """
-        self.end_epoch = lambda *_, **__: None
+        self.end_epoch = lambda *_, **__: False
         self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
@@ -111,6 +113,7 @@ class LocalSGD:
         if part.samples:
             self._step(part, micros)
             self.slot_schedule.trained()
+            self.after_step(part.slot.index + 1)
         while not self._is_ended:
             if self.slot_schedule.in_flight:
                 if not self._may_merge():
@@ -275,34 +278,39 @@ class LocalSGD:
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
-                self._note_guard(decision.fields, anchor)
+                self.notes.append(describe_guard(decision.fields, anchor))
         self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
             self._set_lr_scale()
-        if self.windows.is_over or self.windows.event != event:
+        is_event = self.windows.is_over or self.windows.event != event
+        if is_event:
             self.engine.reach_slot(due)
-        self._end_epochs(rows)
+        self.after_round(due)
+        self._end_epochs(rows, due if is_event else None)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
 
-    def _end_epochs(self, rows: Sequence[RoundReport]) -> None:
-        """End every epoch that all ranks have passed, with the losses that arrived until now.
+    def _end_epochs(self, rows: Sequence[RoundReport], event: int | None) -> None:
+        """End every epoch that all ranks have passed, with the losses that arrived until now, and the event's part.
 
         A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
-        mean, and `first` and `last` say over which epochs it was taken.
+        mean, and `first` and `until` say over which slots it was taken.
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first, stop = self.engine.axis, self.epoch, self.epoch
-        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
-            stop += 1
-        if stop > first:
+        axis, first = self.engine.axis, self.epoch
+        stop = max(first, axis.epochs_before(int(min(row.next_slot for row in rows))))
+        until = axis.epoch_end(stop - 1) if event is None else event
+        is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
+        if stop > first or is_inside:
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
+            loss = loss_sum / count if count else float("nan")
             for epoch in range(first, stop):
-                loss = loss_sum / count if count else float("nan")
-                self.end_epoch(epoch, loss, first=first, last=stop - 1)
+                self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
                 self.epoch += 1
                 self._set_lr_scale()
+            if is_inside:
+                self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)
         self.engine.recorder.enter("other")
 
     def _set_lr_scale(self) -> None:
@@ -319,17 +327,7 @@ class LocalSGD:
         self.engine.recorder.event("lr_scale", scale=wanted)
         lr, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
         if wanted != 1.0:
-            self.notes.append(
-                f"  learning rate {lr:g} -> {wanted * lr:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
-                "over devices damps each one's steps; lr_scale=1.0 turns this off"
-            )
-
-    def _note_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
-        verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
-        self.notes.append(
-            f"  guard: replicas diverge (relative divergence {fields['divergence']:.3g}): the window {verb} "
-            f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
-        )
+            self.notes.append(describe_lr_scale(lr, wanted, rule))
 
     def _claim(self, many: int) -> int:
         """Claim the next slots from the counter in the store, and measure what a claim costs."""
