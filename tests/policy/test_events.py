@@ -38,7 +38,7 @@ def test_evaluations(every: int | str | None, given: int | str, slots: list[int]
 
 
 def test_the_unfinished_last_epoch_is_evaluated() -> None:
-    assert evaluated(events(axis=Axis(70, 8, 4, 20))) == [9, 18, 20]
+    assert evaluated(events(axis=Axis(70, 8, 4, max_slots=20))) == [9, 18, 20]
 
 
 def test_checkpoints_leave_the_end_to_the_result() -> None:
@@ -57,7 +57,7 @@ intervals = st.builds(Every, number=st.integers(1, 50), unit=st.sampled_from(["s
 
 @given(intervals, intervals, st.integers(1, 60))
 def test_the_next_event_is_the_first_slot_at_which_something_is_done(each: Every, save: Every, limit: int) -> None:
-    found = Events(Axis(70, 8, 4, limit), each, save)
+    found = Events(Axis(70, 8, 4, max_slots=limit), each, save)
     for slot in range(found.axis.total):
         later = range(slot + 1, found.axis.total + 1)
         done = [one for one in later if found.evaluates(one) or found.saves(one) or one == found.axis.total]

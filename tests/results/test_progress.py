@@ -77,7 +77,7 @@ def test_a_run_with_max_steps_counts_them(last_frame, monkeypatch, capsys) -> No
     assert "step" not in whole
     monkeypatch.setenv("COLUMNS", "120")
     reporter = Reporter("bar", "solo")
-    reporter.started(Axis(TOTAL, 100, 9, 150), "cpu")
+    reporter.started(Axis(TOTAL, 100, 9, max_slots=150), "cpu")
     reporter.stepped(5000, 5000, 2.0, 0.125)
     reporter.close()
     *_, bar = [line for line in capsys.readouterr().err.splitlines() if line.strip()]

@@ -216,11 +216,11 @@ def test_the_time_of_callbacks_is_a_state_of_its_own_and_no_work_of_the_rank(mon
             threading.Event().wait(0.2)
 
     monkeypatch.setattr(GradientSync, "_follow_speeds", noted)
-    result = train(2, max_steps=4, callbacks=lambda rank: [Slow()] if rank == 0 else [])[0]
+    result = train(2, max_steps=3, callbacks=lambda rank: [Slow()] if rank == 0 else [])[0]
     (account,) = result.timeline.accounts
-    assert account.seconds["user"] >= 0.8
-    assert account.training_s <= account.wall_s - 0.8
-    assert min(busy_ms[2:]) < 200
+    assert account.seconds["user"] >= 0.6
+    assert account.training_s <= account.wall_s - 0.6
+    assert min(busy_ms[2:]) < 200  # of the second and third step, as both ranks see it
 
 
 class Scripted:

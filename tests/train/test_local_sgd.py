@@ -81,7 +81,7 @@ def dense(
     max_steps: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Local SGD written down once more, in one process: replicas in turn, averages by samples at the windows' ends."""
-    axis = Axis(len(X), 8 * accumulate, epochs, max_steps)
+    axis = Axis(len(X), 8 * accumulate, epochs, max_slots=max_steps)
     models = [Net(torch.float64) for _ in counts]
     optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
     schedulers = [scheduler(one) if scheduler else None for one in optimizers]

@@ -53,12 +53,14 @@ def train(
 
     def rank(group: ThreadGroup) -> RankResult:
         own = tuple(callbacks(group.rank) if callable(callbacks) else callbacks)
-        task = Task(partial(Net, torch.float64), OPTIMIZERS["sgd"], mean_loss, data, scheduler, evaluation, own)
+        task = Task(
+            partial(Net, torch.float64), OPTIMIZERS["sgd"], mean_loss, data, scheduler, evaluation, callbacks=own
+        )
         info = RankInfo(group.rank, devices)
         return Worker(task, config, info, lambda _: group, stop or threading.Event(), Silent()).train()
 
     results = on_threads(size, rank)
-    axis = Axis(len(X), config.slot_size(size), config.epochs, config.max_steps)
+    axis = Axis(len(X), config.slot_size(size), config.epochs, max_slots=config.max_steps)
     prove_exactly_once(axis, [result.log for result in results], axis.total if is_whole else None)
     for result in results[1:]:
         assert all(torch.equal(value, results[0].state.params[name]) for name, value in result.state.params.items())

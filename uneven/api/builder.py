@@ -97,8 +97,7 @@ class Builder(SettingMethods):
         evaluation = None
         if self._evaluation is not None:
             evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
-        task = Task(
-            *self._factories, dataset, self._make_scheduler, evaluation, loading, callbacks=tuple(self._callbacks)
-        )
+        callbacks = tuple(self._callbacks)
+        task = Task(*self._factories, dataset, self._make_scheduler, evaluation, loading, callbacks)
         config = resolve(settings, overrides)
         return launch(task, config, on_epoch=self._on_epoch)

@@ -123,8 +123,8 @@ class Ddp:
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        extras = {"loading": loading, "callbacks": check_list(callbacks)}
-        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(taken, overrides), extras)
+        config, own = resolve(taken, overrides), check_list(callbacks)
+        return _start_loop(model, make_optimizer, dataset, scheduler, config, loading, own)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -149,12 +149,13 @@ def _start_loop(
     dataset: Any,
     scheduler: Callable[..., Any] | None,
     config: RunConfig,
-    extras: dict[str, Any],
+    loading: Loading,
+    callbacks: tuple[Any, ...],
 ) -> Loop:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
     context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, **extras)
+    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, None, loading, callbacks)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -165,7 +166,7 @@ def _start_loop(
     check_loop(config, len(devices))
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
-    has_own_order = not config.shuffle and task.loading.sampler is None and task.loading.batch_sampler is None
+    has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
     if has_own_order and len(devices) > 1 and not config.keeps_rows:
         reporter.say([ROWS_MOVE])
     if context.is_alone and needs_ranks(devices):
@@ -179,7 +180,7 @@ def _start_loop(
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        task = replace(task, **extras)
+        task = replace(task, loading=loading, callbacks=callbacks)
         return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:

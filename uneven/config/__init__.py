@@ -24,16 +24,7 @@ from uneven.config.run_config import (
     resolve,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import (
-    HOOKS,
-    EvalStep,
-    Evaluation,
-    Loading,
-    Task,
-    TrainStep,
-    check_list,
-    check_task,
-)
+from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task
 
 __all__ = [
     "CHOICES",

@@ -17,8 +17,8 @@ from uneven.policy.recorded import RecordedShares, Round
 
 # Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
 _FIXED_SETTINGS = (
-    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed", "shuffle"),
-    *("drop_last",),
+    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
+    *("shuffle", "drop_last"),
     *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
 )
 

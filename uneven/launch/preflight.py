@@ -51,8 +51,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
-    _check_evaluation(task, config)
     check_batch(task, config, order)
+    _check_evaluation(task, config)
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices))
     _check_optimizer(task, config, len(devices))
@@ -90,10 +90,10 @@ def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
-    steps = axis.slots_per_epoch
-    limit = "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
+    steps = f"{axis.slots_per_epoch:,} steps"
+    steps += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
     lines = [
-        f"uneven {__version__}: {axis.samples:,} samples, {config.epochs} epochs of {steps:,} steps{limit}",
+        f"uneven {__version__}: {axis.samples:,} samples, {axis.epochs} epochs of {steps}",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]

@@ -7,7 +7,7 @@ progress with it: policies, feeds, checkpoints, LR schedules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Axis:
     samples: int
     slot_size: int
     epochs: int
-    max_slots: int | None = None
+    max_slots: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if min(self.samples, self.slot_size, self.epochs, self.max_slots or 1) < 1:
@@ -112,7 +112,7 @@ class Axis:
         return self.epochs if index >= self.total else index // self.slots_per_epoch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BatchAxis(Axis):
     """An axis whose slots are the batches of a batch sampler: `batches` an epoch, of any sizes.
 
