@@ -121,6 +121,7 @@ TYPED = {
     "num_workers": ("1", 1),
     "checkpoint_every": ("2", 2),
     "out": ("runs/a", "runs/a"),
+    "overwrite": (None, True),
     "replay": ("runs/b", "runs/b"),
     "progress": ("off", "off"),
 }

@@ -218,8 +218,13 @@ class RunConfig:
     out: Path | None = field(
         default=None,
         metadata=about(
-            "Folder for state and timeline; an older run there is moved aside.", default="nothing is written"
+            "Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1.",
+            default="nothing is written",
         ),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=about("Replace an earlier run's files in out, or write beside files that are not of a run."),
     )
     replay: Path | None = field(
         default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
@@ -236,6 +241,10 @@ class RunConfig:
             setting.check_policy(getattr(self, name), self.policy)
         if self.checkpoint_every is not None and self.out is None:
             raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
+        if self.overwrite and self.out is None:
+            raise InputError(
+                "overwrite=True without out=...: nothing is written; add out='runs/my-run', or leave it out"
+            )
         if self.replay is not None and self.shares is not None:
             raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:

@@ -106,8 +106,8 @@ class Setting:
 
     def convert(self, value: Any) -> Any:
         """A value as the user wrote it -> as RunConfig holds it; one that cannot be converted is left to `check`."""
-        if Path in self.members and isinstance(value, str | PathLike):
-            return Path(value)
+        if Path in self.members and isinstance(value, str | PathLike) and str(value):
+            return Path(value).expanduser()
         if not self.is_list or isinstance(value, str) or not isinstance(value, Iterable):
             return value
         entries = tuple(value)

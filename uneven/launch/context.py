@@ -32,7 +32,7 @@ from uneven.train.worker import Worker
 _contexts: list["ProcessContext"] = []
 
 # Settings that may differ between ranks: only the first rank writes and prints.
-PER_RANK_SETTINGS = ("out", "progress")
+PER_RANK_SETTINGS = ("out", "overwrite", "progress")
 
 
 def process_context() -> "ProcessContext":

@@ -55,8 +55,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         config = _check_replay(axis, config, len(devices))
     _check_optimizer(task, config, len(devices))
     is_lead = context.rank == 0
-    if config.out is not None and is_lead:
-        make_out_folder(config.out)
+    if config.out is not None and is_lead and (moved := make_out_folder(config.out, config.overwrite)) is not None:
+        notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))

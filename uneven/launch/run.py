@@ -17,6 +17,7 @@ from typing import Any
 
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
+from uneven.files import folder_error, release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
@@ -138,6 +139,8 @@ class Run:
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
+            if self._config.out is not None and self._context.rank == 0:
+                release_out_folder(self._config.out)
         finally:
             self._reporter.close()
             self._epochs.put(None)
@@ -190,7 +193,10 @@ def save_results(
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
-    save_timeline(state.timeline, config.out)
+    try:
+        save_timeline(state.timeline, config.out)
+    except OSError as error:
+        raise folder_error(config.out, error) from error
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 
