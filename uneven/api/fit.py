@@ -18,7 +18,7 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, resolve
 from uneven.data.user_loader import take_apart
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
@@ -77,6 +77,7 @@ def fit(
     if batch_sampler is not None:
         builder.batch_sampler(batch_sampler)
     if evaluate is not None:
+        check_evaluate(evaluate)
         builder.evaluate(*evaluate)
     return builder.settings(**settings).run().join()
 

@@ -1,5 +1,7 @@
 """What a run trains (Task) and how (RunConfig): the names other rooms import. Neither torch nor numpy."""
 
+from uneven.config.arguments import check_evaluate
+from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import (
     CHOICES,
     EXACT_POLICIES,
@@ -19,8 +21,6 @@ from uneven.config.run_config import (
     Progress,
     RunConfig,
     Strategy,
-    check_settings,
-    resolve,
 )
 from uneven.config.setting import Setting, settings_of
 from uneven.config.task import EvalStep, Evaluation, Loading, Task, TrainStep, check_task
@@ -50,6 +50,7 @@ __all__ = [
     "Strategy",
     "Task",
     "TrainStep",
+    "check_evaluate",
     "check_settings",
     "check_task",
     "resolve",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
 from uneven.errors import InputError, StoppedError
+from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
 from uneven.results.progress import Reporter
@@ -35,6 +36,7 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
         check_device(device)
+    check_count(devices, available_cores())
     if not needs_ranks(devices):
         _execute_alone(script, args, settings)
         return

@@ -8,6 +8,7 @@ prefetched while one computes. Gradients are reduced unit by unit, on a process 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -232,3 +233,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _tensors(value)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for entry in fields(output):
+            yield from _tensors(getattr(output, entry.name))

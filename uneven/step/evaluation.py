@@ -1,6 +1,7 @@
 """Evaluation, a collective: each rank evaluates its own range of the data set, and sums and counts are all-reduced."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,12 @@ from torch import nn
 from uneven.comm.group import Group
 from uneven.config import EvalStep
 from uneven.data.feed import Feed
+from uneven.errors import InputError
+from uneven.step.loss import describe, is_number
 from uneven.step.precision import Precision
+
+WANTED = "it must return (sums by name, count), as in ({'correct': (scores.argmax(1) == y).sum()}, len(y))"
+ENTRY = ("epoch", "epochs", "samples", "train_loss", "lr", "train_seconds", "samples_per_s")  # keys of a history entry
 
 
 def evaluate(
@@ -36,7 +42,7 @@ def evaluate(
         batches = 0
         for batch, _ in feed.in_order(*own):
             batches += 1
-            parts, count = eval_step(model, batch)
+            parts, count = read_metrics(eval_step(model, batch))
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value
             total += count
@@ -51,4 +57,21 @@ def evaluate(
     *values, count, num_stopped = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
     if num_stopped:
         return {}
+    if not count:
+        raise InputError(f"the eval step counted no samples: {WANTED}")
     return {name: value / count for name, value in zip(names, values, strict=True)}
+
+
+def read_metrics(result: Any) -> tuple[Mapping[str, Any], Any]:
+    """What an eval step returned: sums by name, and a count; InputError in one line for anything else."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Mapping):
+        raise InputError(f"the eval step returned {describe(result)}; {WANTED}")
+    sums, count = result
+    if not is_number(count):
+        raise InputError(f"the eval step returned the count {describe(count)}; {WANTED}")
+    for name, value in sums.items():
+        if not is_number(value):
+            raise InputError(f"the eval step returned {describe(value)} as {name!r}, not one number; {WANTED}")
+        if name in ENTRY:
+            raise InputError(f"the eval step returned a metric {name!r}, which an epoch's entry has already: rename it")
+    return sums, count
