@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 def fit(
     *,
-    model: Callable[[], nn.Module],
-    optimizer: Callable[[Any], Optimizer],
+    model: Callable[[], nn.Module] | nn.Module,
+    optimizer: Callable[[Any], Optimizer] | Optimizer,
     step: TrainStep,
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
@@ -54,6 +54,7 @@ def fit(
     loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
+    A model or an optimizer itself is taken, too: every device trains a copy, and the one given stays as it is.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -93,8 +94,8 @@ class Ddp:
 
     @staticmethod
     def builder(
-        make_model: Callable[[], nn.Module],
-        make_optimizer: Callable[[Any], Optimizer],
+        make_model: Callable[[], nn.Module] | nn.Module,
+        make_optimizer: Callable[[Any], Optimizer] | Optimizer,
         train_step: TrainStep,
     ) -> Builder:
         """Factories first, then one method per setting, then `.run()`."""

@@ -22,6 +22,7 @@ from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.training import Program, train_as_rank
@@ -157,7 +158,9 @@ def launch(
 ) -> Run:
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
     context = process_context()
+    task, notes = rebuild_instances(task)
     prepared = prepare(task, config, context, title)
+    prepared.reporter.say(notes)
     prepared.reporter.listeners += on_epoch
     devices = prepared.devices
     starts_ranks = context.is_alone and needs_ranks(devices)

@@ -79,7 +79,8 @@ class TrainedState:
             "slot": self.slot,
             "samples": self.samples,
             "dataset_samples": self.dataset_samples,
-            "buffers": sorted(self.buffers),
+            "params": list(self.params),  # in the model's order, which safetensors does not keep
+            "buffers": list(self.buffers),
             "tied": self.tied,
             "param_groups": self.param_groups,
             "history": self.history,
@@ -108,7 +109,7 @@ class TrainedState:
         record = json.loads((folder / "state.json").read_text())
         tensors = load((folder / "state.safetensors").read_bytes())
         return cls(
-            params={name: t for name, t in tensors.items() if name not in record["buffers"]},
+            params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
             buffers={name: tensors[name] for name in record["buffers"]},
             tied=record["tied"],
             optimizer=load((folder / "optimizer.safetensors").read_bytes()),
