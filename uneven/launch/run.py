@@ -26,6 +26,7 @@ from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.training import Program, train_as_rank
+from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.export import save_timeline
@@ -100,6 +101,7 @@ class Run:
             raise KeyboardInterrupt
         self._join_thread()
         if self._error is not None:
+            show_user_frames(self._error)
             raise self._error
         assert self._state is not None, "a rank that neither failed nor returned a state"
         return self._state
