@@ -33,8 +33,9 @@ def check_function(name: str, value: Any, *counts: int) -> None:
     wanted = f"{name} must be a function" + (" that makes the model" if name == "model" else "")
     if not callable(value):
         raise InputError(f"{wanted}, got {_shown(value)}: pass {example}")
-    if is_module(value):
-        raise InputError(f"{wanted}, got the module {type(value).__name__}, and is called as {called}: pass {example}")
+    if is_module(value) or (isinstance(value, type) and name in ("step", "eval_step")):
+        kind = f"the class {value.__name__}" if isinstance(value, type) else f"the module {type(value).__name__}"
+        raise InputError(f"{wanted}, got {kind}, and is called as {called}: pass {example}")
     if not any(_takes(value, count) for count in counts):
         shown = getattr(value, "__name__", type(value).__name__)
         raise InputError(f"{name}={shown} cannot be called as {called}: pass {example}")
