@@ -20,7 +20,8 @@ AS_FUNCTION = "pass a function that makes it instead"
 
 def rebuild_instances(task: Task) -> tuple[Task, list[str]]:
     """The task with functions in place of instances, and lines to print."""
-    model, optimizer = task.make_model, task.make_optimizer
+    model: Any = task.make_model
+    optimizer: Any = task.make_optimizer
     if isinstance(optimizer, Optimizer):
         task = replace(task, make_optimizer=_optimizer_template(optimizer, model))
     if not isinstance(model, nn.Module):
