@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, TensorDataset
 
-from uneven import InputError, MachineError, fit
+from uneven import Ddp, InputError, MachineError, fit
 from uneven.cli import main as command_line
 
 X, Y = torch.randn(16, 4), torch.arange(16) % 2
@@ -56,6 +56,17 @@ class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.DataParallel(Net())
+
+
+class InDDP(nn.Module):
+    """As DistributedDataParallel(Net()), without a process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+
+InDDP.__name__, InDDP.__module__ = "DistributedDataParallel", "torch.nn.parallel.distributed"
 
 
 class Samples(Dataset[Any]):
@@ -112,6 +123,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("model on meta", {"model": lambda: nn.Linear(4, 2, device="meta"), "devices": TWO}, "meta device.*to_empty"),
     ("model compiled", {"model": Compiled, "devices": TWO}, "_orig_mod.*compile='default'"),
     ("model in DataParallel", {"model": lambda: nn.DataParallel(Net()), "devices": TWO}, "DataParallel.*its .module"),
+    ("model in DDP", {"model": InDDP, "devices": TWO}, "model is wrapped in DistributedDataParallel.*its .module"),
     ("DataParallel inside", {"model": Inner, "devices": TWO}, "model.body is wrapped in DataParallel.*its .module"),
     ("model that cannot be copied", {"model": Locked()}, r"cannot be copied.*model=lambda: Locked\(...\)"),
     ("optimizer is a name", {"optimizer": "adam"}, "optimizer must be a function.*'adam'.*torch.optim.Adam"),
@@ -265,6 +277,27 @@ def test_the_functions_are_tried_before_ranks_start_without_a_trace(untouched: C
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+    untouched()
+
+
+LOOP_ROWS = [
+    ({"make_optimizer": torch.optim.LBFGS}, "LBFGS.*closure.*use SGD, Adam"),
+    ({"model": Net().requires_grad_(False)}, "set it to True"),
+    ({"model": InDDP()}, "DistributedDataParallel.*its .module"),
+    ({"model": Net}, r"model must be the model itself, as in Ddp.setup\(Net\(\)"),
+    ({"dataset": (X, Y)}, r"TensorDataset\(X, Y\)"),
+    ({"scheduler": "cosine"}, "scheduler must be a function"),
+    ({"devices": TWO}, "uneven run"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), LOOP_ROWS)
+def test_a_loop_of_ones_own_refuses_the_same(given: dict[str, Any], words: str, untouched: Callable[[], None]) -> None:
+    good = {"model": Net(), "make_optimizer": sgd, "dataset": TEST, "batch_size": 4, "epochs": 1, "devices": "cpu"}
+    call: dict[str, Any] = {**good, "progress": "off", "out": "runs/loop", **given}
+    with pytest.raises(InputError, match=words) as caught:
+        Ddp.setup(call.pop("model"), call.pop("make_optimizer"), **call)
+    assert "\n" not in str(caught.value)
     untouched()
 
 

@@ -31,6 +31,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ("from uneven.data import datasets\n", True),
         ("def main():\n    from uneven import fit\n", True),
         ("import trainer\n", True),
+        ("import datasets\n", True),  # the one beside the script
         ("import wrapped.deep\n", True),
         ("import importlib\nimportlib.import_module(name)\n", True),
         ("exec(code)\n", True),
@@ -41,6 +42,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_is_judged_by_what_it_can_import(source: str, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("import json\n")
     (tmp_path / "trainer.py").write_text("import helper\nfrom uneven import fit\n")
+    (tmp_path / "datasets.py").write_text("from uneven import TensorData\n")
     for package, content in (("package", "import torch\n"), ("wrapped", "from . import deep\n")):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(content)

@@ -21,6 +21,7 @@ from uneven.api.settings import Settings
 from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, resolve
 from uneven.data.user_loader import take_apart
 from uneven.errors import InputError
+from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
@@ -121,7 +122,13 @@ class Ddp:
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        return _start_loop(model, make_optimizer, dataset, scheduler, resolve(taken, overrides), loading)
+        config = resolve(taken, overrides)
+        try:
+            return _start_loop(model, make_optimizer, dataset, scheduler, config, loading)
+        except BaseException:
+            if config.out is not None and process_context().rank == 0:
+                release_out_folder(config.out)
+            raise
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:

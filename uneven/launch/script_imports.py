@@ -63,7 +63,10 @@ def _is_model_eval(call: ast.Call) -> bool:
 
 def _files_of(name: str, folder: Path) -> list[Path] | None:
     """The user's own files that an import reaches; None where it may lead to uneven and cannot be followed."""
-    if name in WELL_KNOWN or (name in sys.stdlib_module_names and not (folder / f"{name}.py").exists()):
+    is_beside = (folder / f"{name}.py").exists() or (
+        folder / name
+    ).is_dir()  # the script's own stands before all others
+    if not is_beside and (name in WELL_KNOWN or name in sys.stdlib_module_names):
         return []
     for root in dict.fromkeys([folder, *(Path(entry or ".").resolve() for entry in sys.path)]):
         package = root / name
