@@ -1,8 +1,10 @@
 """The most likely bad inputs, each refused in one line that names the fix, with nothing started and nothing written."""
 
 import multiprocessing
+import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -266,9 +269,12 @@ def test_a_bad_input_is_one_line_with_the_fix(
     untouched()
 
 
-def test_the_functions_are_tried_before_ranks_start_without_a_trace(untouched: Callable[[], None]) -> None:
+def test_the_functions_are_tried_before_ranks_start_without_a_trace(
+    untouched: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     def wrong(optimizer: Any) -> None:
-        del optimizer
+        print(optimizer, flush=True)
+        os.write(2, b"printed by a library")
         torch.rand(3), random.random(), np.random.rand()
 
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -277,7 +283,26 @@ def test_the_functions_are_tried_before_ranks_start_without_a_trace(untouched: C
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+    assert capfd.readouterr() == ("", "")
     untouched()
+
+
+def test_a_function_that_hangs_or_fails_by_itself_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.launch.trial.LIMIT_S", 0.3)
+    monkeypatch.setattr("uneven.launch.run.train_on_ranks", lambda *_, **__: pytest.fail("ranks"))
+    before = psutil.Process().children()
+
+    def fails() -> nn.Module:
+        raise RuntimeError("needs a rank")
+
+    def hangs() -> nn.Module:
+        subprocess.run(["sleep", "100"], check=False)
+        return Net()
+
+    for make in (fails, hangs):
+        with pytest.raises(pytest.fail.Exception, match="ranks"):
+            fit(**{**GOOD, "devices": TWO, "model": make})
+    assert psutil.Process().children() == before
 
 
 LOOP_ROWS = [
