@@ -18,7 +18,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from uneven.errors import InputError
 
-ARGUMENTS = ("model", "optimizer", "step", "dataset", "scheduler", "evaluate")  # of `fit`, beside the settings
+# Of `fit`, beside the settings.
+ARGUMENTS = ("model", "optimizer", "step", "dataset", "scheduler", "evaluate", "collate_fn", "sampler", "batch_sampler")
 _IN_OPTIMIZER = "it belongs to the optimizer: pass optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
 # What other libraries call it, where no name of ours is near enough to be found.
 OTHER_WORDS = {

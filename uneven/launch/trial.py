@@ -20,6 +20,7 @@ import torch
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
+from uneven.parallel.catalog import check_optimizer
 from uneven.step.schedule import Schedule
 from uneven.train.built import checked_model, checked_optimizer
 
@@ -37,6 +38,7 @@ def try_functions(task: Task, config: RunConfig, schedule_length: int) -> None:
         torch.default_generator.manual_seed(config.seed)
         model = checked_model(task.make_model())
         optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
+        check_optimizer(config.strategy, optimizer)
         Schedule(task.make_scheduler, optimizer, schedule_length)
 
     if hasattr(os, "fork") and (message := _input_error_of(make_all)):
