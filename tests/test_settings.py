@@ -124,6 +124,7 @@ TYPED = {
     "monitor": ("loss", "loss"),
     "checkpoint_every": ("2", 2),
     "out": ("runs/a", "runs/a"),
+    "overwrite": (None, True),
     "replay": ("runs/b", "runs/b"),
     "progress": ("off", "off"),
 }

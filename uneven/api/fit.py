@@ -18,9 +18,10 @@ from uneven.api.builder import Builder
 from uneven.api.loop import Loop, check_loop
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_list, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, check_list, resolve
 from uneven.data.user_loader import take_apart
 from uneven.errors import InputError
+from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 def fit(
     *,
-    model: Callable[[], nn.Module],
-    optimizer: Callable[[Any], Optimizer],
+    model: Callable[[], nn.Module] | nn.Module,
+    optimizer: Callable[[Any], Optimizer] | Optimizer,
     step: TrainStep,
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
@@ -56,6 +57,7 @@ def fit(
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
     callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
+    A model or an optimizer itself is taken, too: every device trains a copy, and the one given stays as it is.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -79,6 +81,7 @@ def fit(
     if batch_sampler is not None:
         builder.batch_sampler(batch_sampler)
     if evaluate is not None:
+        check_evaluate(evaluate)
         builder.evaluate(*evaluate)
     return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
 
@@ -94,8 +97,8 @@ class Ddp:
 
     @staticmethod
     def builder(
-        make_model: Callable[[], nn.Module],
-        make_optimizer: Callable[[Any], Optimizer],
+        make_model: Callable[[], nn.Module] | nn.Module,
+        make_optimizer: Callable[[Any], Optimizer] | Optimizer,
         train_step: TrainStep,
     ) -> Builder:
         """Factories first, then one method per setting, then `.run()`."""
@@ -124,7 +127,12 @@ class Ddp:
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
         config, own = resolve(taken, overrides), check_list(callbacks)
-        return _start_loop(model, make_optimizer, dataset, scheduler, config, loading, own)
+        try:
+            return _start_loop(model, make_optimizer, dataset, scheduler, config, loading, own)
+        except BaseException:
+            if config.out is not None and process_context().rank == 0:
+                release_out_folder(config.out)
+            raise
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:

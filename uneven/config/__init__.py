@@ -1,6 +1,8 @@
 """What a run trains (Task) and how (RunConfig): the names other rooms import. Neither torch nor numpy."""
 
+from uneven.config.arguments import check_evaluate
 from uneven.config.every import Every, read_every
+from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import (
     CHOICES,
     EXACT_POLICIES,
@@ -20,8 +22,6 @@ from uneven.config.run_config import (
     Progress,
     RunConfig,
     Strategy,
-    check_settings,
-    resolve,
 )
 from uneven.config.setting import Setting, settings_of
 from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task
@@ -53,6 +53,7 @@ __all__ = [
     "Strategy",
     "Task",
     "TrainStep",
+    "check_evaluate",
     "check_list",
     "check_settings",
     "check_task",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from uneven.config.arguments import check_data, check_function
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,23 +62,27 @@ class Task:
 
 def check_task(task: Task) -> None:
     """InputError where the task cannot be trained, with the argument and the fix."""
-    is_built = not isinstance(task.make_model, type) and hasattr(task.make_model, "named_parameters")
-    if not callable(task.make_model) or is_built:
+    check_function("model", task.make_model, 0)
+    check_function("optimizer", task.make_optimizer, 1)
+    check_function("step", task.train_step, 2)
+    if task.make_scheduler is not None:
+        check_function("scheduler", task.make_scheduler, 1, 2)
+    if task.evaluation is not None:
+        check_function("eval_step", task.evaluation.eval_step, 2)
+        _check_dataset("the test set of evaluate", task.evaluation.dataset)
+    _check_dataset("dataset", task.dataset)
+    check_callbacks(task.callbacks, task.evaluation is not None)
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    check_data(name, dataset)
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(
-            f"model must be a function that makes the model, got {type(task.make_model).__name__}: "
-            "each device builds its own, so pass model=lambda: Net() (or the class itself)"
-        )
-    for name, value in (("optimizer", task.make_optimizer), ("step", task.train_step)):
-        if not callable(value):
-            raise InputError(f"{name} must be a function, got {type(value).__name__}")
-    if not isinstance(task.dataset, Sized) or not hasattr(task.dataset, "__getitem__"):
-        raise InputError(
-            f"dataset must be map-style, with len() and indexing, got {type(task.dataset).__name__}; "
+            f"{name} must be map-style, with len() and indexing, got {type(dataset).__name__}; "
             "an iterable data set cannot be shared out exactly once"
         )
-    if len(task.dataset) == 0:
-        raise InputError("dataset is empty: there is nothing to train on")
-    check_callbacks(task.callbacks, task.evaluation is not None)
+    if len(dataset) == 0:
+        raise InputError(f"{name} is empty: pass one with at least one sample")
 
 
 def check_list(callbacks: Any) -> tuple[Any, ...]:

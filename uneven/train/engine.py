@@ -45,6 +45,7 @@ from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
+from uneven.train.built import checked_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.rank_info import RankInfo
 
@@ -66,7 +67,7 @@ class Engine:
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
-        self.model = task.make_model().to(self.device)
+        self.model = checked_model(task.make_model()).to(self.device)
         self.model.train()
         if config.activations in ("recompute", "offload") and not (
             config.is_model_parallel and rank_info.world_size > 1  # applied to the sharded layers, when these are made
@@ -77,7 +78,7 @@ class Engine:
         self.batchnorm_sync = (
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
-        self.optimizer = task.make_optimizer(self.model.parameters())
+        self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
         if self.schedule.needs_metric and task.evaluation is None and not is_own_loop:
             raise InputError(
