@@ -59,6 +59,23 @@ class Task:
     callbacks: tuple[Any, ...] = ()
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set is read in order and not by index: an iterable one, or a source with open(shard, start).
+
+    torch's Dataset has a `__getitem__` that only raises, so it is known by its name: no torch here. Other iterators
+    than an IterableDataset are no streams: they end after one pass.
+    """
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}": kind for kind in type(dataset).__mro__}
+    if "torch.IterableDataset" in kinds:
+        return True
+    if "torch.DataLoader" in kinds or isinstance(dataset, type) or hasattr(dataset, "__next__"):
+        return False
+    indexed = next((name for name, kind in kinds.items() if "__getitem__" in vars(kind)), None)
+    if indexed not in (None, "torch.Dataset"):
+        return False
+    return hasattr(dataset, "__iter__") or callable(getattr(dataset, "open", None))
+
+
 def check_task(task: Task) -> None:
     """InputError where the task cannot be trained, with the argument and the fix."""
     is_built = not isinstance(task.make_model, type) and hasattr(task.make_model, "named_parameters")
@@ -70,10 +87,12 @@ def check_task(task: Task) -> None:
     for name, value in (("optimizer", task.make_optimizer), ("step", task.train_step)):
         if not callable(value):
             raise InputError(f"{name} must be a function, got {type(value).__name__}")
+    if is_stream(task.dataset):
+        return  # data/source.py knows how it is read, and preflight checks it
     if not isinstance(task.dataset, Sized) or not hasattr(task.dataset, "__getitem__"):
         raise InputError(
-            f"dataset must be map-style, with len() and indexing, got {type(task.dataset).__name__}; "
-            "an iterable data set cannot be shared out exactly once"
+            "dataset must be map-style, with len() and indexing, or a stream: an IterableDataset whose __iter__ begins "
+            f"anew, or a source with open(shard, start); got {type(task.dataset).__name__}"
         )
     if len(task.dataset) == 0:
         raise InputError("dataset is empty: there is nothing to train on")
