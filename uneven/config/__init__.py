@@ -24,7 +24,7 @@ from uneven.config.run_config import (
     Strategy,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task
+from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
 
 __all__ = [
     "CHOICES",
@@ -57,6 +57,7 @@ __all__ = [
     "check_list",
     "check_settings",
     "check_task",
+    "is_stream",
     "read_every",
     "resolve",
     "settings_of",

@@ -60,6 +60,23 @@ class Task:
     callbacks: tuple[Any, ...] = ()
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set is read in order and not by index: an iterable one, or a source with open(shard, start).
+
+    torch's Dataset has a `__getitem__` that only raises, so it is known by its name: no torch here. Other iterators
+    than an IterableDataset are no streams: they end after one pass.
+    """
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}": kind for kind in type(dataset).__mro__}
+    if "torch.IterableDataset" in kinds:
+        return True
+    if "torch.DataLoader" in kinds or isinstance(dataset, type) or hasattr(dataset, "__next__"):
+        return False
+    indexed = next((name for name, kind in kinds.items() if "__getitem__" in vars(kind)), None)
+    if indexed not in (None, "torch.Dataset"):
+        return False
+    return hasattr(dataset, "__iter__") or callable(getattr(dataset, "open", None))
+
+
 def check_task(task: Task) -> None:
     """InputError where the task cannot be trained, with the argument and the fix."""
     check_function("model", task.make_model, 0)
@@ -76,10 +93,12 @@ def check_task(task: Task) -> None:
 
 def _check_dataset(name: str, dataset: Any) -> None:
     check_data(name, dataset)
+    if is_stream(dataset):
+        return  # data/source.py knows how it is read, and launch/streams.py checks it
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(
-            f"{name} must be map-style, with len() and indexing, got {type(dataset).__name__}; "
-            "an iterable data set cannot be shared out exactly once"
+            f"{name} must be map-style, with len() and indexing, or a stream: an IterableDataset whose __iter__ begins "
+            f"anew, or a source with open(shard, start); got {type(dataset).__name__}"
         )
     if len(dataset) == 0:
         raise InputError(f"{name} is empty: pass one with at least one sample")

@@ -25,8 +25,10 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
+from uneven.launch.streams import check_streams
 from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
 from uneven.version import __version__
 
@@ -47,6 +49,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
     config, notes = settle(config, devices, local)
+    check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
@@ -92,10 +95,12 @@ def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
-    steps = f"{axis.slots_per_epoch:,} steps"
-    steps += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
+    length = f"{axis.samples:,} samples, {axis.epochs} epochs of {axis.slots_per_epoch:,} steps"
+    if isinstance(axis, StreamAxis):
+        length = "a stream without length" + (f", {axis.epochs} epochs" if config.max_steps is None else "")
+    length += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
     lines = [
-        f"uneven {__version__}: {axis.samples:,} samples, {axis.epochs} epochs of {steps}",
+        f"uneven {__version__}: {length}",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]

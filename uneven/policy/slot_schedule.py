@@ -32,6 +32,7 @@ class SlotSchedule:
     in_flight: bool = False  # a round was entered and is not merged yet
     parts: int = 0  # trained by this rank
     staleness: int = 0  # trained since it entered the round in flight
+    end: int | None = None  # where a stream without length ends, as this rank was told; an event of its own till agreed
     _given: deque[int] = field(default_factory=deque)
     _handed: int = 0
     _window: int = -1  # the window whose cut was last given
@@ -59,10 +60,15 @@ class SlotSchedule:
         if self._handed == len(self._given):
             return None
         slot = self._given[self._handed]
-        if slot >= self.windows.event:
+        if slot >= self._barrier:
             return None  # a claim past the event is kept until the event is passed
         self._handed += 1
         return slot
+
+    def put_back(self, end: int) -> None:
+        """The slot handed out last lies past the end of the stream's epoch: it is kept for the next epoch."""
+        self._handed -= 1
+        self.end = end
 
     def trained(self) -> None:
         """The first slot handed out is trained."""
@@ -76,7 +82,7 @@ class SlotSchedule:
         """Whether this rank enters the next round now."""
         if self.in_flight or self.is_over:
             return False
-        if self.next_slot >= self.windows.due:
+        if self.next_slot >= min(self.windows.due, self._barrier):
             return True
         is_event = self.windows.due == self.windows.event
         return not self._is_divided and not is_event and self._front >= self.windows.due
@@ -86,11 +92,20 @@ class SlotSchedule:
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
-        return has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self.windows.event
+        return has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self._barrier
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
         self.in_flight = False
+        if self.end is not None and self.windows.passed >= self.end:
+            self.end = None
+        if not self._is_divided:
+            self._start_claims()
+
+    @property
+    def _barrier(self) -> int:
+        """The slot that this rank must not pass before all ranks have got there."""
+        return self.windows.event if self.end is None else min(self.windows.event, self.end)
 
     @property
     def _front(self) -> int:
@@ -120,14 +135,19 @@ class SlotSchedule:
                 self._given.extend(range(first, first + counts[self.rank]))
             return
         assert self.claim is not None, "cadence has no claims"
-        if self._base is None:
-            self._base = self._claimed = self.windows.start
-            self._since = 0
+        base = self._start_claims()
         count = self._claim_size()
         if count == 0:
             return
-        self._claimed, self._since = self._base + self.claim(count), 0
+        self._claimed, self._since = base + self.claim(count), 0
         self._given.extend(range(self._claimed, min(self._claimed + count, self.total)))
+
+    def _start_claims(self) -> int:
+        """The slot at which the counter of claims was 0: set after the same round on all ranks, whatever they hold."""
+        if self._base is None:
+            self._base = self._claimed = self.windows.start
+            self._since = 0
+        return self._base
 
     def _claim_size(self) -> int:
         """Enough slots to make the claim cheap, far fewer than the window's; before an event only its part."""

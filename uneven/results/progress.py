@@ -133,7 +133,7 @@ class Reporter:
             self._block.close()
 
     def _open(self, total: int | None, titles: Sequence[str]) -> None:
-        """Without a total the run has not begun, and the bar only shows that it is starting."""
+        """Without a total the run has not begun, or trains on a stream without length: nothing to take a part of."""
         self._bar = Progress(
             _TextColumn(lambda task: task.description),
             _BarColumn(),
@@ -166,7 +166,7 @@ class Reporter:
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
         last = statuses[0].get("history", [{}])[-1]
         is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
-        done = total if is_over else min(trained, total)
+        done = trained if total is None else total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
         self._bar.update(
             self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses)
@@ -174,7 +174,7 @@ class Reporter:
         begin = 0.0
         for place, (task, status) in enumerate(zip(self._tasks[1:], statuses, strict=True)):
             share = status["own"] / max(1, trained)
-            end = begin + share * done / total
+            end = begin + (share if total is None else share * done / total)
             self._bar.update(
                 task,
                 part=(begin, end),
@@ -284,12 +284,13 @@ def _remaining_columns(task: Task) -> str:
     if "part" in task.fields:
         return str(task.fields.get("rest", ""))
     spent = _clock(task.finished_time if task.finished else task.elapsed)
-    if task.total is None:
+    if task.total is None and not task.completed:
         return f"starting  {spent}"
     steps = task.fields.get("steps")
-    place = "" if steps is None else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
+    place = "" if steps is None or not task.total else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
     words = ["samples/s"] * (task.fields["speed"] not in ("", "-")) + [place, task.fields["loss"], spent]
-    return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * (not task.finished))
+    has_eta = task.total is not None and not task.finished
+    return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * has_eta)
 
 
 def _names(devices: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Inputs, Micros, make_feed
+from uneven.data.stream import ReaderFeed
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
@@ -30,6 +31,7 @@ from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import read_structure
 from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
@@ -48,6 +50,8 @@ from uneven.timeline.record import Recorder
 from uneven.train.built import checked_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.rank_info import RankInfo
+
+UNBOUNDED_SLOTS = 1000
 
 
 class Engine:
@@ -111,10 +115,12 @@ class Engine:
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
         self.is_own_loop = is_own_loop
+        self.reader = self.feed if isinstance(self.feed, ReaderFeed) else None
         if is_own_loop:
             self.feed = _LoadedFeed(self.feed)
-        # Steps can run beforehand only if the step is ours to call and one device holds the whole model.
-        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated)
+        # Steps can run beforehand only if the step is ours to call, one device holds the whole model, and samples that
+        # were read for it can be read again.
+        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
         self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
         self.log: list[tuple[int, int, int]] = []
@@ -155,6 +161,13 @@ class Engine:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
         self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter
 
+    def connect_reader(self, group: Group) -> None:
+        """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""
+        if self.reader is not None:
+            self.reader.connect(group, self.axis, is_shared=self.config.is_model_parallel and group.world_size > 1)
+            if self.config.compile == "default" and not self.is_own_loop:
+                self.model.compile()  # where there is a warm-up, it does this
+
     def open(self, micros: Micros) -> Micros:
         """Inputs -> batches on the device. A captured step does this itself, inside the graph."""
         if self.graph is not None or self.captured is not None:
@@ -178,7 +191,10 @@ class Engine:
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis = self.axis
-        grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.total_samples)
+        total = axis.total_samples
+        if isinstance(axis, StreamAxis) or total is None:  # the scale then grows as if the run had so many slots
+            total = (axis.max_slots or UNBOUNDED_SLOTS) * axis.slot_size
+        grown = ramp(scale, axis.samples_before(slot), min(axis.samples, total), total)
         self.schedule.move_to(axis.schedule_position(slot), grown)
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:

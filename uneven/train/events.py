@@ -9,6 +9,7 @@ from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import LocalSGDConfig, Windows
 from uneven.train.engine import Engine
 
@@ -42,7 +43,8 @@ def make_slot_schedule(
         return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
     is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
-    windows = Windows(local_sgd_config(config), engine.rank_info.world_size, axis.slot_size, next_event, slot_ms)
+    ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
+    windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
     is_async = config.policy == "async"
     return windows, SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
 

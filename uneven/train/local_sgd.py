@@ -20,6 +20,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_end import StreamEnd
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
@@ -41,6 +42,7 @@ class LocalSGD:
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
+        self.stream_end = StreamEnd(engine.axis)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
         self._costs = RoundReport()  # what this rank's last round cost
@@ -100,12 +102,12 @@ class LocalSGD:
         last = 0
         while not self._is_ended:
             index = self.slot_schedule.hand()
-            if index is None:  # a round is due before the next slot: an empty part lets `train` run it
+            slot = None if index is None else self.stream_end.slot(index, self.epoch, self.slot_schedule)
+            if slot is None:  # a round is due before the next slot, or a stream ends: an empty part lets `train` run it
                 slot = axis.slot(last)
                 yield Part(slot, slot.first, 0, 1)
                 continue
-            slot = axis.slot(index)
-            last = index
+            last = slot.index
             yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
 
     def train(self, part: Part, micros: Micros) -> bool:
@@ -222,6 +224,7 @@ class LocalSGD:
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
+            end_samples=float(self.stream_end.samples),
         )
         self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
@@ -252,12 +255,14 @@ class LocalSGD:
         return rows
 
     def _merge(self) -> None:
-        due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
+        due, anchor = self.windows.due, self.windows.anchor
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
         check_bad_steps(rows, self.engine.config.max_bad_steps)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
+        self.stream_end.learn(rows, self.epoch)
+        passed = self.windows.passed
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -283,11 +288,12 @@ class LocalSGD:
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
             self._set_lr_scale()
-        is_event = self.windows.is_over or self.windows.event != event
+        event = self.windows.passed
+        is_event = event != passed
         if is_event:
-            self.engine.reach_slot(due)
-        self.after_round(due)
-        self._end_epochs(rows, due if is_event else None)
+            self.engine.reach_slot(event)
+        self.after_round(event if is_event else due)
+        self._end_epochs(rows, event if is_event else None)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
 
     def _end_epochs(self, rows: Sequence[RoundReport], event: int | None) -> None:
@@ -308,6 +314,7 @@ class LocalSGD:
             for epoch in range(first, stop):
                 self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
                 self.epoch += 1
+                self.stream_end.passed()
                 self._set_lr_scale()
             if is_inside:
                 self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)

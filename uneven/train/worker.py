@@ -117,6 +117,8 @@ class Worker:
             self.recorder.close()
             self._sampler.stop()
             self._test_feed = None  # ends loader processes that it kept
+            if self.engine.reader is not None:
+                self.engine.reader.close()
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
@@ -132,6 +134,7 @@ class Worker:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
         info.join(self.join(engine.model))
+        engine.connect_reader(info.group)
         is_local = self.config.is_local and info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
         synchronizer: Synchronizer = kind(engine, self._is_stopping, self._end_epoch)
@@ -335,7 +338,7 @@ class Worker:
             config=self.config.to_json(),
             slot=trained,
             samples=self.axis.samples_before(trained) - self.engine.dropped.samples,
-            dataset_samples=self.axis.samples,
+            dataset_samples=self.axis.epoch_samples,
             finished=is_finished,
             stopped=None if is_finished else self.stopped,
             best=best,
