@@ -119,6 +119,7 @@ TYPED = {
     "checkpoint_every": ("2", 2),
     "out": ("runs/a", "runs/a"),
     "replay": ("runs/b", "runs/b"),
+    "deadline": ("none", None),
     "progress": ("off", "off"),
 }
 

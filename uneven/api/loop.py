@@ -10,7 +10,7 @@ its step) sends its status in one last collective, and all ranks raise: none wai
 
 import atexit
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -68,7 +68,7 @@ class Loop:
             raise
         worker.report.started(worker.axis, worker.engine.feed.place)
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
-        worker.recorder.enter("evaluation")
+        self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
         atexit.register(self._leave)
 
     @property
@@ -141,7 +141,29 @@ class Loop:
             training = [rank for rank, status in enumerate(statuses) if status != RankStatus.FINISHED]
             if training:
                 self._raise_for_all(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
+        # All ranks have passed the last epoch together: who waits here waits for code of the user's own.
+        worker.group.all_reduce(torch.zeros(1)).wait()
         return self._complete(was_interrupted=False)
+
+    @contextmanager
+    def pause(self, what: str = "user code") -> Iterator[None]:
+        """Around long work of your own inside an epoch, such as an evaluation on rank 0: no training time, no deadline.
+
+        `what` names it in the timeline. Other ranks may go on, or wait in their next step; they do the same or not.
+        """
+        recorder = self.worker.recorder
+        if not self._is_iterating or recorder.state == "user":  # between epochs all time is the user's already
+            yield
+            return
+        before = recorder.state
+        began_ns = recorder.enter("user")
+        recorder.event("pause", what=what)
+        try:
+            yield
+        finally:
+            spent_ns = recorder.enter(before) - began_ns
+            self._synchronizer.note_user_time(spent_ns)
+            self._began_ns += spent_ns
 
     def __enter__(self) -> "Loop":
         return self
@@ -156,6 +178,7 @@ class Loop:
         worker = self.worker
         self._is_iterating = True
         try:
+            self._synchronizer.note_user_time(worker.recorder.clock() - self._user_since_ns)
             self._synchronizer.reset_timer()
             while self._synchronizer.epoch <= epoch:
                 part, micros = next(self._stream)
@@ -176,7 +199,7 @@ class Loop:
             return
         finally:
             self._is_iterating = False
-        worker.recorder.enter("evaluation")  # what the user does between epochs is not training time
+        self._user_since_ns = worker.recorder.enter("user")  # what the user does between epochs is no training time
 
     def _train(self, part: Part, micros: Micros) -> None:
         try:

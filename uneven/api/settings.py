@@ -11,6 +11,7 @@ from uneven.config import (
     Activations,
     Backend,
     Compile,
+    Deadline,
     LRScale,
     OptimizerState,
     Policy,
@@ -57,6 +58,7 @@ class Settings(TypedDict, total=False):
     checkpoint_every: int | None
     out: str | Path | None
     replay: str | Path | None
+    deadline: float | Deadline | None
     progress: Progress
 
 
@@ -194,6 +196,10 @@ class SettingMethods:
     def replay(self, replay: str | Path | None) -> "Self":
         """Folder of a finished run, which is repeated by its log."""
         return self.settings(replay=replay)
+
+    def deadline(self, deadline: float | Deadline | None) -> "Self":
+        """Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."""
+        return self.settings(deadline=deadline)
 
     def progress(self, progress: Progress) -> "Self":
         """Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."""

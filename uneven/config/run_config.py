@@ -24,6 +24,7 @@ Activations = Literal["keep", "recompute", "offload", "auto"]
 LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
+Deadline = Literal["auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
@@ -210,6 +211,12 @@ class RunConfig:
     )
     replay: Path | None = field(
         default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
+    )
+    deadline: float | Deadline | None = field(
+        default="auto",
+        metadata=about(
+            "Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."
+        ),
     )
     progress: Progress = field(
         default="auto",

@@ -26,7 +26,7 @@ from uneven.policy.axis import Axis
 
 _NOT_METRICS = ("epoch", "epochs", "samples", "lr", "train_seconds", "samples_per_s")
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
-_NAMED_PHASES = ("compile", "evaluation", "checkpoint")  # shown in place of the loss: no bar moves in them
+_NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
 
 _prints_bars_only: ContextVar[bool] = ContextVar("uneven_bars_only", default=False)

@@ -18,7 +18,7 @@ MIN_GAP_NS = 1_000_000
 # In these states a rank does no work that another rank could be waiting for.
 _WITH_OTHERS = ("wait", "communication")
 # States that are the cause themselves.
-_OWN_CAUSE = ("data", "compile", "evaluation", "checkpoint")
+_OWN_CAUSE = ("data", "compile", "evaluation", "checkpoint", "user")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 The worker enters states on the rank's main thread. Invariant: the rank is always in exactly one state, so the states
 partition its wall time: no time is counted twice and none is missing.
-States of TRAINING count as training time; those of NOT_TRAINING (setup, compile, evaluation, checkpoint) do not.
+States of TRAINING count as training time; those of NOT_TRAINING (setup, compile, evaluation, checkpoint, user) do not.
+`user` is code of the user's own between epochs or in `ddp.pause()`, and the time that another rank waits for it.
 
 The recorder sees the host. For a CUDA rank `device_spans` replaces the host's view by the device's: while the host
 loads data or copies a snapshot the device may compute, and a host that enqueues kernels is not a device that computes.
@@ -15,11 +16,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-State = Literal["compute", "communication", "wait", "data", "other", "setup", "compile", "evaluation", "checkpoint"]
+State = Literal[
+    "compute", "communication", "wait", "data", "other", "setup", "compile", "evaluation", "checkpoint", "user"
+]
 Span = tuple[str, int, int]  # (state, start_ns, end_ns)
 
 TRAINING: tuple[State, ...] = ("compute", "communication", "wait", "data", "other")
-NOT_TRAINING: tuple[State, ...] = ("setup", "compile", "evaluation", "checkpoint")
+NOT_TRAINING: tuple[State, ...] = ("setup", "compile", "evaluation", "checkpoint", "user")
 STATES: tuple[State, ...] = TRAINING + NOT_TRAINING
 
 # Entering a state costs one clock read and one list append: 1.1 us between training steps. Writing it to the arrays at

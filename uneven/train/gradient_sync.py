@@ -34,6 +34,7 @@ class StepStats(NamedTuple):
     is_unrepresentative: float  # 1 where busy_ms is no measure of its speed (a new size, a capture)
     status: float  # RankStatus
     fingerprint: float  # of the policy's state: equal on all ranks
+    user_ms: float = 0.0  # code of the user's own since the last step, which is not in busy_ms
 
 
 class GradientSync:
@@ -55,6 +56,7 @@ class GradientSync:
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
         self._free_ns = 0  # when this rank's last collective ended
+        self._user_ns = 0  # code of the user's own since then
 
     @property
     def group(self) -> Group:
@@ -92,6 +94,10 @@ class GradientSync:
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
+
+    def note_user_time(self, ns: int) -> None:
+        self._user_ns += ns
+        self._free_ns += ns
 
     def parts(self) -> Iterator[Part]:
         rank_info = self.engine.rank_info
@@ -202,13 +208,13 @@ class GradientSync:
             busy_ms = (sent_ns - began_ns) / 1e6
             status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
             is_first = float(engine.was_first_of_its_size(part))
-            return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()))
+            user_ms, self._user_ns = self._user_ns / 1e6, 0
+            return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()), user_ms)
 
         rows, counts = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
         stats = [StepStats(*row) for row in rows]
-        busy = self.busy_ms = [rank.busy_ms for rank in stats]
-        # The time that the slowest rank worked longer than this one was waiting; the rest was communication.
-        recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
+        self.busy_ms = [rank.busy_ms for rank in stats]
+        self._record_wait(sent_ns, stats)
         self._free_ns = recorder.enter("compute")
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
@@ -216,6 +222,20 @@ class GradientSync:
         engine.eager.update(counts)
         self._follow_speeds(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses
+
+    def _record_wait(self, sent_ns: int, stats: Sequence[StepStats]) -> None:
+        """Divide the time since `sent_ns`: until the last rank came this one waited, the rest was communication.
+
+        What the last rank worked longer is waiting. What it came later still, it spent in code of the user's own
+        (an evaluation between epochs, on rank 0 alone): that is the user's time on this rank, too.
+        """
+        recorder, own = self.engine.recorder, stats[self.engine.rank_info.rank]
+        waited_ms = max(rank.user_ms + rank.busy_ms for rank in stats) - (own.user_ms + own.busy_ms)
+        user_ms = max(0.0, waited_ms - (max(rank.busy_ms for rank in stats) - own.busy_ms))
+        if user_ms:
+            recorder.enter("user", sent_ns)
+            recorder.enter("wait", sent_ns + int(user_ms * 1e6))
+        recorder.enter("communication", sent_ns + int(waited_ms * 1e6))
 
     def _follow_speeds(self, slot: Slot, stats: Sequence[StepStats]) -> None:
         """Feed the step's times to the policy, which may move the shares of later slots."""

@@ -46,6 +46,7 @@ class LocalSGD:
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
+        self._user_ns = 0  # code of the user's own since this rank last entered a round
         self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
         self._not_finite: list[int] = []  # ranks whose params were not finite in the last round
@@ -84,6 +85,10 @@ class LocalSGD:
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
+
+    def note_user_time(self, ns: int) -> None:
+        self._user_ns += ns
+        self._free_ns += ns
 
     def use_segments(self, segment_end: Callable[[int], int]) -> None:
         """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
@@ -203,10 +208,11 @@ class LocalSGD:
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
+            user_ms=self._user_ns / 1e6,
         )
         self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
-        self._samples, self._busy_ms = 0, 0.0
+        self._samples, self._busy_ms, self._user_ns = 0, 0.0, 0
         self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
@@ -224,11 +230,17 @@ class LocalSGD:
         self.average.wait()
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
-        # Until all ranks had entered the round this was waiting; then transfer, then the merge.
-        recorder.enter("communication", min(here_ns, max(began_ns, arrived.joined_ns)))
-        now_ns = recorder.enter("other")
-        self._note_costs(arrived, began_ns, here_ns, now_ns)
         rows = [RoundReport(*row) for row in arrived.rows]
+        # Until all ranks had entered the round this was waiting; then transfer, then the merge. As far as another rank
+        # was held up by code of the user's own, the waiting is the user's time, too.
+        joined_ns = min(here_ns, max(began_ns, arrived.joined_ns))
+        user_ms = max(row.user_ms for row in rows) - rows[self.engine.rank_info.rank].user_ms
+        if user_ms:
+            recorder.enter("user", began_ns)
+            recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
+        recorder.enter("communication", joined_ns)
+        now_ns = recorder.enter("other")
+        self._note_costs(arrived, began_ns, here_ns, now_ns, user_ms)
         self._check_finite(arrived.broken, rows)
         return rows
 
@@ -322,14 +334,14 @@ class LocalSGD:
         self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
         return first
 
-    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int) -> None:
+    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int, user_ms: float) -> None:
         own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
         is_async = self.engine.config.policy == "async"
         self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.joined_ns - arrived.snapshot_ns)) / 1e6
         self.transfer_ms = own_ms + (0.0 if is_async else (arrived.done_ns - arrived.joined_ns) / 1e6)
         self._costs = RoundReport(
             transfer_ms=own_ms,
-            latency_ms=(arrived.done_ns - arrived.snapshot_ns) / 1e6,
+            latency_ms=max(0.0, (arrived.done_ns - arrived.snapshot_ns) / 1e6 - user_ms),
             divergence=arrived.divergence,
         )
         self._delay = (here_ns - arrived.snapshot_ns) / 1e6 * min(self.windows.speeds)

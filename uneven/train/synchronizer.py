@@ -37,6 +37,10 @@ class Synchronizer(Protocol):
         """Start timing this rank's own work anew; called after anything that is not a training step."""
         ...
 
+    def note_user_time(self, ns: int) -> None:
+        """Code of the user's own ran for so long: not this rank's work, and what others wait for it is `user`, too."""
+        ...
+
     def parts(self) -> Iterator[Part]:
         """What this rank trains, in order. An empty part has no samples: a collective is due instead."""
         ...

@@ -155,7 +155,12 @@ class Worker:
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
-        return {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        return {
+            "slot": self.engine.trained,
+            "phase": self.recorder.state,
+            "rounds": rounds,
+            "deadline": self.config.deadline,
+        }
 
     def _report_notes(self, synchronizer: Synchronizer) -> None:
         if len(synchronizer.notes) > self._reported_notes:
