@@ -28,6 +28,7 @@ class Builder(SettingMethods):
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
         self._evaluation: Evaluation | None = None
+        self._before_step: Callable[..., Any] | None = None
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
@@ -50,6 +51,11 @@ class Builder(SettingMethods):
         self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
         return self
 
+    def before_step(self, function: Callable[..., Any]) -> "Self":
+        """function(model) or function(model, optimizer) before every update, with the summed gradients in place."""
+        self._before_step = function
+        return self
+
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
         """callback(entry) after every epoch, with its loss, speed and metrics; an exception in it ends the run."""
         self._on_epoch.append(callback)
@@ -57,6 +63,12 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
-        task = Task(*self._factories, self._dataset, self._make_scheduler, self._evaluation)
+        task = Task(
+            *self._factories,
+            self._dataset,
+            self._make_scheduler,
+            self._evaluation,
+            before_step=self._before_step,
+        )
         config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
         return launch(task, config, on_epoch=self._on_epoch)

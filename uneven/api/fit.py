@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from uneven.api.builder import Builder
-from uneven.api.loop import Loop, check_loop
+from uneven.api.loop import Loop
+from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Evaluation, RunConfig, Task, TrainStep, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -42,13 +43,15 @@ def fit(
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
     evaluate: tuple[Any, EvalStep] | None = None,
+    before_step: Callable[..., Any] | None = None,
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
 
     model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
     loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
-    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
+    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
+    before_step(model) is called before every update, with the summed gradients in the params' .grad.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -67,6 +70,8 @@ def fit(
         builder.scheduler(scheduler)
     if evaluate is not None:
         builder.evaluate(*evaluate)
+    if before_step is not None:
+        builder.before_step(before_step)
     return builder.settings(**settings).run().join()
 
 
@@ -84,19 +89,36 @@ class Ddp:
 
     @staticmethod
     def setup(
-        model: nn.Module,
-        make_optimizer: Callable[[Any], Optimizer],
+        model: Any,
+        optimizer: Any,
         *,
         dataset: Any,
-        scheduler: Callable[..., Any] | None = None,
+        scheduler: Any = None,
+        evaluate: tuple[Any, EvalStep] | None = None,
+        before_step: Callable[..., Any] | None = None,
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
-        On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        optimizer is one of the model's params, or a function that makes it; scheduler likewise. Several models and
+        optimizers are dicts or lists. On several devices the script is started by `uneven run` or torchrun; the group
+        forms here.
         """
         config = resolve(cast("dict[str, Any]", settings), command_line_settings())
-        return _start_loop(model, make_optimizer, dataset, scheduler, config)
+        module = as_module(model)
+        evaluation = None if evaluate is None else Evaluation(*evaluate)
+        make_optimizer = optimizer_factory(module, optimizer)
+        make_scheduler = scheduler_factory(scheduler, optimizer, config)
+        task = Task(
+            lambda: module,
+            make_optimizer,
+            lambda *_: None,
+            dataset,
+            make_scheduler,
+            evaluation,
+            before_step=before_step,
+        )
+        return _start_loop(task, optimizer, config)
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:
@@ -115,17 +137,8 @@ class Ddp:
         return process_context().rank
 
 
-def _start_loop(
-    model: nn.Module,
-    make_optimizer: Callable[[Any], Optimizer],
-    dataset: Any,
-    scheduler: Callable[..., Any] | None,
-    config: RunConfig,
-) -> Loop:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
+def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
     context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler)
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -133,7 +146,7 @@ def _start_loop(
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
-    check_loop(config, len(devices))
+    check_loop(config, len(devices), optimizer)
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
     if context.is_alone and needs_ranks(devices):
@@ -162,4 +175,4 @@ def _start_loop(
         reporter.close()
         context.end_run()
 
-    return Loop(model, make_optimizer, dataset, scheduler, make_worker, save, end_run)
+    return Loop(task, make_worker, save, end_run)

@@ -44,6 +44,7 @@ class Settings(TypedDict, total=False):
     activations: Activations
     sync_batchnorm: bool
     max_grad_norm: float | None
+    max_grad_value: float | None
     lr_scale: float | LRScale | None
     anchor: int | None
     max_anchor: int | None
@@ -140,6 +141,10 @@ class SettingMethods:
     def max_grad_norm(self, max_grad_norm: float | None) -> "Self":
         """Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async."""
         return self.settings(max_grad_norm=max_grad_norm)
+
+    def max_grad_value(self, max_grad_value: float | None) -> "Self":
+        """Clip every element of the gradient to this size, before max_grad_norm; of the same gradients."""
+        return self.settings(max_grad_value=max_grad_value)
 
     def lr_scale(self, lr_scale: float | LRScale | None) -> "Self":
         """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""

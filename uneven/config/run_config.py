@@ -125,6 +125,13 @@ class RunConfig:
             default="no clipping",
         ),
     )
+    max_grad_value: float | None = field(
+        default=None,
+        metadata=about(
+            "Clip every element of the gradient to this size, before max_grad_norm; of the same gradients.",
+            default="no clipping",
+        ),
+    )
     lr_scale: float | LRScale | None = field(
         default=None,
         metadata=about(
@@ -275,6 +282,10 @@ class RunConfig:
         reasons = {
             "precision": (self.precision == "fp16", "the loss scaler needs whole gradients; use 'bf16'"),
             "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
+            "max_grad_value": (
+                self.max_grad_value is not None,
+                "gradients are in shards; use max_grad_norm or 'zero1'",
+            ),
             "compile": (self.compile != "off", "params are gathered and freed while the model computes; use 'off'"),
             "shares": (self.is_model_parallel and self.shares is not None, same_samples),
             "memory_cap": (self.is_model_parallel and self.memory_cap is not None, same_samples),

@@ -34,6 +34,7 @@ class Task:
     dataset: Any
     make_scheduler: Callable[..., Any] | None = None
     evaluation: Evaluation | None = None
+    before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
 
 
 def check_task(task: Task) -> None:
@@ -47,6 +48,10 @@ def check_task(task: Task) -> None:
     for name, value in (("optimizer", task.make_optimizer), ("step", task.train_step)):
         if not callable(value):
             raise InputError(f"{name} must be a function, got {type(value).__name__}")
+    if task.before_step is not None and not callable(task.before_step):
+        raise InputError(
+            f"before_step must be a function of (model) or (model, optimizer), got {type(task.before_step).__name__}"
+        )
     if not isinstance(task.dataset, Sized) or not hasattr(task.dataset, "__getitem__"):
         raise InputError(
             f"dataset must be map-style, with len() and indexing, got {type(task.dataset).__name__}; "

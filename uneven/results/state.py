@@ -45,6 +45,7 @@ class TrainedState:
     timeline: Timeline | None = None
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
+    skipped: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) left out by ddp.skip_rest()
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
 
@@ -75,13 +76,14 @@ class TrainedState:
             "history": self.history,
             "config": self.config,
             "structure": self.structure,
+            "skipped": self.skipped,
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
             if self.log:
-                log = log_record(self.log, self.rounds, self.dataset_samples, self.slot, self.config)
+                log = log_record(self.log, self.rounds, self.dataset_samples, self.slot, self.config, self.skipped)
                 write_atomically(folder / "log.json", json.dumps(log).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
@@ -110,6 +112,7 @@ class TrainedState:
             finished=record["finished"],
             folder=folder,
             structure=record.get("structure"),
+            skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
         )
 
 
@@ -122,7 +125,7 @@ def verified_state(
 ) -> TrainedState:
     """A rank's state with every rank's log and timeline; raises unless every sample was trained exactly once."""
     was_claimed = any(rounds) and not state.finished
-    slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
+    slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot, state.skipped)
     samples = sum(samples for log in logs for _, _, samples in log)
     return replace(state, slot=slots, samples=samples, timeline=Timeline.merge(timelines), log=logs, rounds=rounds)
 

@@ -19,16 +19,28 @@ class Schedule:
     Schedulers compute a rate from the previous one, so the scale is removed before they step and applied afterwards.
     """
 
-    def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
+    def __init__(
+        self,
+        make_scheduler: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        schedule_length: int,
+        *,
+        takes_metric: bool = False,
+    ) -> None:
+        """`takes_metric`: the caller calls `step_metric`, which ReduceLROnPlateau needs."""
         self._optimizer = optimizer
+        self._plateau: ReduceLROnPlateau | None = None
         self._position = 0
         self._scheduler: LRScheduler | None = None
         self.plain = self.rates  # without the scale
         self._written = self.rates
         if make_scheduler is None:
             return
-        takes_length = _required_arguments(make_scheduler) == 2
+        takes_length = required_arguments(make_scheduler) == 2
         made = make_scheduler(optimizer, schedule_length) if takes_length else make_scheduler(optimizer)
+        if isinstance(made, ReduceLROnPlateau) and takes_metric:
+            self._plateau = made
+            return
         if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler):
             raise InputError(
                 f"scheduler made a {type(made).__name__}; it must make a torch LRScheduler that "
@@ -54,6 +66,17 @@ class Schedule:
         self._write([scale * rate for rate in self.plain])
         self._written = self.rates
 
+    def step_metric(self, metric: float) -> None:
+        """Step a ReduceLROnPlateau by an evaluated metric; the same on all ranks."""
+        if self._plateau is None:
+            raise InputError("a metric was given to a run without scheduler=lambda optimizer: ReduceLROnPlateau(...)")
+        scale = [rate / plain if plain else 1.0 for rate, plain in zip(self._written, self.plain, strict=True)]
+        self._write(self.plain)
+        self._plateau.step(metric)
+        self.plain = self.rates
+        self._write([factor * rate for factor, rate in zip(scale, self.plain, strict=True)])
+        self._written = self.rates
+
     @property
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -74,7 +97,7 @@ def _no_order_warning() -> Iterator[None]:
         yield
 
 
-def _required_arguments(function: Callable[..., Any]) -> int:
+def required_arguments(function: Callable[..., Any]) -> int:
     return sum(
         parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)

@@ -37,8 +37,9 @@ class StrategyStep(EagerStep):
         backward: Backward | None = None,
     ) -> tuple[list[list[float]], Tensor | None]:
         assert backward is None, "captured steps need whole params"
-        self.optimizer.zero_grad()
+        self.begin()
         counts = self.backward(batches, slot_samples)
+        self._has_begun = False
         is_counted = counts is not None and (self._group.rank == 0 or not self._is_model_parallel)
         own = float(counts) if is_counted and counts is not None else 0.0
         return self.split_counts(gather_rows(self._group, [*stats(), own]))
@@ -49,6 +50,9 @@ class StrategyStep(EagerStep):
         if self.max_grad_norm is not None:
             self._strategy.clip(self.max_grad_norm)
         self.optimizer.step()
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad()
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self._strategy.no_sync()

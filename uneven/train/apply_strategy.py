@@ -4,7 +4,7 @@
 once the group has formed. Samples are shared by speed and bytes by memory, independently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, make_replicated, make_strategy
 from uneven.policy.axis import Part
 from uneven.step.caps import room_bytes
+from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
@@ -24,12 +25,18 @@ from uneven.train.engine import Engine
 MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
 
 
-def apply_strategy(engine: Engine, group: Group, num_stats: int) -> list[str]:
+def apply_strategy(
+    engine: Engine, group: Group, num_stats: int, is_leaving: Callable[[Sequence[float]], bool]
+) -> list[str]:
     """Make the strategy and give its reducer, optimizer or step to the engine; returns lines to print.
 
-    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum.
+    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum; `is_leaving(row)`:
+    whether it says that the rank takes no part in the step.
     """
     config = engine.config
+    if isinstance(engine.eager, SeveralSteps):
+        engine.eager.connect(group, num_stats - 1, is_leaving, engine.recorder.enter)
+        return []
     shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
     if config.is_replicated:
         _apply_replicated(engine, group, num_stats, shares)

@@ -32,7 +32,7 @@ from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
-from uneven.step.eager import EagerStep
+from uneven.step.eager import EagerStep, adapt_before_step
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
@@ -70,7 +70,9 @@ class Engine:
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
         self.optimizer = task.make_optimizer(self.model.parameters())
-        self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        self.schedule = Schedule(
+            task.make_scheduler, self.optimizer, self.axis.schedule_length, takes_metric=is_own_loop
+        )
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
@@ -80,6 +82,8 @@ class Engine:
             self.meter,
             config.max_grad_norm,
             self.batchnorm_sync,
+            max_grad_value=config.max_grad_value,
+            before_step=adapt_before_step(task.before_step),
         )
         # With compile="graph" one of the two: the whole step, or forward and backward up to the gradient sum.
         self.graph: GraphStep | None = None
@@ -106,6 +110,7 @@ class Engine:
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
+        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
         """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
@@ -120,7 +125,9 @@ class Engine:
     ) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer
-        self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
+        self.schedule = Schedule(
+            self.task.make_scheduler, optimizer, self.axis.schedule_length, takes_metric=self.is_own_loop
+        )
         self.full_state = full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
@@ -159,9 +166,20 @@ class Engine:
 
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
-        axis = self.axis
-        grown = ramp(scale, axis.samples_before(slot), axis.samples, axis.samples * axis.epochs)
-        self.schedule.move_to(axis.schedule_position(slot), grown)
+        axis, samples = self.axis, self.samples_before(slot)
+        grown = ramp(scale, samples, axis.samples, axis.samples * axis.epochs)
+        self.schedule.move_to(samples // axis.slot_size, grown)
+
+    def samples_before(self, slot: int) -> int:
+        """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""
+        return self.axis.samples_before(slot) - sum(samples for _, samples in self.skipped)
+
+    def skip_epoch(self, epoch: int, trained_samples: int) -> None:
+        """The rest of an epoch is left out, of which all ranks together have trained so many samples."""
+        if left := self.axis.samples - trained_samples:
+            self.skipped.append((epoch, left))
+            self.recorder.event("skip", epoch=epoch + 1, samples=left)
+        self.trained = self.axis.epoch_end(epoch)
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> None:
         """One optimizer step of this rank by itself, without any collective."""

@@ -1,7 +1,8 @@
-"""What LocalSGD starts from: the events on the axis, the window settings and the slot schedule."""
+"""What LocalSGD starts from: the events on the axis, the window settings and the slot schedule; and what it prints."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
@@ -65,3 +66,19 @@ def make_slot_schedule(
     windows = Windows(local_sgd_config(config), engine.rank_info.world_size, axis.slot_size, next_event, slot_ms)
     is_async = config.policy == "async"
     return windows, SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
+
+
+def describe_guard(fields: Mapping[str, Any], before: float) -> str:
+    """The line about the guard's decision on the anchor."""
+    verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
+    return (
+        f"  guard: replicas diverge (relative divergence {fields['divergence']:.3g}): the window {verb} "
+        f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
+    )
+
+
+def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
+    return (
+        f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
+        "over devices damps each one's steps; lr_scale=1.0 turns this off"
+    )

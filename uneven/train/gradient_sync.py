@@ -37,6 +37,11 @@ class StepStats(NamedTuple):
     user_ms: float = 0.0  # code of the user's own since the last step, which is not in busy_ms
 
 
+def _is_leaving(row: Sequence[float]) -> bool:
+    """Whether the rank with these statistics takes no part in the step."""
+    return int(StepStats(*row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
+
+
 class GradientSync:
     """Invariant: after every slot all ranks hold the same params, up to how their devices round.
 
@@ -55,7 +60,9 @@ class GradientSync:
         self._has_advised = False
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
+        self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
         self._free_ns = 0  # when this rank's last collective ended
+        self._waited_s = 0.0  # that this rank had waited in collectives until then
         self._user_ns = 0  # code of the user's own since then
 
     @property
@@ -88,12 +95,12 @@ class GradientSync:
         if sum(engine.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in engine.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
-        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + 1)
+        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + 1, _is_leaving)
         if is_measured:
             self._advise(costs)
 
     def reset_timer(self) -> None:
-        self._free_ns = self.engine.recorder.enter("data")
+        self._free_ns, self._waited_s = self.engine.recorder.enter("data"), self.group.traffic.wait_s
 
     def note_user_time(self, ns: int) -> None:
         self._user_ns += ns
@@ -101,7 +108,7 @@ class GradientSync:
 
     def parts(self) -> Iterator[Part]:
         rank_info = self.engine.rank_info
-        for slot in self.engine.axis.slots():
+        for slot in self.engine.axis.slots(self.engine.trained):
             if self._is_model_parallel:
                 yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
                 continue
@@ -112,15 +119,38 @@ class GradientSync:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
         is_stopped = self.step(part, micros)
         engine, slot = self.engine, part.slot
-        if engine.trained == engine.axis.epoch_end(slot.epoch):
-            engine.recorder.enter("compute")
-            engine.run_ahead.drain()
-            engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-            self.end_epoch(slot.epoch, engine.meter.take(self.group), first=slot.epoch, last=slot.epoch)
-            self._free_ns = engine.recorder.enter("other")
+        if self._is_skipping or engine.trained == engine.axis.epoch_end(slot.epoch):
+            self._finish_epoch(slot.epoch)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
         return is_stopped
+
+    def set_lr(self, slot: int) -> None:
+        self.engine.set_lr(slot, self._lr_scale)
+
+    def skip_rest(self) -> bool:
+        """The status takes the place of the next step's sum: the other ranks then do not update in that step."""
+        engine = self.engine
+        if engine.rank_info.world_size > 1:
+            check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.trained)
+        self.follow_skip()
+        return False
+
+    def follow_skip(self) -> None:
+        """End the epoch here, as a rank asked for in the last exchange."""
+        self._is_skipping = True
+        self._finish_epoch(self.epoch)
+
+    def _finish_epoch(self, epoch: int) -> None:
+        engine = self.engine
+        if self._is_skipping:
+            self._is_skipping = False
+            engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
+        engine.recorder.enter("compute")
+        engine.run_ahead.drain()
+        engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
+        self.end_epoch(epoch, engine.meter.take(self.group), first=epoch, last=epoch)
+        self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
 
     def step(self, part: Part, micros: Micros) -> bool:
         """One optimizer step; returns whether any rank was asked to stop."""
@@ -135,6 +165,8 @@ class GradientSync:
             engine.after_step(began_ns)
             is_stopped = self._is_stopping()
         engine.recorder.enter("other")
+        if self._is_skipping:
+            return False
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         engine.record_part(part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch))
@@ -144,6 +176,7 @@ class GradientSync:
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A gradient sum of zeros in place of the next step's: the other ranks are waiting in that one."""
         engine = self.engine
+        engine.eager.cancel()
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
         rows, _ = engine.eager.sum_gradients([], samples, lambda: own)
@@ -196,13 +229,12 @@ class GradientSync:
         engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
         busy_ms = 0.0
         sent_ns = 0
-        waited_s = traffic.wait_s
 
         def own_stats() -> StepStats:
             # Called just before the last bucket is sent: this rank's own work since its last collective ended.
             nonlocal busy_ms, sent_ns
             engine.run_ahead.catch_up()
-            began_ns = self._free_ns + int((traffic.wait_s - waited_s) * 1e9)
+            began_ns = self._free_ns + int((traffic.wait_s - self._waited_s) * 1e9)
             engine.simulate_slowdown(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
@@ -215,10 +247,13 @@ class GradientSync:
         stats = [StepStats(*row) for row in rows]
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._record_wait(sent_ns, stats)
-        self._free_ns = recorder.enter("compute")
+        self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
+        if RankStatus.SKIPS_REST in statuses:
+            self._is_skipping = True
+            return False
         engine.eager.update(counts)
         self._follow_speeds(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses

@@ -25,7 +25,7 @@ from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
-from uneven.train.events import local_sgd_config, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_sgd_config, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import EpochEnd
 
@@ -41,6 +41,8 @@ class LocalSGD:
         self.buffers = BufferAverage(engine.model)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
+        self._skips = False  # this rank or another leaves out the rest of the epoch
+        self._epoch_samples = 0  # trained by all ranks in this epoch, as far as rounds have told
         self._costs = RoundReport()  # what this rank's last round cost
         self._samples = 0  # trained since this rank last entered a round: its weight in the next average
         self._busy_ms = 0.0
@@ -100,7 +102,7 @@ class LocalSGD:
 
     def parts(self) -> Iterator[Part]:
         axis, batch = self.engine.axis, self.engine.config.batch_size
-        last = 0
+        last = min(self.engine.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
             if index is None:  # a round is due before the next slot: an empty part lets `train` run it
@@ -126,14 +128,23 @@ class LocalSGD:
                 # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
                 if self.engine.is_own_loop and self.epoch > epoch:
                     break
-            elif self._stops or self.slot_schedule.is_due():
-                self._enter(RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING)
+            elif self._stops or self._skips or self.slot_schedule.is_due():
+                skipping = RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
+                self._enter(RankStatus.STOP_REQUESTED if self._stops else skipping)
             else:
                 break
         self._free_ns = self.engine.recorder.enter("data")
         if self._is_stopped:
             self.engine.recorder.event("stop", slot=self.engine.trained)
         return self._is_stopped
+
+    def set_lr(self, slot: int) -> None:
+        self.engine.set_lr(slot, self.lr_scale)
+
+    def skip_rest(self) -> bool:
+        """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
+        self._skips = True
+        return self.train(Part(self.engine.axis.slot(0), 0, 0, 1), [])
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A round at once, only for the status that travels in it."""
@@ -179,7 +190,12 @@ class LocalSGD:
         return self._others_stop or self._is_stopping()
 
     def _may_merge(self) -> bool:
-        return self._stops or self.windows.is_blocking or self.slot_schedule.may_merge(self.average.is_done())
+        return (
+            self._stops
+            or self._skips
+            or self.windows.is_blocking
+            or self.slot_schedule.may_merge(self.average.is_done())
+        )
 
     def _step(self, part: Part, micros: Micros) -> None:
         engine = self.engine
@@ -249,7 +265,12 @@ class LocalSGD:
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
+        self._epoch_samples += int(sum(row.samples for row in rows))
+        is_skipped = set(statuses) == {RankStatus.SKIPS_REST}
+        self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
+        if is_skipped:
+            due, rows = event, self._pass_event(event, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -270,7 +291,7 @@ class LocalSGD:
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
-                self._note_guard(decision.fields, anchor)
+                self.notes.append(describe_guard(decision.fields, anchor))
         self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
@@ -279,6 +300,15 @@ class LocalSGD:
             self.engine.reach_slot(due)
         self._end_epochs(rows)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
+
+    def _pass_event(self, event: int, rows: Sequence[RoundReport]) -> list[RoundReport]:
+        """All ranks stand still and pass the epoch's end, whatever of it is not trained; returns what they report."""
+        assert isinstance(self.windows, Windows), "a replay leaves nothing out"
+        assert isinstance(self.slot_schedule, SlotSchedule), "as above"
+        self.windows.due = event
+        self.slot_schedule.drop_before(event)
+        self.engine.skip_epoch(self.epoch, self._epoch_samples)
+        return [row._replace(next_slot=max(row.next_slot, float(event))) for row in rows]
 
     def _end_epochs(self, rows: Sequence[RoundReport]) -> None:
         """End every epoch that all ranks have passed, with the losses that arrived until now.
@@ -297,6 +327,7 @@ class LocalSGD:
                 loss = loss_sum / count if count else float("nan")
                 self.end_epoch(epoch, loss, first=first, last=stop - 1)
                 self.epoch += 1
+                self._epoch_samples = 0
                 self._set_lr_scale()
         self.engine.recorder.enter("other")
 
@@ -314,17 +345,7 @@ class LocalSGD:
         self.engine.recorder.event("lr_scale", scale=wanted)
         lr, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
         if wanted != 1.0:
-            self.notes.append(
-                f"  learning rate {lr:g} -> {wanted * lr:g} (x{wanted:.2f}, lr_scale={rule!r}): averaging params "
-                "over devices damps each one's steps; lr_scale=1.0 turns this off"
-            )
-
-    def _note_guard(self, fields: dict[str, float | list[int]], before: float) -> None:
-        verb = "does not grow above" if fields["anchor"] == before else "shrinks to"
-        self.notes.append(
-            f"  guard: replicas diverge (relative divergence {fields['divergence']:.3g}): the window {verb} "
-            f"{fields['anchor']:.0f} batches of the slowest device; a smaller learning rate or lr_scale=1.0 helps"
-        )
+            self.notes.append(describe_lr_scale(lr, wanted, rule))
 
     def _claim(self, many: int) -> int:
         """Claim the next slots from the counter in the store, and measure what a claim costs."""

@@ -49,6 +49,17 @@ class Synchronizer(Protocol):
         """Train one part and run the collectives due after it; returns whether the run stops here."""
         ...
 
+    def set_lr(self, slot: int) -> None:
+        """The learning rates of a slot, for a loop of the user's own that may step before `train` is called."""
+        ...
+
+    def skip_rest(self) -> bool:
+        """Leave out the rest of the epoch on all ranks, and end it; returns whether the run stops here.
+
+        The other ranks learn it in their next collective.
+        """
+        ...
+
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """One collective without training, only for the status; returns every rank's, in rank order."""
         ...

@@ -62,6 +62,7 @@ class Worker:
         self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
         self.history: list[dict[str, Any]] = []
         self.synchronizer: Synchronizer | None = None
+        self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self._reported_notes = 0
         self._reported_s = 0.0
         self._test_feed: Feed | None = None
@@ -139,7 +140,7 @@ class Worker:
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
             seconds = self.recorder.account().training_s
-            samples = self.axis.samples_before(self.engine.trained)
+            samples = self.engine.samples_before(self.engine.trained)
             self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
             self._report_notes(synchronizer)
         return is_stopped
@@ -175,15 +176,20 @@ class Worker:
         self.recorder.enter("other")
         seconds = self.history[first]["train_seconds"] if epoch > first else self.recorder.account().training_s
         before = self.history[first - 1]["train_seconds"] if first else 0.0
+        skipped = dict(self.engine.skipped)
+        samples = (last - first + 1) * self.axis.samples - skipped.get(epoch, 0)
         entry = {
             "epoch": epoch + 1,
             **({"epochs": [first + 1, last + 1]} if last > first else {}),
-            "samples": (epoch + 1) * self.axis.samples,
+            "samples": (epoch + 1) * self.axis.samples - sum(skipped.values()),
+            **({"skipped": skipped[epoch]} if epoch in skipped else {}),
             "train_loss": loss,
             "lr": self.engine.schedule.rates[0],
             "train_seconds": seconds,
-            "samples_per_s": (last - first + 1) * self.axis.samples / max(seconds - before, 1e-9),
+            "samples_per_s": samples / max(seconds - before, 1e-9),
         }
+        if self.epoch_metrics is not None:
+            entry |= self.epoch_metrics(epoch)
         assert self.synchronizer is not None, "an epoch ends after round 0"
         evaluation = self.task.evaluation
         if evaluation is not None and self.config.evaluates(epoch, evaluation.every):
@@ -230,7 +236,8 @@ class Worker:
             history=list(self.history),
             config=self.config.to_json(),
             slot=trained,
-            samples=self.axis.samples_before(trained),
+            samples=self.engine.samples_before(trained),
+            skipped=list(self.engine.skipped),
             dataset_samples=self.axis.samples,
             finished=trained == self.axis.total,
             structure=self.engine.structure,
