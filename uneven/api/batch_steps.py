@@ -52,6 +52,7 @@ class BatchSteps:
         self.began_ns = 0  # when the batch was handed out; what the user's own code took is added
         self.samples = 1  # of the last batch handed out
         self._due: _Due | None = None
+        self._is_dropped = False  # the batch in the user's hands is not trained: further steps by it do nothing
         self._loss: Any = None
 
     def connect(self, worker: Worker) -> None:
@@ -67,7 +68,7 @@ class BatchSteps:
         return loss
 
     def hand_out(self, part: Part, micros: Micros, place: int) -> Batch:
-        self._due = _Due(part, micros, place)
+        self._due, self._is_dropped = _Due(part, micros, place), False
         self.samples = self._due.samples
         self.began_ns = self._worker.recorder.enter("compute")
         return micros[place][0]
@@ -88,6 +89,8 @@ class BatchSteps:
         return due.has_loss
 
     def step(self, loss: Any, optimizer: Any) -> bool:
+        if self._is_dropped:
+            return False
         due = self._present("step")
         name = self._name_of(optimizer)
         if loss is None and not due.has_loss:
@@ -106,6 +109,8 @@ class BatchSteps:
         return is_stopped
 
     def backward(self, loss: Any, optimizer: Any) -> None:
+        if self._is_dropped:
+            return
         due = self._present("backward")
         self._accumulate(due, loss, self._name_of(optimizer))
 
@@ -119,7 +124,7 @@ class BatchSteps:
 
     def drop(self) -> None:
         """Forget the batch, and what was accumulated for its step."""
-        self._due = None
+        self._due, self._is_dropped = None, True
         self._worker.engine.eager.cancel()
 
     def train(self, part: Part, micros: Micros) -> bool:

@@ -40,6 +40,9 @@ class SlotSchedule:
     _since: int = 0  # trained since that claim
     _first: int = 0  # slots before it were left out: they are claimed and dropped
 
+    def __post_init__(self) -> None:
+        self._begin_claims()
+
     @property
     def is_over(self) -> bool:
         return self.windows.is_over
@@ -98,6 +101,7 @@ class SlotSchedule:
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
         self.in_flight = False
+        self._begin_claims()
 
     @property
     def _front(self) -> int:
@@ -127,9 +131,7 @@ class SlotSchedule:
                 self._given.extend(range(first, first + counts[self.rank]))
             return
         assert self.claim is not None, "cadence has no claims"
-        if self._base is None:
-            self._base = self._claimed = self.windows.start
-            self._since = 0
+        assert self._base is not None, "begun when the speeds were known"
         count = self._claim_size()
         if count == 0:
             return
@@ -138,6 +140,12 @@ class SlotSchedule:
             if self._claimed + count > self._first:
                 break
         self._given.extend(range(max(self._first, self._claimed), min(self._claimed + count, self.total)))
+
+    def _begin_claims(self) -> None:
+        """From the first window whose speeds are known, at the same slot on all ranks, whatever they still hold."""
+        if self._base is None and not self._is_divided:
+            self._base = self._claimed = self.windows.start
+            self._since = 0
 
     def _claim_size(self) -> int:
         """Enough slots to make the claim cheap, far fewer than the window's; before an event only its part."""
