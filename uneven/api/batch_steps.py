@@ -51,6 +51,7 @@ class BatchSteps:
         self.is_no_sync = False
         self.began_ns = 0  # when the batch was handed out; what the user's own code took is added
         self.samples = 1  # of the last batch handed out
+        self.is_last = False  # whether that is the last of its step
         self._due: _Due | None = None
         self._is_dropped = False  # the batch in the user's hands is not trained: further steps by it do nothing
         self._loss: Any = None
@@ -69,12 +70,12 @@ class BatchSteps:
 
     def hand_out(self, part: Part, micros: Micros, place: int) -> Batch:
         self._due, self._is_dropped = _Due(part, micros, place), False
-        self.samples = self._due.samples
+        self.samples, self.is_last = self._due.samples, self._due.is_last
         self.began_ns = self._worker.recorder.enter("compute")
         return micros[place][0]
 
     @property
-    def syncs(self) -> bool:
+    def _syncs(self) -> bool:
         """Whether `step` on the present batch steps the optimizer."""
         return self._due is not None and self._due.is_last and not self.is_no_sync
 
@@ -95,10 +96,10 @@ class BatchSteps:
         name = self._name_of(optimizer)
         if loss is None and not due.has_loss:
             raise InputError("ddp.step() was called without a loss: pass it, or call ddp.backward(loss) before")
-        if not self.syncs or name is not None:
+        if not self._syncs or name is not None:
             if loss is not None:
                 self._accumulate(due, loss, name)
-            return self._update_one(due, name) if self.syncs and name is not None else False
+            return self._update_one(due, name) if self._syncs and name is not None else False
         _check_loss(loss, "step", may_be_none=True)
         engine, self._due, self._loss = self._worker.engine, None, loss
         engine.eager.is_further_loss = due.has_loss

@@ -38,8 +38,8 @@ Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whet
 class Loop:
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
-    As a context manager it finishes by itself. Leaving it by an exception, or ending the process without `finish`,
-    only closes the group: the other ranks see that and raise.
+    As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
+    exception, or ending the process before, only closes the group: the other ranks see that and raise.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Loop:
         worker.report.started(worker.axis, worker.engine.feed.place)
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
-        atexit.register(self._leave)
+        atexit.register(self._finish_at_exit)
 
     @property
     def model(self) -> nn.Module:
@@ -119,8 +119,8 @@ class Loop:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether `step` on the present batch steps the optimizer: with accumulate=k it does on a step's last one."""
-        return self._steps.syncs
+        """Whether the present batch is the last of its step: with accumulate=k only there the optimizer steps."""
+        return self._steps.is_last
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
@@ -143,6 +143,10 @@ class Loop:
         if epoch != due:
             raise InputError(f"epoch={epoch!r}: epochs are consecutive, the next one is {due}; write range({due}, ...)")
         return self._iterate(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the next epoch: a loop stands where a DataLoader stood."""
+        return self.batches(self._synchronizer.epoch)
 
     def step(self, loss: Any = None, *, optimizer: Any = None) -> None:
         """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count).
@@ -366,9 +370,16 @@ class Loop:
         self._leave()
         return self._state
 
+    def _finish_at_exit(self) -> None:
+        if self._broken is None and self._state is None and self._synchronizer.epoch >= self.epochs:
+            with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
+                self.finish()
+                return
+        self._leave()
+
     def _leave(self) -> None:
         """Close the group without any collective; the model is a plain module again."""
-        atexit.unregister(self._leave)
+        atexit.unregister(self._finish_at_exit)
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
         self._open.close()
