@@ -32,7 +32,7 @@ state = ddp.finish()
 
 if ddp.rank == 0:
     test = torch.from_numpy(digits.test_images).float().flatten(1) / 255
-    scores, trust = graph(test)
+    scores, trust = graph.cpu()(test)
     print("trust", [round(one, 2) for one in trust.softmax(1).mean(0).tolist()])
     right = (scores.argmax(1) == torch.from_numpy(digits.test_labels)).float().mean()
     print(f"accuracy {right:.3f}")

@@ -40,5 +40,5 @@ state = ddp.finish()
 
 if ddp.rank == 0:
     test = torch.from_numpy(digits.test_images).float() / 255
-    right = (graph(test).argmax(1) == torch.from_numpy(digits.test_labels)).float().mean()
+    right = (graph.cpu()(test).argmax(1) == torch.from_numpy(digits.test_labels)).float().mean()
     print(f"accuracy {right:.3f}")

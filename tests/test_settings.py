@@ -106,6 +106,7 @@ TYPED = {
     "sync_batchnorm": (None, True),
     "max_grad_norm": ("1.5", 1.5),
     "max_grad_value": ("0.5", 0.5),
+    "max_bad_steps": ("5", 5),
     "lr_scale": ("sqrt", "sqrt"),
     "anchor": ("10", 10),
     "max_anchor": ("50", 50),

@@ -17,14 +17,26 @@ _HOMES = {
     "TensorData": "uneven.data.tensors",
     "InputError": "uneven.errors",
     "MachineError": "uneven.errors",
+    "NotFiniteError": "uneven.errors",
     "RankError": "uneven.errors",
 }
-__all__ = ["Ddp", "FlowBuilder", "InputError", "MachineError", "RankError", "Run", "TensorData", "TrainedState", "fit"]
+__all__ = [
+    "Ddp",
+    "FlowBuilder",
+    "InputError",
+    "MachineError",
+    "NotFiniteError",
+    "RankError",
+    "Run",
+    "TensorData",
+    "TrainedState",
+    "fit",
+]
 
 if TYPE_CHECKING:
     from uneven.api.fit import Ddp, fit
     from uneven.data.tensors import TensorData
-    from uneven.errors import InputError, MachineError, RankError
+    from uneven.errors import InputError, MachineError, NotFiniteError, RankError
     from uneven.graph.flow import FlowBuilder
     from uneven.launch.run import Run
     from uneven.results.state import TrainedState

@@ -20,14 +20,22 @@ class MachineError(RuntimeError):
     exit_code = 3
 
 
-# Errors that the launcher raises again as they are when a rank reports them: the traceback would not help.
-USER_ERRORS: dict[str, type[InputError] | type[MachineError]] = {"input": InputError, "machine": MachineError}
-
-
 class RankError(RuntimeError):
     """A rank or a run failed, died or hung; names rank, device and cause, with the rank's own traceback."""
 
     exit_code = 1
+
+
+class NotFiniteError(RankError):
+    """Losses, gradients or params are not finite: all ranks end the run together, none of them has failed."""
+
+
+# Errors that the launcher raises again as they are when a rank reports them: the traceback would not help.
+USER_ERRORS: dict[str, type[InputError] | type[MachineError] | type[NotFiniteError]] = {
+    "input": InputError,
+    "machine": MachineError,
+    "not finite": NotFiniteError,
+}
 
 
 class StoppedError(RuntimeError):

@@ -241,37 +241,6 @@ class Prepared(Optimizer):
             param.addcdiv_(param.grad, squares.sqrt(), value=-self.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("make", [*(make for make, _ in STATEFUL.values()), Prepared])
-def test_a_cleared_optimizer_goes_on_as_a_fresh_one(make: Callable[[Any], Optimizer]) -> None:
-    def model_and_optimizer() -> tuple[nn.Linear, Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        return model, make(model.parameters())
-
-    fresh, fresh_optimizer = model_and_optimizer()
-    model, optimizer = model_and_optimizer()
-    replica = Replica(model, optimizer)
-    start = taken(replica)
-    for _ in range(2):  # a second time finds the same beginning
-        for _ in range(3):
-            step(model, optimizer)
-        replica.reset_optimizer_state()
-        replica.load(start)
-    for _ in range(2):
-        step(model, optimizer)
-        step(fresh, fresh_optimizer)
-    assert torch.equal(model.weight, fresh.weight)
-    assert optimizer.param_groups[0]["lr"] == fresh_optimizer.param_groups[0]["lr"]
-
-
-def test_clearing_keeps_the_learning_rate_of_the_moment() -> None:
-    model, optimizer = stepped("adam")
-    replica = Replica(model, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.003
-    replica.reset_optimizer_state()
-    assert optimizer.param_groups[0]["lr"] == 0.003
-
-
 @pytest.mark.cuda
 def test_a_replica_on_a_gpu_is_taken_put_and_merged() -> None:
     model = nn.Linear(3, 2).cuda()

@@ -204,13 +204,13 @@ def test_a_second_step_starts_from_zero_and_a_closed_reducer_has_no_hooks() -> N
     on_threads(2, rank)
 
 
-def test_a_number_of_the_device_takes_the_last_place_of_the_row() -> None:
+def test_numbers_of_the_device_take_the_last_places_of_the_row() -> None:
     def rank(group: ThreadGroup) -> list[list[float]]:
         net = Net()
         reducer = Reducer(net.parameters(), group, TINY, num_stats=2)
         reducer.prepare()
-        number = torch.tensor(0.1 + group.rank, dtype=torch.float64) if group.rank else None
-        return reducer.finalize(lambda: [7.0 + group.rank, 0.5], number)
+        number = torch.tensor([0.1 + group.rank], dtype=torch.float64)
+        return reducer.finalize(lambda: [7.0 + group.rank, 0.5], (lambda: number) if group.rank else None)
 
     for rows in on_threads(3, rank):
         assert rows == [[7.0, 0.5], [8.0, 1.1], [9.0, 2.1]]

@@ -287,6 +287,7 @@ class Loop:
                     self._run(partial(self._steps.train, part, []))
                     continue
                 self._synchronizer.set_lr(part.slot.index)
+                worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
                 for place in range(len(micros)):
                     yield self._steps.hand_out(part, micros, place)
                     self._check_usable()
@@ -318,7 +319,7 @@ class Loop:
         except InputError as error:
             self._fail(str(error))
         except RankError as error:
-            self._raise_for_all(str(error))
+            self._raise_for_all(str(error), type(error))
         skipped = len(self.worker.engine.skipped)
         if skipped > self._skipped:  # what the feed has read ahead was left out
             self._skipped = skipped
@@ -351,10 +352,10 @@ class Loop:
         self._leave_epoch(f"rank {self.rank}: {message}")
         raise InputError(message)
 
-    def _raise_for_all(self, message: str) -> NoReturn:
+    def _raise_for_all(self, message: str, kind: type[RankError] = RankError) -> NoReturn:
         self._broken = message
         self._leave()
-        raise RankError(message)
+        raise kind(message)
 
     def _check_usable(self) -> None:
         if self._broken is not None:

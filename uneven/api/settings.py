@@ -45,6 +45,7 @@ class Settings(TypedDict, total=False):
     sync_batchnorm: bool
     max_grad_norm: float | None
     max_grad_value: float | None
+    max_bad_steps: int
     lr_scale: float | LRScale | None
     anchor: int | None
     max_anchor: int | None
@@ -145,6 +146,10 @@ class SettingMethods:
     def max_grad_value(self, max_grad_value: float | None) -> "Self":
         """Clip every element of the gradient to this size, before max_grad_norm; of the same gradients."""
         return self.settings(max_grad_value=max_grad_value)
+
+    def max_bad_steps(self, max_bad_steps: int) -> "Self":
+        """End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped."""
+        return self.settings(max_bad_steps=max_bad_steps)
 
     def lr_scale(self, lr_scale: float | LRScale | None) -> "Self":
         """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""

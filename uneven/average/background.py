@@ -28,17 +28,16 @@ from uneven.average.transport import Transport
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
-from uneven.errors import RankError
+from uneven.errors import NotFiniteError, RankError
 
 EXTRA = 2  # numbers at the end of a rank's row: its weight, and whether its snapshot was not finite
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A finished round: `rows` and `broken` are the same on every rank, the rest is this rank's own."""
+    """A finished round: `rows` is the same on every rank, the rest is this rank's own."""
 
     rows: list[list[float]]
-    broken: list[int]  # ranks whose snapshot was not finite
     divergence: float  # ||snapshot - average|| / ||average||
     snapshot_ns: int  # when the snapshot was taken ...
     joined_ns: int  # ... when every rank had entered the round
@@ -118,12 +117,10 @@ class BackgroundAverage:
         if round_.total_weight:
             if self._verify and self._merge_checksums() != round_.merge_checksums:
                 raise RankError("verify: the average changed between its arrival and its merge")
-            if is_unchanged or round_.is_broken:  # [Note: merge rule]
+            if is_unchanged:  # [Note: merge rule]
                 self._replica.load(self.transport.device_average)
             else:
                 self._replica.merge(self.transport.device_average, delta=self.transport.delta)
-        if round_.is_broken:
-            self._replica.reset_optimizer_state()
         self._buffers.load(round_.averaged_buffers)
         return result
 
@@ -150,11 +147,8 @@ class BackgroundAverage:
         with self.transport.stream():
             snapshot = self.transport.snapshot.buffer
             round_.is_broken = not (_is_finite(snapshot) and self._buffers.is_finite(buffers))
-            if round_.is_broken:
-                snapshot.zero_()
-                round_.weight = 0.0
             self._all_reduce_rows(round_, buffers)
-            if round_.total_weight:
+            if round_.total_weight and not _broken_ranks(round_):
                 self._all_reduce_params(round_)
             self.transport.copy_to_device()
         round_.done_ns = time.perf_counter_ns()
@@ -173,13 +167,13 @@ class BackgroundAverage:
     def _all_reduce_params(self, round_: _Round) -> None:
         """The weighted sum of all ranks' snapshots; then turn this rank's snapshot into the delta to the average."""
         snapshot, average = self.transport.snapshot.buffer, self.transport.average.buffer
-        if round_.checksum is not None and not round_.is_broken and round_.checksum() != _checksum(snapshot).cpu():
+        if round_.checksum is not None and round_.checksum() != _checksum(snapshot).cpu():
             raise RankError("verify: the snapshot changed between its taking and its sending")
         torch.mul(snapshot, round_.weight / round_.total_weight, out=average)
         self._group.all_reduce(average).wait()
         torch.sub(average, snapshot, out=snapshot)
         norm = float(torch.linalg.vector_norm(average))
-        if norm and not round_.is_broken:
+        if norm:
             round_.divergence = float(torch.linalg.vector_norm(snapshot)) / norm
         if self._verify:
             self._compare_averages()
@@ -196,14 +190,18 @@ class BackgroundAverage:
 
 
 def _result_of(round_: _Round) -> RoundResult:
-    broken = [rank for rank, row in enumerate(round_.rows) if row[-1]]
-    if broken and not round_.total_weight:
-        raise RankError(
-            f"every rank that trained has params that are not finite (first rank {broken[0]}): the learning rate may "
-            "be too high, or a batch holds numbers that are not finite"
+    if broken := _broken_ranks(round_):
+        # Steps that are not finite are skipped, so an update has overflowed; nothing is averaged with such params.
+        raise NotFiniteError(
+            f"rank {broken[0]} has params or buffers that are not finite though its losses and gradients were: the "
+            "learning rate may be too high"
         )
     rows = [row[:-EXTRA] for row in round_.rows]
-    return RoundResult(rows, broken, round_.divergence, round_.snapshot_ns, round_.joined_ns, round_.done_ns)
+    return RoundResult(rows, round_.divergence, round_.snapshot_ns, round_.joined_ns, round_.done_ns)
+
+
+def _broken_ranks(round_: _Round) -> list[int]:
+    return [rank for rank, row in enumerate(round_.rows) if row[-1]]
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -4,9 +4,7 @@ Invariant: the layout depends only on the model and the optimizer's class, so it
 does not exist yet, before the first step, is zeros in the buffer.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +41,6 @@ class Replica:
         self._dtype = torch.float32
         for param in self._params:
             self._dtype = torch.promote_types(self._dtype, param.dtype)
-        self._initial_state = _copied(optimizer.state)
 
     @property
     def device(self) -> torch.device:
@@ -79,21 +76,6 @@ class Replica:
         _apply_to_pairs(torch._foreach_add_, tensors[:count], delta.views[:count])
         _apply_to_pairs(torch._foreach_copy_, tensors[count:], average.views[count:])
 
-    def reset_optimizer_state(self) -> None:
-        """Put the optimizer back to how it was when the replica was made, after its params were not finite.
-
-        A tensor that existed then keeps its address: a captured step reads it there.
-        """
-        now = self._optimizer.state
-        restored = _copied(self._initial_state)
-        for param, values in restored.items():
-            for name, value in values.items():
-                current = now.get(param, {}).get(name)
-                if isinstance(value, Tensor) and isinstance(current, Tensor):
-                    values[name] = current.copy_(value)
-        now.clear()
-        now.update(restored)
-
     @property
     def _layout(self) -> list[Tensor]:
         return [param.detach() for _ in range(1 + len(self._names)) for param in self._params]
@@ -113,10 +95,6 @@ def _apply_to_pairs(
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
     if pairs:
         foreach([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _copied(state: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
-    return {param: copy.deepcopy(values) for param, values in state.items()}
 
 
 def _state_names(optimizer: Optimizer) -> tuple[str, ...]:

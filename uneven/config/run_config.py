@@ -132,6 +132,13 @@ class RunConfig:
             default="no clipping",
         ),
     )
+    max_bad_steps: int = field(
+        default=3,
+        metadata=about(
+            "End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped.",
+            least=1,
+        ),
+    )
     lr_scale: float | LRScale | None = field(
         default=None,
         metadata=about(

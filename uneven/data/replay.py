@@ -48,12 +48,18 @@ class Log:
 
 
 def log_record(
-    log: Any, rounds: Any, axis_samples: int, slots: int, config: Mapping[str, Any], skipped: Any = ()
+    log: Any,
+    rounds: Any,
+    dropped: Any,
+    axis_samples: int,
+    slots: int,
+    config: Mapping[str, Any],
+    skipped: Any = (),
 ) -> dict[str, Any]:
-    """The content of log.json."""
+    """The content of log.json. Parts that were dropped are among those of their rank: a replay skips them again."""
     settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
     head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
-    return {**head, "ranks": log, "rounds": rounds, "skipped": list(skipped)}
+    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped)}
 
 
 def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:

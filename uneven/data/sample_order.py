@@ -51,10 +51,10 @@ def prove_exactly_once(
 ) -> int:
     """Check from the ranks' logs that every sample of the first `slots` slots was trained exactly once.
 
-    A log holds (slot, first, samples) of each part that a rank trained. With `slots=None` only slots that were trained
-    at all are checked: ranks that claim slots may stop at different ones. `skipped` holds (epoch, samples) where the
-    user left out the rest of an epoch: there slots may be missing as a whole, of so many samples together. Returns the
-    number of slots checked; RuntimeError names the first slot that is wrong.
+    A log holds (slot, first, samples) of each part that a rank trained, or dropped. With `slots=None` only slots that
+    were trained at all are checked: ranks that claim slots may stop at different ones. `skipped` holds (epoch, samples)
+    where the user left out the rest of an epoch: there slots may be missing as a whole, of so many samples together.
+    Returns the number of slots checked; RuntimeError names the first slot that is wrong.
     """
     left_out = dict.fromkeys((epoch for epoch, _ in skipped), 0)
     expected = range(slots) if slots is not None else sorted({index for log in logs for index, _, _ in log})
@@ -83,3 +83,12 @@ def prove_exactly_once(
         if slots is not None and left_out[epoch] != samples:
             raise RuntimeError(f"epoch {epoch + 1}: {left_out[epoch]} samples were left out, not {samples} as agreed")
     return len(parts)
+
+
+def check_dropped(logs: Sequence[Sequence[tuple[int, int, int]]], dropped: Sequence[tuple[int, int, int, int]]) -> None:
+    """RuntimeError unless every (slot, rank, first, samples) dropped is a part of that rank's log, once."""
+    parts = [set(log) for log in logs]
+    for slot, rank, first, samples in dropped:
+        if rank >= len(parts) or (slot, first, samples) not in parts[rank]:
+            raise RuntimeError(f"slot {slot}: rank {rank} dropped {samples} samples from {first} on that it never had")
+        parts[rank].remove((slot, first, samples))

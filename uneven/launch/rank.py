@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uneven.errors import USER_ERRORS
+from uneven.errors import USER_ERRORS, NotFiniteError
 from uneven.launch.cleanup import end_orphaned_run, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
 
@@ -44,6 +44,8 @@ def main(folder: Path, number: int) -> None:
         code = INTERRUPTED
     except BaseException as error:
         code = 1
+        if isinstance(error, NotFiniteError):
+            context.close_heartbeat()  # it carries the lines about the steps that were skipped
         _report_error(error, folder, number, plan["members"][number])
     sys.stdout.flush()
     sys.stderr.flush()

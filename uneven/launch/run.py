@@ -207,12 +207,15 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
     done = "trained" if state.finished else "stopped: trained"
     speed = state.samples / training_s if training_s else 0.0
     lines = [f"{done} {state.samples:,} samples in {training_s:.1f} s ({speed:,.0f} samples/s)"]
+    if state.dropped:
+        lost, steps = sum(samples for _, _, _, samples in state.dropped), len({slot for slot, *_ in state.dropped})
+        lines.append(f"  {lost:,} samples were dropped: {steps} steps were not finite and were skipped")
     for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
         spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
         user_s = account.seconds["user"]
         outside_s = account.wall_s - account.training_s - user_s
         own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
-        own = sum(samples for _, _, samples in state.log[lane.rank])
+        own = state.rank_samples[lane.rank]
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
         lines.append(
             f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"

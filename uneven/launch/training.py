@@ -49,14 +49,20 @@ def train_as_rank(
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
     if group.world_size == 1:
-        return verified_state(result.state, axis, [result.log], [result.rounds], [result.timeline])
-    own = {"timeline": result.timeline.to_json(), "log": result.log, "rounds": result.rounds}
+        return verified_state(result.state, axis, [result.log], [result.rounds], [result.timeline], [result.dropped])
+    own = {
+        "timeline": result.timeline.to_json(),
+        "log": result.log,
+        "rounds": result.rounds,
+        "dropped": result.dropped,
+    }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
     logs = [_parts(record["log"]) for record in records]
     rounds = [_rounds(record["rounds"]) for record in records]
+    timelines = [Timeline.from_json(record["timeline"]) for record in records]
     return verified_state(
-        result.state, axis, logs, rounds, [Timeline.from_json(record["timeline"]) for record in records]
+        result.state, axis, logs, rounds, timelines, [_parts(record["dropped"]) for record in records]
     )
 
 

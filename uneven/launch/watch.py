@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uneven.comm.store import Store, get_text
-from uneven.errors import USER_ERRORS, RankError, StoppedError
+from uneven.errors import USER_ERRORS, NotFiniteError, RankError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
@@ -108,5 +108,7 @@ class Watch:
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
         error, name = errors[number], self._ranks[number].name(number)
         if error["kind"] in USER_ERRORS:
-            return USER_ERRORS[error["kind"]](f"{name}: {error['message']}")
+            kind = USER_ERRORS[error["kind"]]
+            # All ranks raise that one alike, and it names the rank that is the cause.
+            return kind(error["message"] if kind is NotFiniteError else f"{name}: {error['message']}")
         return RankError(f"{name} failed: {error['what']}\n\nTraceback of {error['member']}:\n{error['traceback']}")

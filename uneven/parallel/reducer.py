@@ -56,6 +56,7 @@ class Reducer:
         self._build_buckets()
         self._works: list[Work] = []
         self._is_prepared = False  # between prepare() and finalize()
+        self._largest: list[Tensor] = []  # per bucket sent since prepare(), see `largest_gradient`
         self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
         self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
@@ -84,6 +85,7 @@ class Reducer:
         if len(self._extra) != self._extra_size:
             self._build_buckets()  # the world size has changed since
         self._used.clear()
+        self._largest.clear()
         self._is_prepared = True
         self._begin()
         for bucket in self.buckets:
@@ -100,11 +102,22 @@ class Reducer:
         """Add params whose hooks were not called, because backward was the replay of a CUDA graph."""
         self._used.update(used)
 
-    def finalize(self, stats: Callable[[], Sequence[float]], device_stat: Tensor | None = None) -> list[list[float]]:
+    def largest_gradient(self) -> Tensor:
+        """The largest absolute value of this rank's own gradient, NaN if any is NaN; from `device_stats` alone.
+
+        Buckets that were sent were looked at before: in them the ranks' gradients are summed by now.
+        """
+        largest = [*self._largest, *_largest_in(self.buckets[-1])]
+        return torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
+
+    def finalize(
+        self, stats: Callable[[], Sequence[float]], device_stats: Callable[[], Tensor] | None = None
+    ) -> list[list[float]]:
         """Send what is left and wait for the sums; returns every rank's statistics.
 
-        `stats` is called as late as possible, just before the last bucket is sent. `device_stat` overwrites its last
-        number by one on the device, which so need not be read by the host. One copy goes to the device, one back.
+        `stats` is called as late as possible, just before the last bucket is sent. Then `device_stats` overwrites its
+        last numbers by some on the device, which so need not be read by the host. One copy goes to the device, one
+        back.
         """
         while len(self._unsent) > 1:
             self._send_next()
@@ -113,8 +126,9 @@ class Reducer:
         rows[rank * num_stats : (rank + 1) * num_stats] = stats()
         flags = [float(place in self._used) for place in range(len(self._views))]
         self._extra.copy_(torch.tensor([*rows, *flags], dtype=self._extra.dtype))
-        if device_stat is not None:
-            self._extra[(rank + 1) * num_stats - 1] = device_stat
+        if device_stats is not None:
+            own = device_stats()
+            self._extra[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = own
         self._send_and_wait()
         self._is_prepared = False
         numbers: list[float] = self._extra.tolist()
@@ -197,4 +211,16 @@ class Reducer:
             work.wait()
 
     def _send_next(self) -> None:
-        self._works.append(self._group.all_reduce(self._unsent[0].buffer))
+        bucket = self._unsent[0]
+        if self._is_manual and bucket is not self.buckets[-1]:
+            self._largest += _largest_in(bucket)
+        self._works.append(self._group.all_reduce(bucket.buffer))
+
+
+def _largest_in(bucket: Bucket) -> list[Tensor]:
+    """The largest absolute value of a bucket's gradients, as a double; [] where it has none."""
+    gradients = bucket.buffer[: bucket.buffer.numel() - bucket.extra.numel()]
+    if not gradients.numel():
+        return []
+    low, high = torch.aminmax(gradients)
+    return [torch.maximum(-low, high).double()]

@@ -90,12 +90,14 @@ class TorchFsdp:
     """fully_shard on every block and on the whole model."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, group: Group) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard  # its import takes a second
 
-        del group
+        # Without a mesh it moves a model that lies on the CPU to the machine's GPU, where there is one.
+        mesh = init_device_mesh(next(model.parameters()).device.type, (group.world_size,))
         for block in blocks_of(model):
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -24,7 +24,7 @@ class RoundReport(NamedTuple):
     """What one rank reports to all others in a round; the costs are those of its last round, whose end it has seen."""
 
     next_slot: float = 0.0  # its first slot that is not in this average
-    samples: float = 0.0  # trained since its last round: its weight
+    samples: float = 0.0  # since its last round; without those dropped they are its weight
     busy_ms: float = 0.0  # its own compute time for them
     transfer_ms: float = 0.0  # what snapshot and merge took of its own time
     latency_ms: float = 0.0  # from snapshot to average, waiting for others included
@@ -34,6 +34,9 @@ class RoundReport(NamedTuple):
     status: float = 0.0  # see train/status.py; a float because the report travels in a float tensor
     fingerprint: float = 0.0
     user_ms: float = 0.0  # code of the user's own since its last round, which is not in busy_ms
+    dropped: float = 0.0  # of `samples`: of steps that were not finite
+    bad_slot: float = 0.0  # the last of these steps ...
+    bad_cause: float = 0.0  # ... and why, see step/finite.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from uneven.policy.axis import Axis
 
-_NOT_METRICS = ("epoch", "epochs", "samples", "lr", "train_seconds", "samples_per_s")
+_NOT_METRICS = ("epoch", "epochs", "samples", "dropped", "lr", "train_seconds", "samples_per_s")
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
 _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
@@ -180,6 +180,8 @@ def epoch_line(entry: Mapping[str, Any], epochs: int) -> str | None:
     metrics = {metric: _figure(value) for metric, value in entry.items() if metric not in _NOT_METRICS}
     if first < last:
         metrics["train_loss"] += " (over both)" if last == first + 1 else f" (over all {last - first + 1})"
+    if "dropped" in entry:
+        metrics["dropped"] = f"{entry['dropped']:,} samples"
     figures = "  ".join(f"{metric} {figure}" for metric, figure in metrics.items())
     return f"{name}  {figures}  {entry['samples_per_s']:,.0f} samples/s  {entry['train_seconds']:.1f} s"
 

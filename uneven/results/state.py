@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.data.replay import log_record
-from uneven.data.sample_order import prove_exactly_once
+from uneven.data.sample_order import check_dropped, prove_exactly_once
 from uneven.errors import InputError
 from uneven.files import folder_error, write_atomically
 from uneven.policy.axis import Axis
@@ -39,15 +39,25 @@ class TrainedState:
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per finished epoch
     config: dict[str, Any] = field(default_factory=dict)
     slot: int = 0  # slots trained
-    samples: int = 0  # samples trained
+    samples: int = 0  # samples trained, without those dropped
     dataset_samples: int = 0  # samples of one epoch
     finished: bool = True
     timeline: Timeline | None = None
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
+    # (slot, rank, first, samples) of those parts in `log` that were not finite: skipped, their samples not trained
+    dropped: list[tuple[int, int, int, int]] = field(default_factory=list)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
     skipped: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) left out by ddp.skip_rest()
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
+
+    @property
+    def rank_samples(self) -> list[int]:
+        """The samples that each rank trained, without those dropped."""
+        trained = [sum(samples for _, _, samples in log) for log in self.log]
+        for _, rank, _, samples in self.dropped:
+            trained[rank] -= samples
+        return trained
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
@@ -74,6 +84,7 @@ class TrainedState:
             "tied": self.tied,
             "param_groups": self.param_groups,
             "history": self.history,
+            "dropped": self.dropped,
             "config": self.config,
             "structure": self.structure,
             "skipped": self.skipped,
@@ -83,7 +94,8 @@ class TrainedState:
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
             if self.log:
-                log = log_record(self.log, self.rounds, self.dataset_samples, self.slot, self.config, self.skipped)
+                head = (self.dataset_samples, self.slot, self.config, self.skipped)
+                log = log_record(self.log, self.rounds, self.dropped, *head)
                 write_atomically(folder / "log.json", json.dumps(log).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
@@ -110,6 +122,7 @@ class TrainedState:
             samples=record["samples"],
             dataset_samples=record.get("dataset_samples", 0),
             finished=record["finished"],
+            dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
             folder=folder,
             structure=record.get("structure"),
             skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
@@ -122,12 +135,17 @@ def verified_state(
     logs: list[list[tuple[int, int, int]]],
     rounds: list[list[tuple[int, int, int, float]]],
     timelines: list[Timeline],
+    dropped: list[list[tuple[int, int, int]]] | None = None,
 ) -> TrainedState:
-    """A rank's state with every rank's log and timeline; raises unless every sample was trained exactly once."""
+    """A rank's state with every rank's log and timeline; raises unless every sample was trained or dropped once."""
     was_claimed = any(rounds) and not state.finished
     slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot, state.skipped)
-    samples = sum(samples for log in logs for _, _, samples in log)
-    return replace(state, slot=slots, samples=samples, timeline=Timeline.merge(timelines), log=logs, rounds=rounds)
+    by_rank = enumerate(dropped or [])
+    lost = sorted((slot, rank, first, samples) for rank, parts in by_rank for slot, first, samples in parts)
+    check_dropped(logs, lost)
+    samples = sum(samples for log in logs for _, _, samples in log) - sum(samples for _, _, _, samples in lost)
+    merged = Timeline.merge(timelines)
+    return replace(state, slot=slots, samples=samples, timeline=merged, log=logs, rounds=rounds, dropped=lost)
 
 
 def read_structure(model: nn.Module) -> str | None:

@@ -22,6 +22,7 @@ from uneven.parallel.buckets import UNLIMITED, Bucket
 from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
+from uneven.step.finite import Fault, OwnCheck
 
 MAX_GRAPHS = 8  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
@@ -70,7 +71,8 @@ class CapturedBackward:
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Inside, this rank has a reducer of its own, so that steps can be captured before the group forms."""
-        reducer = Reducer(self._eager.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=1)
+        params, num_stats = self._eager.model.parameters(), len(OwnCheck._fields)
+        reducer = Reducer(params, SoloGroup(), UNLIMITED, overlap=False, num_stats=num_stats)
         self._eager.reducer = reducer
         try:
             yield
@@ -79,10 +81,10 @@ class CapturedBackward:
             self._eager.reducer = None
             self._graphs.clear()  # they write into buckets that are gone
 
-    def rehearse(self, inputs: InputMicros, slot_samples: int) -> None:
+    def rehearse(self, inputs: InputMicros, slot_samples: int) -> Fault | None:
         """A step of this rank alone, captured as the steps to come."""
-        _, counts = self._eager.sum_gradients(inputs, slot_samples, lambda: (), self)
-        self._eager.update(counts)
+        _, checks = self._eager.sum_gradients(inputs, slot_samples, lambda: (), self)
+        return self._eager.finish(checks)
 
     @property
     def _reducer(self) -> Reducer:

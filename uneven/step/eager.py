@@ -18,6 +18,7 @@ from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.reducer import Reducer
+from uneven.step.finite import Backup, Cause, Fault, OwnCheck, find_fault, largest_of, select, total_count
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
@@ -30,8 +31,9 @@ BeforeStep = Callable[[nn.Module, Optimizer], object]  # called with the summed 
 class EagerStep:
     """Life cycle: called with (batches, slot_samples) once per slot; losses are added up in `meter`.
 
-    A step of several ranks is `sum_gradients` and then `update`; for it `reducer` is set when the group has formed.
+    A step of several ranks is `sum_gradients` and then `finish`; for it `reducer` is set when the group has formed.
     A loop of the user's own may run micro-batches ahead of the step, one by one: `accumulate`.
+    A step that is not finite leaves no trace: [Note: steps that are not finite] in finite.py.
     """
 
     def __init__(
@@ -58,31 +60,78 @@ class EagerStep:
         self.before_step = before_step
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
-        self._has_begun = False
+        self._is_zeroed = False  # the gradients, for the step that has begun
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
+        self._has_begun = False  # between a step's first forward and its update
+        self._made_backup: Backup | None = None
+        self._limit: float | None = None  # the largest number that a gradient can hold
 
-    def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
-        """A step of this rank alone."""
-        self.begin()
+    def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
+        """A step of this rank alone; returns why it was skipped, if it was."""
+        self._begin_once()
+        self._zero_once()
         counts = self.backward(batches, slot_samples)
-        self._has_begun = False
-        self.update(counts)
+        self._is_zeroed = False
+        # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step. A function
+        # of the user's, or a clip by value, must not see or hide what is not finite.
+        is_scaled = self.precision.scaler.is_enabled()
+        is_late = is_scaled or self.before_step is not None or self.max_grad_value is not None
+        norm = None if is_late else self.prepare_update(counts)
+        own = OwnCheck(*self.own_check(counts, None if is_scaled else self._own_gradients(norm)).tolist())
+        fault = self.fault_of([own])
+        if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
+            fault = None  # finite gradients whose norm overflows: clipped to 0, as torch does
+        if fault is not None:
+            self.skip()
+            return fault
+        if is_late:
+            self.prepare_update(counts)
+        self.apply_update()
+        return None
+
+    def run_on_device(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
+        """The same without a word to the host, for a capture: what a step that is not finite has changed is put back.
+
+        Returns this rank's OwnCheck, on the device.
+        """
+        self.begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        kept = self._updated_tensors()
+        before = [tensor.clone() for tensor in kept]
+        counts = self.backward(batches, slot_samples)
+        is_scaled = self.precision.scaler.is_enabled()
+        largest = None if is_scaled or self.max_grad_value is None else largest_of(self._gradients)  # before the clip
+        self.prepare_update(counts)
+        if largest is None and not is_scaled:
+            largest = largest_of(self._gradients)
+        own = self.own_check(counts, largest)
+        is_good = own.isfinite().all() & ((own[0] == 0) | (own[1] > 0))
+        self.apply_update()
+        select(is_good, kept, before)
+        self._backup().select(is_good)
+        return own
 
     def begin(self) -> None:
-        """Zero the gradients before the first micro-batch of a step; once a step."""
-        if not self._has_begun:
-            self._zero_gradients()
-            self._has_begun = True
+        """Before a slot's first forward. The steps call it; for a loop of the user's own the loop does."""
+        self._has_begun = True
+        self._backup().save()
 
     def accumulate(self, batch: Batch, samples: int, slot_samples: int) -> None:
         """A micro-batch ahead of its step, without any collective."""
-        self.begin()
+        self._zero_once()
         with self.micro_batch_context(is_last=False):
             self._accumulated = _added(self._accumulated, self.backward_of(batch, samples, slot_samples))
 
     def cancel(self) -> None:
-        """Forget what was accumulated for a step that is not taken."""
-        self._has_begun, self._accumulated = False, None
+        """Forget a step that is not taken."""
+        self._is_zeroed, self._accumulated = False, None
+        if self._has_begun:
+            self.skip()
+
+    def skip(self) -> None:
+        """Leave a step out that has begun."""
+        self._has_begun = False
+        self._backup().restore()
 
     def sum_gradients(
         self,
@@ -90,24 +139,47 @@ class EagerStep:
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
         backward: Backward | None = None,
-    ) -> tuple[list[list[float]], Tensor | None]:
-        """The first half of a step of all ranks: backward, and gradients summed over ranks. `update` is the second.
+    ) -> tuple[list[list[float]], list[OwnCheck]]:
+        """The first half of a step of all ranks: backward, and gradients summed over ranks. `finish` is the second.
 
-        Returns every rank's statistics (this rank's `stats` is called just before the last bucket is sent) and the
-        count for `update`. `backward` replaces the method of that name; its inputs then take the place of batches.
+        Returns every rank's statistics (this rank's `stats` is called just before the last bucket is sent) and check.
+        `backward` replaces the method of that name; its inputs then take the place of batches.
         """
-        assert self.reducer is not None, "the reducer is made when the group has formed"
-        self.begin()
+        reducer = self.reducer
+        assert reducer is not None, "the reducer is made when the group has formed"
+        self._begin_once()
+        self._zero_once()
         counts = (backward or self.backward)(batches, slot_samples)
-        self._has_begun = False
-        return self.split_counts(self.reducer.finalize(lambda: [*stats(), 0.0], counts))
+        self._is_zeroed = False
+        return split_checks(
+            reducer.finalize(
+                lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, reducer.largest_gradient())
+            )
+        )
 
-    @staticmethod
-    def split_counts(rows: list[list[float]]) -> tuple[list[list[float]], Tensor | None]:
-        """Take the counts off the ends of the ranks' rows; returns the rows and the sum of the counts."""
-        total = sum(row.pop() for row in rows)
-        # If losses are means over samples, no rank has a count. A rank without samples learns only here which it is.
-        return rows, torch.tensor(total, dtype=torch.float64) if total else None
+    def finish(self, checks: Sequence[OwnCheck]) -> Fault | None:
+        """The second half of a step of all ranks: the update, or the reason why all of them skip it."""
+        fault = self.fault_of(checks)
+        if fault is None:
+            total = total_count(checks)
+            self.update(None if total is None else torch.tensor(total, dtype=torch.float64))
+        else:
+            self.skip()
+        return fault
+
+    def own_check(self, counts: Tensor | None, largest: Tensor | None) -> Tensor:
+        """This rank's OwnCheck as a tensor on its device."""
+        totals = self.meter.totals
+        none = totals.new_zeros(())
+        count = [none, none] if counts is None else [torch.ones_like(none), counts]
+        return torch.stack([*count, totals[0], none if largest is None else largest.to(totals.device)])
+
+    def fault_of(self, checks: Sequence[OwnCheck]) -> Fault | None:
+        """What is wrong with a step of these ranks, if anything; the same on every rank."""
+        if self._limit is None:
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            self._limit = min((torch.finfo(param.dtype).max for param in params), default=torch.inf)
+        return find_fault(checks, self._limit, checks_gradients=not self.precision.scaler.is_enabled())
 
     def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
         """Sum gradients over the micro-batches; returns the count they must still be divided by, if any.
@@ -153,32 +225,85 @@ class EagerStep:
                 param.grad = None  # a view of a bucket
 
     def update(self, counts: Tensor | None) -> None:
-        self.update_by(self.optimizer, list(self.model.parameters()), counts)
+        """The update by gradients that are known to be finite."""
+        self.prepare_update(counts)
+        self.apply_update()
 
-    def update_by(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> None:
-        """Divide the gradients by the count, show them to `before_step`, clip those of `params`, step."""
-        scaler = self.precision.scaler
+    def prepare_update(self, counts: Tensor | None) -> Tensor | None:
+        """Divide the gradients by the count and clip them; returns their norm where it was computed."""
+        return self._prepare(self.optimizer, list(self.model.parameters()), counts)
+
+    def _prepare(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> Tensor | None:
+        """Divide the gradients by the count, show them to the user's function, clip those of `params`."""
         if any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm)):
-            scaler.unscale_(optimizer)
-        if counts is not None:
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            # With a count of 0 (all tokens masked) gradients are zero: divide by 1, not by 0.
-            torch._foreach_div_(grads, counts.clamp(min=1).to(grads[0].dtype))
+            self.precision.scaler.unscale_(optimizer)
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if counts is not None and grads:
+            torch._foreach_div_(grads, counts.to(grads[0].dtype))
         if self.before_step is not None:
             with torch.no_grad():
                 self.before_step(self.model, optimizer)
         if self.max_grad_value is not None:
             torch.nn.utils.clip_grad_value_(params, self.max_grad_value)
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
+        if self.max_grad_norm is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+
+    def apply_update(self) -> None:
+        self._has_begun = False
+        self._apply(self.optimizer)
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        self.precision.scaler.step(optimizer)
+        self.precision.scaler.update()
+
+    def _zero_once(self) -> None:
+        if not self._is_zeroed:
+            self._zero_gradients()
+            self._is_zeroed = True
 
     def _zero_gradients(self) -> None:
         if self.reducer is not None:
             self.reducer.prepare()
         else:
             self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _own_gradients(self, norm: Tensor | None) -> Tensor:
+        """A number that is not finite if a gradient is not: their norm, if it is known, serves as well."""
+        return largest_of(self._gradients) if norm is None else norm
+
+    def _is_finite(self) -> bool:
+        return bool(largest_of(self._gradients).isfinite())
+
+    def _updated_tensors(self) -> list[Tensor]:
+        """What an update changes: params, optimizer state, the loss scale."""
+        scaler = self.precision.scaler
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        scale = [scaler._scale, scaler._growth_tracker] if scaler.is_enabled() else []
+        return [
+            *(param.detach() for group in self.optimizer.param_groups for param in group["params"]),
+            *(value for value in (*state, *scale) if isinstance(value, Tensor)),
+        ]
+
+    def _begin_once(self) -> None:
+        if not self._has_begun:
+            self.begin()
+
+    def _backup(self) -> Backup:
+        """Made at the first step, when the model's layers are final."""
+        if self._made_backup is None:
+            self._made_backup = Backup(self.model, self.meter.totals)
+        return self._made_backup
+
+
+def split_checks(rows: list[list[float]]) -> tuple[list[list[float]], list[OwnCheck]]:
+    """Take the checks off the ends of the ranks' rows."""
+    size = len(OwnCheck._fields)
+    return [row[:-size] for row in rows], [OwnCheck(*row[-size:]) for row in rows]
 
 
 def adapt_before_step(function: Callable[..., object] | None) -> BeforeStep | None:

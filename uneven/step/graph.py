@@ -8,13 +8,16 @@ size (the last of an epoch) runs eagerly on the same params and optimizer state.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from uneven.comm.host_copy import copy_to_host_async
 from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
+from uneven.step.finite import OwnCheck, Verdict
 from uneven.step.warmup import no_trace
 
 WARMUP_STEPS = 3  # enough for cuDNN and the allocator to settle before the capture
@@ -29,6 +32,7 @@ class GraphStep:
         self._open_batch = open_batch
         self._device = device
         self._capture: Capture | None = None
+        self._check: Tensor | None = None  # the OwnCheck that every replay writes
         self._rates = [torch.tensor(float(group["lr"]), device=device) for group in eager.optimizer.param_groups]
         self._written = [float(group["lr"]) for group in eager.optimizer.param_groups]
 
@@ -39,33 +43,39 @@ class GraphStep:
             side.wait_stream(torch.cuda.current_stream(self._device))  # it may still copy what no_trace has saved
             with torch.cuda.stream(side):
                 for _ in range(WARMUP_STEPS):
-                    self._run_eagerly(capture.inputs, slot_samples)
+                    self._run_on_device(capture.inputs, slot_samples)
             torch.cuda.current_stream(self._device).wait_stream(side)
         groups = self._eager.optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
         try:
-            capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples))
+            self._check = capture.record(lambda fixed: self._run_on_device(fixed, slot_samples))
         finally:
             # Schedulers go on with plain floats; the captured step reads the tensors.
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number
         self._capture = capture
 
-    def __call__(self, inputs: InputMicros, slot_samples: int) -> None:
-        if self._capture is None or not self._capture.fits(inputs):
-            self._run_eagerly(inputs, slot_samples)
-            return
+    def __call__(self, inputs: InputMicros, slot_samples: int) -> Verdict:
+        """Returns whether the step was finite; asking waits until the device has done it."""
+        if self._capture is None or self._check is None or not self._capture.fits(inputs):
+            fault = self._eager(self._opened(inputs), slot_samples)
+            return lambda: fault
         for place, group in enumerate(self._eager.optimizer.param_groups):
             rate = float(group["lr"])  # also of a tensor, which the schedule fills in place
             if rate != self._written[place]:
                 self._written[place] = rate
                 self._rates[place].fill_(rate)
         self._capture.replay(inputs)
+        copied = copy_to_host_async(self._check)
+        return lambda: self._eager.fault_of([OwnCheck(*copied().tolist())])
 
-    def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> None:
-        self._eager([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
+    def _run_on_device(self, inputs: InputMicros, slot_samples: int) -> Tensor:
+        return self._eager.run_on_device(self._opened(inputs), slot_samples)
+
+    def _opened(self, inputs: InputMicros) -> list[tuple[Batch, int]]:
+        return [(self._open_batch(micro), samples) for micro, samples in inputs]
 
 
 def prepare_optimizer(step: EagerStep) -> None:

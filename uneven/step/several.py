@@ -22,6 +22,7 @@ from uneven.errors import InputError, RankError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.step.eager import Backward, EagerStep
+from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
 
 _ABSENT, _END, _FIRST = 0, 1, 2  # what a rank names in an exchange; _FIRST + place is an update
 
@@ -117,6 +118,7 @@ class SeveralSteps(EagerStep):
         }
         self._begun: set[str] = set()  # members with gradients of this slot that are not used yet
         self._counts: dict[str, Tensor] = {}
+        self._fault: Fault | None = None  # of this slot
         self._group: Group | None = None
         self._reducers: dict[str, Reducer] = {}
 
@@ -130,11 +132,14 @@ class SeveralSteps(EagerStep):
         """`is_leaving(row)`: whether a rank's statistics say that it leaves the slot; `enter(state)` records time."""
         self._group, self._num_stats, self._is_leaving, self._enter = group, num_stats, is_leaving, enter
         self._reducers = {
-            name: Reducer(params, group, UNLIMITED, overlap=False, num_stats=1) for name, params in self._params.items()
+            name: Reducer(params, group, UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields))
+            for name, params in self._params.items()
         }
 
     def backward_for(self, name: str, result: Any, samples: int, slot_samples: int) -> None:
         """Add the gradients of a loss to this optimizer's params, and to no others."""
+        if self._fault is not None:
+            return
         if name not in self._begun:
             self._begun.add(name)
             self._zero(name)
@@ -144,7 +149,9 @@ class SeveralSteps(EagerStep):
             self._counts[name] = self._counts[name] + count if name in self._counts else count
 
     def update_for(self, name: str) -> None:
-        """Step this optimizer by the gradients of all ranks."""
+        """Step this optimizer by the gradients of all ranks; not in a slot that was not finite in an earlier update."""
+        if self._fault is not None:
+            return
         if self._group is not None:
             place = list(self._params).index(name)
             rows = self._exchange(_FIRST + place, [0.0] * self._num_stats)
@@ -152,10 +159,10 @@ class SeveralSteps(EagerStep):
                 raise RankLeftError(rows)
         self._sum_and_update(name)
 
-    def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> None:
-        """The end of a slot on a rank that steps by itself: its updates are done."""
+    def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
+        """The end of a slot on a rank that steps by itself: its updates are done, or were not finite."""
         del batches, slot_samples
-        self.cancel()
+        return self.finish([])
 
     def sum_gradients(
         self,
@@ -163,27 +170,33 @@ class SeveralSteps(EagerStep):
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
         backward: Backward | None = None,
-    ) -> tuple[list[list[float]], Tensor | None]:
+    ) -> tuple[list[list[float]], list[OwnCheck]]:
         """The end of a slot: exchange statistics; a rank without samples takes part in the others' updates first."""
         del slot_samples, backward
+        self._begin_once()
         own = list(stats())
         while True:
             rows = self._exchange(_END if batches else _ABSENT, own)
             named = self._named - {_ABSENT, _END}
             if not named or any(map(self._is_leaving, rows)):
-                self.cancel()
-                return rows, None
+                return rows, []
             name = self._name(named.pop())
             self._zero(name)
             self._sum_and_update(name)
 
-    def update(self, counts: Tensor | None) -> None:
-        """Nothing is left to do at the end of a slot."""
+    def finish(self, checks: Sequence[OwnCheck]) -> Fault | None:
+        """The end of a slot, whose updates are done; returns why one of them was skipped, with all that followed."""
+        del checks
+        fault, self._fault = self._fault, None
+        self._has_begun = False
+        self.cancel()
+        return fault
 
     def cancel(self) -> None:
         super().cancel()
         self._begun.clear()
         self._counts.clear()
+        self._fault = None
 
     def close(self) -> None:
         for name, reducer in self._reducers.items():
@@ -198,15 +211,28 @@ class SeveralSteps(EagerStep):
             self.optimizers.members[name].zero_grad(set_to_none=True)
 
     def _sum_and_update(self, name: str) -> None:
+        """[Note: steps that are not finite] in finite.py: here the rest of the slot is skipped, too."""
         self._begun.discard(name)
         counts = self._counts.pop(name, None)
         if self._reducers:
+            reducer = self._reducers[name]
             self._enter("communication")
-            rows = self._reducers[name].finalize(lambda: [0.0], counts)
+            rows = reducer.finalize(
+                lambda: list(OwnCheck()), lambda: self.own_check(counts, reducer.largest_gradient())
+            )
             self._enter("compute")
-            total = sum(row[0] for row in rows)
-            counts = torch.tensor(total, dtype=torch.float64) if total else None
-        self.update_by(self.optimizers.members[name], self._params[name], counts)
+            checks = [OwnCheck(*row) for row in rows]
+        else:
+            grads = [param.grad for param in self._params[name] if param.grad is not None]
+            checks = [OwnCheck(*self.own_check(counts, largest_of(grads)).tolist())]
+        self._fault = self.fault_of(checks)
+        if self._fault is not None:
+            self.skip()
+            return
+        total = total_count(checks)
+        member = self.optimizers.members[name]
+        self._prepare(member, self._params[name], None if total is None else torch.tensor(total, dtype=torch.float64))
+        self._apply(member)
 
     def _exchange(self, what: int, stats: Sequence[float]) -> list[list[float]]:
         """Name what this rank does next; returns every rank's statistics. RankError where ranks do different things."""

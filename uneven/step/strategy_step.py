@@ -13,7 +13,8 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.data.tensors import Batch
 from uneven.parallel.strategy import Strategy
-from uneven.step.eager import Backward, EagerStep
+from uneven.step.eager import Backward, EagerStep, split_checks
+from uneven.step.finite import GradientWatch, OwnCheck
 
 
 class StrategyStep(EagerStep):
@@ -28,6 +29,7 @@ class StrategyStep(EagerStep):
         )
         self._strategy, self._group = strategy, group
         self._is_model_parallel = is_model_parallel
+        self._watch = GradientWatch(strategy.module.parameters())
 
     def sum_gradients(
         self,
@@ -35,21 +37,25 @@ class StrategyStep(EagerStep):
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
         backward: Backward | None = None,
-    ) -> tuple[list[list[float]], Tensor | None]:
+    ) -> tuple[list[list[float]], list[OwnCheck]]:
         assert backward is None, "captured steps need whole params"
-        self.begin()
+        self._begin_once()
+        self._zero_once()
         counts = self.backward(batches, slot_samples)
-        self._has_begun = False
-        is_counted = counts is not None and (self._group.rank == 0 or not self._is_model_parallel)
-        own = float(counts) if is_counted and counts is not None else 0.0
-        return self.split_counts(gather_rows(self._group, [*stats(), own]))
+        self._is_zeroed = False
+        is_counted = self._group.rank == 0 or not self._is_model_parallel
+        # Gradients are sharded by now: this rank's own were looked at while backward computed them.
+        own = self.own_check(counts if is_counted else None, self._watch.take())
+        return split_checks(gather_rows(self._group, [*stats(), *own.tolist()]))
 
-    def update(self, counts: Tensor | None) -> None:
+    def prepare_update(self, counts: Tensor | None) -> Tensor | None:
         if counts is not None:
-            self._strategy.scale(1.0 / counts.clamp(min=1))
-        if self.max_grad_norm is not None:
-            self._strategy.clip(self.max_grad_norm)
-        self.optimizer.step()
+            self._strategy.scale(1.0 / counts)
+        return None if self.max_grad_norm is None else self._strategy.clip(self.max_grad_norm)
+
+    def close(self) -> None:
+        super().close()
+        self._watch.close()
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()

@@ -37,7 +37,7 @@ MAX_POINTS = 1_000  # of a curve: about one per pixel of a wide screen
 BIN_NS = 100_000_000  # the interval of the sampler
 
 # Keys of an epoch's entry in metrics.jsonl that are not metrics.
-NOT_METRICS = {"epoch", "samples", "train_loss", "lr", "train_seconds", "samples_per_s"}
+NOT_METRICS = {"epoch", "samples", "dropped", "train_loss", "lr", "train_seconds", "samples_per_s"}
 
 
 def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:

@@ -17,6 +17,7 @@ from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, make_replicated, make_strategy
 from uneven.policy.axis import Part
 from uneven.step.caps import room_bytes
+from uneven.step.finite import OwnCheck
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.warmup import no_trace
@@ -35,7 +36,7 @@ def apply_strategy(
     """
     config = engine.config
     if isinstance(engine.eager, SeveralSteps):
-        engine.eager.connect(group, num_stats - 1, is_leaving, engine.recorder.enter)
+        engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
     shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
     if config.is_replicated:

@@ -33,13 +33,16 @@ from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
 from uneven.step.eager import EagerStep, adapt_before_step
+from uneven.step.finite import Fault, Verdict
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
+from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
+from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.rank_info import RankInfo
 
 
@@ -104,7 +107,9 @@ class Engine:
         # Steps can run beforehand only if the step is ours to call and one device holds the whole model.
         self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated)
         self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
-        self.log: list[tuple[int, int, int]] = []  # (slot, first, samples) of every part trained, in order
+        # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
+        self.log: list[tuple[int, int, int]] = []
+        self.dropped = DroppedSteps()
         self.rounds: list[Round] = []  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
@@ -181,11 +186,24 @@ class Engine:
             self.recorder.event("skip", epoch=epoch + 1, samples=left)
         self.trained = self.axis.epoch_end(epoch)
 
-    def local_step(self, part: Part, micros: Micros, began_ns: int) -> None:
-        """One optimizer step of this rank by itself, without any collective."""
-        step = self.graph or (self.eager if self.captured is None else self.captured.rehearse)
-        step(micros, part.samples)
+    def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
+        """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""
+        verdict = self._run_step(part, micros)
         self.simulate_slowdown(began_ns)
+        rank = self.rank_info.rank
+
+        def own_verdict() -> Fault | None:
+            fault = verdict()
+            return None if fault is None else fault._replace(rank=rank)  # the step knows one rank, which is 0 to it
+
+        return own_verdict
+
+    def _run_step(self, part: Part, micros: Micros) -> Verdict:
+        if self.graph is not None:
+            return self.graph(micros, part.samples)
+        step = self.eager if self.captured is None else self.captured.rehearse
+        fault = step(micros, part.samples)
+        return lambda: fault
 
     def after_step(self, began_ns: int) -> None:
         """Keep the host at most a few steps ahead of the device; GradientSync waits for the device in every step."""
@@ -210,11 +228,25 @@ class Engine:
             self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
-    def record_part(self, part: Part) -> None:
-        """Add a trained part to the log that proves exactly-once."""
+    def record_part(self, part: Part, verdict: Verdict) -> list[BadStep]:
+        """Add a part to the log that proves exactly-once; returns the steps now known to be bad, which are dropped.
+
+        A captured step's verdict is read when the run-ahead has waited for it anyway.
+        """
         self.log.append((part.slot.index, part.first, part.samples))
         self.trained = part.slot.index + 1
         self.samples += part.samples
+        self.dropped.add(part, verdict)
+        return self.settle_steps(ahead=0 if self.graph is None else RUN_AHEAD)
+
+    def settle_steps(self, ahead: int = 0) -> list[BadStep]:
+        """The bad steps among all but the last `ahead` ones; each is returned once."""
+        found = self.dropped.settle(ahead)
+        for part, fault in found:
+            self.samples -= part.samples
+            fields = {"slot": part.slot.index, "samples": part.samples, "by": fault.rank, "cause": str(fault)}
+            self.recorder.event("dropped", **fields)
+        return found
 
     def record_round(self, round_: Round) -> None:
         """Add a merged round of a local policy to the log."""

@@ -7,12 +7,16 @@ bucket, so agreeing on shares costs no collective of its own. One rank alone tak
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.data.feed import Micros
 from uneven.data.replay import read_log
+from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import describe_batchnorm, has_batchnorm, synced_buffers
 from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
@@ -21,7 +25,9 @@ from uneven.policy.finish import Cost
 from uneven.policy.subset import advice, forecast
 from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
+from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
+from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import EpochEnd
@@ -95,7 +101,8 @@ class GradientSync:
         if sum(engine.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in engine.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
-        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + 1, _is_leaving)
+        num_stats = len(StepStats._fields) + len(OwnCheck._fields)
+        self.notes += apply_strategy(engine, self.group, num_stats, _is_leaving)
         if is_measured:
             self._advise(costs)
 
@@ -148,6 +155,7 @@ class GradientSync:
             engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
         engine.recorder.enter("compute")
         engine.run_ahead.drain()
+        self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
         self.end_epoch(epoch, engine.meter.take(self.group), first=epoch, last=epoch)
         self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
@@ -159,9 +167,9 @@ class GradientSync:
         began_ns = engine.recorder.enter("compute")
         engine.set_lr(part.slot.index, self._lr_scale)
         if engine.rank_info.world_size > 1:
-            is_stopped = self._synced_step(part, micros + self._dummy_batches(part))
+            is_stopped, verdict = self._synced_step(part, micros + self._dummy_batches(part))
         else:
-            engine.local_step(part, micros, began_ns)
+            verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
             is_stopped = self._is_stopping()
         engine.recorder.enter("other")
@@ -169,8 +177,11 @@ class GradientSync:
             return False
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
-        engine.record_part(part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch))
-        self._weight += part.samples
+        counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
+        bad_steps = engine.record_part(counted, verdict)
+        # Only one rank alone learns of a bad step later, and it averages no buffers.
+        self._weight += 0 if bad_steps else part.samples
+        self._note_bad_steps(bad_steps)
         return is_stopped
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
@@ -180,6 +191,7 @@ class GradientSync:
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
         rows, _ = engine.eager.sum_gradients([], samples, lambda: own)
+        engine.eager.cancel()
         return [RankStatus(int(StepStats(*row).status)) for row in rows]
 
     def average_buffers(self) -> None:
@@ -207,6 +219,7 @@ class GradientSync:
     def finalize(self) -> None:
         self.engine.recorder.enter("compute")
         self.engine.run_ahead.drain()
+        self._note_bad_steps(self.engine.settle_steps())
         self.engine.recorder.enter("communication" if self.engine.rank_info.world_size > 1 else "other")
         self.average_buffers()
 
@@ -222,10 +235,18 @@ class GradientSync:
         most = max(-(-share // engine.micro_batch_size(share, rank)) for rank, share in enumerate(shares))
         missing = range(most - len(part.sizes))
         # A strategy runs its own collectives without a batch; BatchNorm layers need one to pass through them.
-        return [(engine.feed.open(self._dummy_batch) if engine.config.is_replicated else None, 0) for _ in missing]
+        return [(self._open_dummy() if engine.config.is_replicated else None, 0) for _ in missing]
 
-    def _synced_step(self, part: Part, micros: Micros) -> bool:
-        """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum."""
+    def _open_dummy(self) -> Batch:
+        """Without numbers that are not finite: 0 times them would still spoil the gradients of a rank's step."""
+        batch = self.engine.feed.open(self._dummy_batch)
+        return pytree.tree_map_only(Tensor, lambda t: t.nan_to_num() if t.is_floating_point() else t, batch)
+
+    def _synced_step(self, part: Part, micros: Micros) -> tuple[bool, Verdict]:
+        """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
+
+        Returns whether any rank was asked to stop, and whether the step was finite.
+        """
         engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
         busy_ms = 0.0
         sent_ns = 0
@@ -243,7 +264,7 @@ class GradientSync:
             user_ms, self._user_ns = self._user_ns / 1e6, 0
             return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()), user_ms)
 
-        rows, counts = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
+        rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
         stats = [StepStats(*row) for row in rows]
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._record_wait(sent_ns, stats)
@@ -253,10 +274,21 @@ class GradientSync:
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
         if RankStatus.SKIPS_REST in statuses:
             self._is_skipping = True
-            return False
-        engine.eager.update(counts)
+            engine.eager.skip()
+            return False, lambda: None
+        fault = engine.eager.finish(checks)
         self._follow_speeds(slot, stats)
-        return RankStatus.STOP_REQUESTED in statuses
+        return RankStatus.STOP_REQUESTED in statuses, lambda: fault
+
+    def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
+        """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
+        dropped, most = self.engine.dropped, self.engine.config.max_bad_steps
+        for part, fault in bad_steps:
+            dropped.count(part.slot.samples)
+            self.notes.append(describe_drop(part.slot.index, part.slot.samples, fault))
+        if bad_steps and dropped.in_a_row >= most:
+            part, fault = bad_steps[-1]
+            raise too_many(part.slot.index, fault, most)
 
     def _record_wait(self, sent_ns: int, stats: Sequence[StepStats]) -> None:
         """Divide the time since `sent_ns`: until the last rank came this one waited, the rest was communication.

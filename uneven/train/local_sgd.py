@@ -15,17 +15,15 @@ from uneven.average.transport import make_transport
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
-from uneven.errors import RankError
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
-from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
-from uneven.step.costs import measure_sum_ms
+from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import describe_guard, describe_lr_scale, local_sgd_config, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import EpochEnd
 
@@ -44,14 +42,14 @@ class LocalSGD:
         self._skips = False  # this rank or another leaves out the rest of the epoch
         self._epoch_samples = 0  # trained by all ranks in this epoch, as far as rounds have told
         self._costs = RoundReport()  # what this rank's last round cost
-        self._samples = 0  # trained since this rank last entered a round: its weight in the next average
+        self._samples = 0  # since this rank last entered a round ...
+        self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
         self._user_ns = 0  # code of the user's own since this rank last entered a round
         self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
-        self._not_finite: list[int] = []  # ranks whose params were not finite in the last round
         self._has_lr_scale = False
         self._delay = 0.0  # of the last merge, in steps of the slowest rank
         self._trip_ns = (0, 0, 0)  # last round: snapshot taken, all ranks entered, average back
@@ -81,9 +79,7 @@ class LocalSGD:
         counts = list(self.windows.counts)
         engine.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
         if is_measured:
-            round_ms, limits = measure_sum_ms(self.group, engine.model), local_sgd_config(config)
-            found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
-            self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
+            self.notes += local_advice(engine, self.group, costs)
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
@@ -129,8 +125,7 @@ class LocalSGD:
                 if self.engine.is_own_loop and self.epoch > epoch:
                     break
             elif self._stops or self._skips or self.slot_schedule.is_due():
-                skipping = RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
-                self._enter(RankStatus.STOP_REQUESTED if self._stops else skipping)
+                self._enter(self._status)
             else:
                 break
         self._free_ns = self.engine.recorder.enter("data")
@@ -186,8 +181,20 @@ class LocalSGD:
 
     @property
     def _stops(self) -> bool:
-        """This rank or another was asked to stop: rounds follow at once until every rank reports the request."""
-        return self._others_stop or self._is_stopping()
+        """This rank cannot go on, or any was asked to stop: rounds follow at once until every rank knows."""
+        return self._has_failed or self._others_stop or self._is_stopping()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.engine.dropped.in_a_row >= self.engine.config.max_bad_steps
+
+    @property
+    def _status(self) -> RankStatus:
+        if self._has_failed:
+            return RankStatus.NOT_FINITE
+        if self._stops:
+            return RankStatus.STOP_REQUESTED
+        return RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
 
     def _may_merge(self) -> bool:
         return (
@@ -202,33 +209,39 @@ class LocalSGD:
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         engine.set_lr(part.slot.index, self.lr_scale)
-        engine.local_step(part, micros, self._free_ns)
+        verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
-        engine.record_part(part)
         self._samples += part.samples
+        self._dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict))
         self._busy_ms += (now_ns - self._free_ns) / 1e6
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
         engine, recorder = self.engine, self.engine.recorder
         asked_ns = recorder.enter("compute")
-        if status or self.windows.is_blocking:
+        if status or self.windows.is_blocking or engine.graph is not None:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
+        # The weight must not depend on which captured steps happen to be known, or a replay would differ.
+        self._dropped += sum(bad.samples for bad, _ in engine.settle_steps())
+        if self._has_failed and status < RankStatus.LEFT_EPOCH:
+            status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
         losses = engine.meter.pop_async()
         known = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
+            dropped=float(self._dropped),
+            **self._last_bad_step(),
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
             user_ms=self._user_ns / 1e6,
         )
-        self.average.start(float(self._samples), lambda: _with_losses(known, losses()))
+        self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
-        self._samples, self._busy_ms, self._user_ns = 0, 0.0, 0
+        self._samples, self._dropped, self._busy_ms, self._user_ns = 0, 0, 0.0, 0
         self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
@@ -257,7 +270,7 @@ class LocalSGD:
         recorder.enter("communication", joined_ns)
         now_ns = recorder.enter("other")
         self._note_costs(arrived, began_ns, here_ns, now_ns, user_ms)
-        self._check_finite(arrived.broken, rows)
+        self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
     def _merge(self) -> None:
@@ -265,6 +278,7 @@ class LocalSGD:
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
+        check_bad_steps(rows, self.engine.config.max_bad_steps)
         self._epoch_samples += int(sum(row.samples for row in rows))
         is_skipped = set(statuses) == {RankStatus.SKIPS_REST}
         self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
@@ -285,7 +299,7 @@ class LocalSGD:
             transfer_ms=self.transfer_ms,
             latency_ms=self._costs.latency_ms,
             divergence=self._costs.divergence,
-            samples=[int(row.samples) for row in rows],
+            samples=[int(row.samples - row.dropped) for row in rows],
             **self._trip(),
         )
         for decision in decisions:
@@ -376,21 +390,9 @@ class LocalSGD:
         before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
-    def _check_finite(self, not_finite: list[int], rows: Sequence[RoundReport]) -> None:
-        """Params that are not finite were left out of the average: note it once, end the run the second time."""
-        for rank in not_finite:
-            if rank in self._not_finite:
-                raise RankError(
-                    f"rank {rank} has params that are not finite for the second time running: the learning rate may "
-                    "be too high, or a batch holds numbers that are not finite"
-                )
-            lost = int(rows[rank].samples)
-            self.engine.recorder.event("alert", what="not finite", broken=rank, samples=lost)
-            self.notes.append(
-                f"  rank {rank} had params that are not finite: it took the others' average, and what it had learned "
-                f"from {lost} samples is lost"
-            )
-        self._not_finite = not_finite
+    def _last_bad_step(self) -> dict[str, float]:
+        last = self.engine.dropped.last
+        return {} if last is None else {"bad_slot": last.part.slot.index, "bad_cause": last.fault.cause}
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:

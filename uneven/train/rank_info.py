@@ -1,7 +1,7 @@
 """A rank among the others: its identity and group, the interface it reports progress to, and its results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from uneven.comm.group import Group
@@ -66,7 +66,8 @@ class RankInfo:
 class RankResult:
     """A finished rank's results: `log` holds (slot, first, samples) of every part it trained, in order.
 
-    `rounds` holds (due, entered, merged, scale) of each round of a local policy, in parts trained by this rank.
+    `dropped` holds those that were not finite and changed nothing, `rounds` (due, entered, merged, scale) of each
+    round of a local policy, in parts trained by this rank.
     """
 
     state: TrainedState
@@ -74,3 +75,4 @@ class RankResult:
     log: list[tuple[int, int, int]]
     rounds: list[tuple[int, int, int, float]]
     traffic: Traffic
+    dropped: list[tuple[int, int, int]] = field(default_factory=list)

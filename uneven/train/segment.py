@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from uneven.comm.gather import gather_bytes, gather_rows
 from uneven.comm.group import SoloGroup
@@ -28,6 +28,7 @@ from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
 from uneven.step.eager import Backward, EagerStep
 from uneven.step.evaluation import evaluate
+from uneven.step.finite import OwnCheck
 from uneven.step.precision import Precision
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync, StepStats
@@ -295,7 +296,7 @@ class TorchDdpStep(EagerStep):
         slot_samples: int,
         row: Callable[[], Sequence[float]],
         backward: Backward | None = None,
-    ) -> tuple[list[list[float]], Tensor | None]:
+    ) -> tuple[list[list[float]], list[OwnCheck]]:
         del backward  # nothing is captured here
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
@@ -311,7 +312,7 @@ class TorchDdpStep(EagerStep):
         is_checked = self._steps % STOP_CHECK_STEPS == 0
         # Two ranks that were both asked to stop must not add up to another status.
         status = float(self._worker.group.all_reduce_max(torch.tensor([own.status])).wait()) if is_checked else 0.0
-        return [list(own._replace(status=status)) for _ in range(world_size)], None
+        return [list(own._replace(status=status)) for _ in range(world_size)], []
 
 
 def _make_solo_engine(worker: Worker) -> Engine:

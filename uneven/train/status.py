@@ -17,7 +17,8 @@ class RankStatus(IntEnum):
     STOP_REQUESTED = 1  # Ctrl-C or a stop request reached this rank; all ranks stop after the same slot
     LEFT_EPOCH = 2  # the user's loop was left in the middle of an epoch
     FINISHED = 3  # the user's loop called finish()
-    SKIPS_REST = 4  # the user's loop leaves out the rest of the epoch: all ranks do
+    NOT_FINITE = 4  # the rank has had max_bad_steps bad steps in a row (local policies)
+    SKIPS_REST = 5  # the user's loop leaves out the rest of the epoch: all ranks do
 
 
 def check_status(statuses: Sequence[RankStatus], slot: int) -> None:

@@ -6,18 +6,19 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
+from uneven.errors import NotFiniteError
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
@@ -92,6 +93,7 @@ class Worker:
                     break
                 self.recorder.enter("data")
             synchronizer.finalize()
+            self._report_notes(synchronizer)
         return self.result()
 
     @contextmanager
@@ -135,7 +137,11 @@ class Worker:
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
-        is_stopped = synchronizer.train(part, micros)
+        try:
+            is_stopped = synchronizer.train(part, micros)
+        except NotFiniteError:
+            self._report_notes(synchronizer)  # the steps that led to it
+            raise
         now_s = self.recorder.clock() / 1e9
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
@@ -151,7 +157,9 @@ class Worker:
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         device = str(self.rank_info.device)
         timeline = Timeline.of(self.recorder, device, self._sampler.samples, engine.run_ahead.busy)
-        return RankResult(self._state(), timeline, engine.log, list(engine.rounds), self.group.traffic)
+        state, dropped = self._state(), list(engine.dropped.parts)
+        self._check_finite(state.params)
+        return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
@@ -190,7 +198,10 @@ class Worker:
         }
         if self.epoch_metrics is not None:
             entry |= self.epoch_metrics(epoch)
+        if dropped := self.engine.dropped.take_unreported():
+            entry["dropped"] = dropped  # samples of all ranks
         assert self.synchronizer is not None, "an epoch ends after round 0"
+        self._report_notes(self.synchronizer)
         evaluation = self.task.evaluation
         if evaluation is not None and self.config.evaluates(epoch, evaluation.every):
             self.recorder.enter("evaluation")
@@ -208,11 +219,21 @@ class Worker:
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
         is_rank_0 = self.rank_info.rank == 0
-        if is_rank_0 or self.engine.full_state is not None:  # gathering shards is a collective: all ranks take part
-            state = self._state()
-            if is_rank_0:
-                assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
-                state.save(self.config.out / f"epoch-{epoch + 1}")
+        is_sharded = self.engine.full_state is not None  # gathering shards is a collective: all ranks take part
+        state = self._state() if is_rank_0 or is_sharded else None
+        self._check_finite(dict(self.engine.model.named_parameters()) if state is None else state.params)
+        if is_rank_0 and state is not None:
+            assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
+            state.save(self.config.out / f"epoch-{epoch + 1}")
+
+    def _check_finite(self, params: Mapping[str, Tensor]) -> None:
+        """NotFiniteError before params are saved that an update has spoilt; on all ranks alike, which hold the same."""
+        for name, param in self.engine.model.named_parameters():
+            if param.requires_grad and not bool(params[name].isfinite().all()):
+                raise NotFiniteError(
+                    f"{name} is not finite after slot {self.engine.trained - 1} on rank {self.rank_info.rank}, though "
+                    "losses and gradients were; such params are not saved: the learning rate may be too high"
+                )
 
     def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
         batch_size = evaluation.batch_size or self.config.batch_size
@@ -236,7 +257,7 @@ class Worker:
             history=list(self.history),
             config=self.config.to_json(),
             slot=trained,
-            samples=self.engine.samples_before(trained),
+            samples=self.engine.samples_before(trained) - self.engine.dropped.samples,
             skipped=list(self.engine.skipped),
             dataset_samples=self.axis.samples,
             finished=trained == self.axis.total,

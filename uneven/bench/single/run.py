@@ -219,11 +219,12 @@ def _summary(
         "quality": quality,
         "published": recipe.published.value if recipe.published else None,
         "samples": state.samples,
+        "dropped": sum(samples for _, _, _, samples in state.dropped),
         "train_seconds": account.training_s,
         "samples_per_s": state.samples / account.training_s,
         "wall_seconds": account.wall_s,
         "shares": account.shares,
-        "sample_shares": [sum(n for _, _, n in log) / max(1, state.samples) for log in state.log],
+        "sample_shares": [own / max(1, state.samples) for own in state.rank_samples],
         "backend": config.backend if len(devices) > 1 else None,
         "peak_memory_bytes": _peak_memory(state),
         "machine": {

@@ -1,0 +1,103 @@
+"""The steps that a rank skipped because they were not finite, their samples, and how many came in a row.
+
+Every synchronizer hands each step's verdict to the engine's `DroppedSteps`, in order. The rule itself is
+[Note: steps that are not finite] in step/finite.py.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from uneven.errors import NotFiniteError
+from uneven.policy.axis import Part
+from uneven.policy.windows import RoundReport
+from uneven.step.finite import Cause, Fault, Verdict
+from uneven.train.status import RankStatus
+
+
+class BadStep(NamedTuple):
+    """A step that was skipped."""
+
+    part: Part
+    fault: Fault
+
+
+class DroppedSteps:
+    """Life cycle: `add` after every step, then `settle`, which tells the bad ones among those that are known.
+
+    A captured step's verdict is known only when the device has done it; all others are known at once. `parts` holds
+    (slot, first, samples) of what this rank dropped; `samples` counts those of all ranks, as far as this rank knows.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, int, int]] = []
+        self.samples = 0
+        self.in_a_row = 0  # bad steps since the last good one
+        self.last: BadStep | None = None
+        self._reported = 0  # of `samples`
+        self._unknown: deque[tuple[Part, Verdict]] = deque()
+
+    def add(self, part: Part, verdict: Verdict) -> None:
+        self._unknown.append((part, verdict))
+
+    def settle(self, ahead: int = 0) -> list[BadStep]:
+        """The bad steps among all but the last `ahead`; waits for the device where it must."""
+        found = []
+        while len(self._unknown) > ahead:
+            part, verdict = self._unknown.popleft()
+            fault = verdict()
+            if fault is None:
+                self.in_a_row = 0
+                continue
+            self.in_a_row += 1
+            self.last = BadStep(part, fault)
+            if part.samples:
+                self.parts.append((part.slot.index, part.first, part.samples))
+            found.append(self.last)
+        return found
+
+    def count(self, samples: int) -> None:
+        """So many samples were dropped, by any rank."""
+        self.samples += samples
+
+    def take_unreported(self) -> int:
+        """The samples dropped since the last call, for an epoch's entry in the history."""
+        fresh, self._reported = self.samples - self._reported, self.samples
+        return fresh
+
+
+def describe_drop(slot: int | str, samples: int, fault: Fault) -> str:
+    """The line to print for a step that was skipped."""
+    return f"  slot {slot}: skipped, {samples} samples dropped: {fault}"
+
+
+def too_many(slot: int, fault: Fault, max_bad_steps: int) -> NotFiniteError:
+    """The error that ends the run."""
+    steps = "a step was" if max_bad_steps == 1 else f"{max_bad_steps} steps in a row were"
+    return NotFiniteError(
+        f"slot {slot}, rank {fault.rank}: {fault}; {steps} not finite and skipped (max_bad_steps={max_bad_steps}): the "
+        "learning rate may be too high, or a batch holds numbers that are not finite"
+    )
+
+
+def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:
+    """Samples that ranks have dropped since their last round, each by itself: the lines, which rank 0 prints."""
+    lines = []
+    for rank, row in enumerate(rows):
+        if row.dropped:
+            dropped.count(int(row.dropped))
+            slot = f"{int(row.bad_slot)}" + ("" if row.dropped <= slot_size else " and others before it")
+            lines.append(describe_drop(slot, int(row.dropped), _fault_in(rank, row)))
+    return lines
+
+
+def check_bad_steps(rows: Sequence[RoundReport], most: int) -> None:
+    """NotFiniteError, on all ranks alike, where one has had too many bad steps in a row."""
+    for rank, row in enumerate(rows):
+        if row.status == RankStatus.NOT_FINITE:
+            raise too_many(int(row.bad_slot), _fault_in(rank, row), most)
+
+
+def _fault_in(rank: int, row: RoundReport) -> Fault:
+    """Of a rank's last bad step."""
+    return Fault(rank, Cause(int(row.bad_cause)))
