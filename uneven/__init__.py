@@ -15,6 +15,7 @@ _HOMES = {
     "Run": "uneven.launch.run",
     "TrainedState": "uneven.results.state",
     "TensorData": "uneven.data.tensors",
+    "MuonAdamW": "uneven.parallel.muon_adamw",
     "InputError": "uneven.errors",
     "MachineError": "uneven.errors",
     "NotFiniteError": "uneven.errors",
@@ -25,6 +26,7 @@ __all__ = [
     "FlowBuilder",
     "InputError",
     "MachineError",
+    "MuonAdamW",
     "NotFiniteError",
     "RankError",
     "Run",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from uneven.errors import InputError, MachineError, NotFiniteError, RankError
     from uneven.graph.flow import FlowBuilder
     from uneven.launch.run import Run
+    from uneven.parallel.muon_adamw import MuonAdamW
     from uneven.results.state import TrainedState
 
 

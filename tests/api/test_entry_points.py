@@ -354,7 +354,7 @@ def test_devices_must_match_the_processes_there_are() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["fit", "builder", "own_loop", "manual"])
+@pytest.mark.parametrize("name", ["fit", "builder", "own_loop", "manual", "muon_gpt"])
 @pytest.mark.parametrize(
     "starter", [("uneven", "run", "--devices", "cpu,cpu@0.4"), ("torchrun", "--standalone", "--nproc-per-node", "2")]
 )

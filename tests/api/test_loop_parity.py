@@ -209,7 +209,7 @@ def g_loss(g: nn.Module, d: nn.Module, noise: Tensor) -> Tensor:
     return F.softplus(-d(g(noise))).mean()
 
 
-def plain_gan(every: int = 1) -> dict[str, Tensor]:
+def plain_gan(every: int = 1, without: int | None = None) -> dict[str, Tensor]:
     g, d = Pair(6, 1), Pair(1, 2)
     opt_g, opt_d = Adam(g.parameters(), lr=0.01), SGD(d.parameters(), lr=0.1, momentum=0.5)
     steps = 0
@@ -217,6 +217,9 @@ def plain_gan(every: int = 1) -> dict[str, Tensor]:
         order = torch.from_numpy(permutation(3, epoch, len(X)))
         for rows in order.split(SLOT):
             real, noise = X.double()[rows], NOISE[rows]
+            if steps == without:
+                steps += 1
+                continue
             opt_d.zero_grad()
             for loss in d_losses(g, d, real, noise):
                 loss.backward()
@@ -341,3 +344,24 @@ def test_a_scheduler_that_was_made_already_is_moved_along_the_axis() -> None:
     assert make(optimizer) is scheduler
     with pytest.raises(InputError, match="steps another optimizer"):
         scheduler_factory(scheduler, SGD(model.parameters(), lr=0.1), config)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(1, None), (2, None), (3, (2.0, 0.0, 1.0))])
+def test_a_slot_whose_loss_is_not_finite_is_dropped_with_all_its_updates(size: int, shares: Any) -> None:
+    """As a plain GAN that leaves that global batch out, on ranks without samples, too."""
+
+    def rank(group: ThreadGroup) -> TrainedState:
+        g, d = Pair(6, 1), Pair(1, 2)
+        made = {"g": Adam(g.parameters(), lr=0.01), "d": SGD(d.parameters(), lr=0.1, momentum=0.5)}
+        loop = make_loop(group, model={"g": g, "d": d}, optimizer=made, dataset=GAN_DATA, shares=shares)
+        for epoch in range(2):
+            for real, noise in loop.batches(epoch):
+                spoil = float("nan") if loop.global_step == 1 and group.rank == 0 else 1.0
+                loop.step(sum(d_losses(g, d, real, noise)) * spoil, optimizer="d")
+                loop.step(g_loss(g, d, noise), optimizer="g")
+        return loop.finish()
+
+    states = on_threads(size, rank)
+    assert_params(states, plain_gan(without=1))
+    assert {slot for slot, _, _, _ in states[0].dropped} == {1}
+    assert states[0].samples == 140 - 24

@@ -142,10 +142,8 @@ def test_a_closure_is_called_and_its_loss_comes_back() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_wrong_shares_and_late_params_are_told() -> None:
+def test_wrong_shares_are_told() -> None:
     make = lambda: SGD(nn.Linear(2, 1).parameters(), lr=0.1)  # noqa: E731
     for shares in ((1.0, 1.0), (0.0,), (-1.0,)):
         with pytest.raises(ValueError, match="shares"):
             ShardedOptimizer(make(), SoloGroup(), shares=shares)
-    with pytest.raises(ValueError, match="more params"):
-        ShardedOptimizer(make(), SoloGroup()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})

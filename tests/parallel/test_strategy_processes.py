@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.parallel import test_fsdp
+from tests.parallel import test_fsdp, test_parallel_page
 from tests.parallel.collective_counts import count_all
 from tests.parallel.parity import (
     Case,
@@ -27,6 +27,7 @@ EXPECTED = {
     "ddp-flat": {"allreduce_": 1},
     "ddp-bucketed": {"allreduce_": 1},
     "zero1": {"allreduce_": 1, "broadcast_": OWNERS},
+    "zero1-flat": {"allreduce_": 1, "broadcast_": OWNERS},
     "zero2": {"allreduce_": 1 + 1, "broadcast_": OWNERS},  # and who used which param
     "fsdp": {"allreduce_": 1 + BLOCKS + 1, "broadcast_": GATHERS * OWNERS},
     # Two sums a block forward and two backward; the embedding's forward, the last layer's backward and its gather.
@@ -52,6 +53,7 @@ class Everything:
     torchs: dict[str, Outcome]
     torchs_fsdp: dict[str, torch.Tensor]
     collectives: dict[str, dict[str, int]]
+    examples: dict[str, dict[str, dict[str, torch.Tensor]]]
 
 
 def everything(group: Group) -> Everything:
@@ -61,6 +63,7 @@ def everything(group: Group) -> Everything:
         {name: train_on(EQUAL, wrap, group) for name, wrap in REFERENCES.items()},
         test_fsdp.train(TorchFsdp(test_fsdp.Tower(), test_fsdp.make_adamw, group), group),
         count_all(group),
+        test_parallel_page.run_in_groups(),
     )
 
 
@@ -112,3 +115,10 @@ def test_a_step_has_the_collectives_that_it_must_have(found: list[Everything]) -
         assert sum(torchs["torch-zero1"].values()) > sum(EXPECTED["zero1"].values())
         assert torchs["torch-ddp"]["allreduce_"] == EXPECTED["ddp-bucketed"]["allreduce_"]
         assert torchs["torch-fsdp"] == {"_allgather_base_": 1 + BLOCKS + BLOCKS, "_reduce_scatter_base_": 1 + BLOCKS}
+
+
+def test_the_examples_of_the_page_in_all_ranks_and_in_some(found: list[Everything]) -> None:
+    """A torch process group is taken as it is; in the sub-group of ranks 0 and 2 the global ranks are translated."""
+    assert [list(one.examples) for one in found] == [["all", "some"], ["all"], ["all", "some"]]
+    for one in found:
+        test_parallel_page.check_examples(one.examples)

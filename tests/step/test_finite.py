@@ -190,9 +190,36 @@ def test_a_norm_that_overflows_is_no_fault_of_the_gradients() -> None:
     assert step.optimizer.state
 
 
-def test_large_buffers_are_not_copied_in_every_step() -> None:
+def test_large_and_expanded_buffers_are_not_copied_in_every_step() -> None:
     model = Normed()
-    assert sum(t.numel() for t in Backup(model, torch.zeros(2))._saved) < 100
+    model.register_buffer("places", torch.arange(300).expand(40, -1))
+    backup = Backup(model, torch.zeros(2))
+    assert sum(t.numel() for t in backup._saved) < 100
+    backup.save()
+    backup.restore()
+
+
+@pytest.mark.parametrize("factor", [1.0, NAN])
+def test_sparse_and_complex_gradients_are_checked_too(factor: float) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, 2, sparse=True)
+            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.words(x).sum() + (self.phase * (1 + 1j)).abs().sum()
+
+    model = Odd()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = EagerStep(
+        model, optimizer, lambda m, x: m(x).nan_to_num() * factor, Precision("fp32", CPU), LossMeter(CPU), None
+    )
+    fault = step([(torch.tensor([1, 1, 3]), 3)], 3)
+    assert (fault is None) == (factor == 1.0)
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [fault is None] * 2
 
 
 def test_with_a_loss_scaler_only_the_loss_decides() -> None:

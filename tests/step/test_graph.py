@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from uneven import InputError, TensorData, TrainedState, fit
+from uneven import InputError, NotFiniteError, TensorData, TrainedState, fit
 from uneven.comm.group import SoloGroup
 from uneven.step.eager import EagerStep
 from uneven.step.graph import GraphStep, prepare_optimizer
@@ -101,6 +101,23 @@ def test_captured_training_equals_eager_training(optimizer: str) -> None:
 def test_captured_clipping_and_accumulation_equal_eager() -> None:
     options = {"max_grad_norm": 0.1, "batch_size": 8, "accumulate": 4}
     assert_same(train("graph", **options), train("off", **options), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_captured_step_that_is_not_finite_is_put_back_on_the_device(optimizer: str) -> None:
+    """Against the eager step, which skips it on the host: the same samples dropped, the same bits of training."""
+    data = make_data()
+    data.tensors[0][77, 3] = float("nan")
+    rtol, atol = (1e-5, 1e-6) if optimizer.startswith("adam") else (1e-9, 1e-10)
+    graph, eager = (train(compile, optimizer, dataset=data) for compile in ("graph", "off"))
+    assert graph.dropped == eager.dropped
+    assert len(graph.dropped) == 3
+    assert_same(graph, eager, rtol=rtol, atol=atol)
+    for a, b in zip(graph.history, eager.history, strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)
+    with pytest.raises(NotFiniteError, match="3 steps in a row"):
+        train("graph", optimizer, step=lambda model, batch: train_step(model, batch) * float("nan"))
 
 
 @pytest.mark.cuda

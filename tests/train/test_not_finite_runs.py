@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from uneven.data.sample_order import check_dropped
 from uneven.errors import NotFiniteError, RankError
 from uneven.hardware.device import parse_devices
 from uneven.launch.training import collect
-from uneven.policy.axis import Axis
+from uneven.policy.axis import Axis, Part
 from uneven.results.progress import epoch_line
+from uneven.step.finite import Cause, Fault
+from uneven.train.dropped import DroppedSteps
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -203,3 +206,25 @@ def test_what_was_dropped_must_be_in_the_log(dropped: tuple[int, int, int, int])
         check_dropped(logs, [dropped])
     with pytest.raises(RuntimeError, match="never had"):
         check_dropped(logs, [(0, 0, 0, 4), (0, 0, 0, 4)])
+
+
+def test_a_verdict_that_comes_late_counts_in_the_order_of_the_steps() -> None:
+    """As of captured steps, whose outcome the host reads when the device has done them."""
+    axis, dropped = Axis(40, 8, 1), DroppedSteps()
+    fault = Fault(0, Cause.LOSS_NAN)
+    asked: list[int] = []
+
+    def verdict(index: int) -> Fault | None:
+        asked.append(index)
+        return None if index == 2 else fault
+
+    found = []
+    for slot in axis.slots():
+        dropped.add(Part(slot, slot.first, slot.samples, 8), partial(verdict, slot.index))
+        found.append([bad.part.slot.index for bad in dropped.settle(ahead=2)])
+    assert found == [[], [], [0], [1], []]
+    assert dropped.in_a_row == 0
+    assert [bad.part.slot.index for bad in dropped.settle()] == [3, 4]
+    assert (asked, dropped.in_a_row) == ([0, 1, 2, 3, 4], 2)
+    assert dropped.parts == [(0, 0, 8), (1, 8, 8), (3, 24, 8), (4, 32, 8)]
+    assert dropped.settle() == []

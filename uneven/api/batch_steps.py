@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from uneven.api.loop_inputs import describe_loss
+from uneven.api.loop_inputs import ZERO1, describe_loss
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
@@ -152,7 +152,7 @@ class BatchSteps:
                     f"several optimizers: say which one, as in ddp.step(loss, optimizer={next(iter(made.members))!r})"
                 )
             return made.name_of(optimizer)
-        if optimizer is not None and optimizer is not made and self._worker.config.strategy != "zero1":
+        if optimizer is not None and optimizer is not made and self._worker.config.strategy not in ZERO1:
             raise InputError("optimizer=... is not this loop's: it has one optimizer, ddp.optimizer; leave it out")
         return None
 

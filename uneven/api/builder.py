@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from uneven.api.instances import as_factories
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Evaluation, Task, TrainStep, resolve
 from uneven.errors import InputError
@@ -63,8 +64,10 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
+        make_model, make_optimizer, train_step = self._factories
         task = Task(
-            *self._factories,
+            *as_factories(make_model, make_optimizer),
+            train_step,
             self._dataset,
             self._make_scheduler,
             self._evaluation,

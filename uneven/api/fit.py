@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 def fit(
     *,
-    model: Callable[[], nn.Module],
-    optimizer: Callable[[Any], Optimizer],
+    model: Callable[[], nn.Module] | nn.Module,
+    optimizer: Callable[[Any], Optimizer] | Optimizer,
     step: TrainStep,
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
@@ -48,8 +48,9 @@ def fit(
 ) -> TrainedState:
     """Train a model and return its state.
 
-    model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
-    loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
+    model() makes the model, or is one, of which each device trains a copy; optimizer(params) its optimizer,
+    likewise; step(model, batch) returns the batch's mean loss, or (loss_sum, count);
+    scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
     before_step(model) is called before every update, with the summed gradients in the params' .grad.
 
@@ -80,8 +81,8 @@ class Ddp:
 
     @staticmethod
     def builder(
-        make_model: Callable[[], nn.Module],
-        make_optimizer: Callable[[Any], Optimizer],
+        make_model: Callable[[], nn.Module] | nn.Module,
+        make_optimizer: Callable[[Any], Optimizer] | Optimizer,
         train_step: TrainStep,
     ) -> Builder:
         """Factories first, then one method per setting, then `.run()`."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from uneven.config import RunConfig
+from uneven.config import REPLICATED, RunConfig
 from uneven.errors import InputError
 from uneven.step.several import OptimizerGroup
 
-WHOLE_PARAMS = ("ddp-flat", "ddp-bucketed", "zero1")  # strategies that a loop of the user's own may take
+ZERO1 = ("zero1", "zero1-flat")  # they put an optimizer of their own in the place of the user's
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
@@ -71,6 +71,19 @@ def _single(module: nn.Module, optimizer: Any, what: str) -> MakeOptimizer:
                 f"{type(optimizer).__name__}"
             )
         return optimizer  # type: ignore[no-any-return]
+    check_params(module, optimizer, what)
+
+    def make(params: Any) -> Optimizer:
+        del params
+        if any(isinstance(value, Tensor) for state in optimizer.state.values() for value in state.values()):
+            optimizer.load_state_dict(optimizer.state_dict())  # moves state to where the params are now
+        return optimizer
+
+    return make
+
+
+def check_params(module: nn.Module, optimizer: Optimizer, what: str) -> None:
+    """InputError where an optimizer that is made already would not train the model."""
     own = {id(param) for param in module.parameters()}
     held = [param for settings in optimizer.param_groups for param in settings["params"]]
     foreign = [param for param in held if id(param) not in own]
@@ -83,14 +96,6 @@ def _single(module: nn.Module, optimizer: Any, what: str) -> MakeOptimizer:
     if not any(param.requires_grad for param in held):
         raise InputError(f"{what}={type(optimizer).__name__}(...) holds no param that requires a gradient")
 
-    def make(params: Any) -> Optimizer:
-        del params
-        if any(isinstance(value, Tensor) for state in optimizer.state.values() for value in state.values()):
-            optimizer.load_state_dict(optimizer.state_dict())  # moves state to where the params are now
-        return optimizer
-
-    return make
-
 
 def scheduler_factory(scheduler: Any, optimizer: Any, config: RunConfig) -> Callable[..., Any] | None:
     """As `fit` takes it, or a scheduler that was made for the optimizer given."""
@@ -102,9 +107,9 @@ def scheduler_factory(scheduler: Any, optimizer: Any, config: RunConfig) -> Call
             f"scheduler={name}(...) steps another optimizer than the one given; make it from that one, or pass a "
             f"function: scheduler=lambda optimizer: {name}(optimizer, ...)"
         )
-    if config.strategy == "zero1":
+    if config.strategy in ZERO1:
         raise InputError(
-            f"scheduler={name}(...) with strategy='zero1', which replaces the optimizer; pass a function: "
+            f"scheduler={name}(...) with strategy={config.strategy!r}, which replaces the optimizer; pass a function: "
             f"scheduler=lambda optimizer: {name}(optimizer, ...)"
         )
     return lambda _: scheduler
@@ -114,14 +119,14 @@ def check_loop(config: RunConfig, size: int, optimizer: Any = None) -> None:
     """InputError for settings that a loop of the user's own cannot follow."""
     if config.compile == "graph":
         raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
-    if size > 1 and config.strategy is not None and config.strategy not in WHOLE_PARAMS:
+    if size > 1 and not config.is_replicated:
         raise InputError(
             f"strategy={config.strategy!r} with Ddp.setup: there devices wait for each other inside forward and "
-            f"backward, where a loop of your own may stop; use fit or Ddp.builder, or one of {', '.join(WHOLE_PARAMS)}"
+            f"backward, where a loop of your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
         )
     is_several = isinstance(optimizer, Mapping | Sequence)
-    if size > 1 and is_several and config.strategy == "zero1":
-        raise InputError("strategy='zero1' with several optimizers: it shards one; leave the strategy out")
+    if size > 1 and is_several and config.strategy in ZERO1:
+        raise InputError(f"strategy={config.strategy!r} with several optimizers: it shards one; leave the strategy out")
     if is_several and config.optimizer_state == "average":
         raise InputError("optimizer_state='average' with several optimizers: use 'keep'")
     if config.activations == "auto":

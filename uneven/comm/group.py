@@ -84,10 +84,10 @@ class TorchGroup:
         return self._start(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
 
     def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
-        return self._start(dist.broadcast, tensor, src=owner)
+        return self._start(dist.broadcast, tensor, group_src=owner)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        return self._start(dist.reduce, tensor, dst=owner, op=dist.ReduceOp.SUM)
+        return self._start(dist.reduce, tensor, group_dst=owner, op=dist.ReduceOp.SUM)
 
     def is_nccl(self, tensor: Tensor) -> bool:
         return self._nccl is not None and tensor.is_cuda

@@ -16,7 +16,7 @@ from uneven.config.setting import about, check_names, settings_of
 from uneven.errors import InputError
 
 Policy = Literal["sync", "balanced", "cadence", "async"]
-Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero2", "fsdp", "tensor", "sequence"]
+Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero1-flat", "zero2", "fsdp", "tensor", "sequence"]
 Backend = Literal["auto", "nccl", "cpu"]
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 Compile = Literal["off", "default", "graph"]
@@ -30,9 +30,9 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
 LOCAL_POLICIES: tuple[Policy, ...] = ("cadence", "async")  # step by themselves and average params in rounds
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-REPLICATED: tuple[Strategy, ...] = ("ddp-flat", "ddp-bucketed", "zero1")  # the whole model on every device
+REPLICATED: tuple[Strategy, ...] = ("ddp-flat", "ddp-bucketed", "zero1", "zero1-flat")  # the whole model everywhere
 MODEL_PARALLEL: tuple[Strategy, ...] = ("tensor", "sequence")  # all devices work on the same samples
-SHARDED: tuple[Strategy, ...] = ("zero1", "zero2", "fsdp", *MODEL_PARALLEL)  # devices hold shards of something
+SHARDED: tuple[Strategy, ...] = ("zero1", "zero1-flat", "zero2", "fsdp", *MODEL_PARALLEL)  # shards of something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ class RunConfig:
 
     def _check_activations(self) -> None:
         """InputError where activations cannot be recomputed or offloaded, or no gradient bucket is sent."""
-        if self.bucket_mb is not None and self.strategy in ("ddp-flat", *MODEL_PARALLEL):
+        if self.bucket_mb is not None and self.strategy in ("ddp-flat", "zero1-flat", *MODEL_PARALLEL):
             raise InputError(
                 f"bucket_mb={self.bucket_mb!r} with strategy={self.strategy!r}: it sends no buckets; leave it out"
             )

@@ -8,8 +8,10 @@ prints and writes.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from uneven.comm.group import has_nccl
-from uneven.config import RunConfig, Task, check_task
+from uneven.config import SHARDED, RunConfig, Task, check_task
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
@@ -22,6 +24,7 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
+from uneven.parallel.catalog import check_optimizer
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
 from uneven.version import __version__
@@ -46,6 +49,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     _check_before_step(task, config, len(devices))
     if config.replay is not None:
         config = _check_replay(task, config, len(devices))
+    _check_optimizer(task, config, len(devices))
     is_lead = context.rank == 0
     if config.out is not None and is_lead:
         make_out_folder(config.out)
@@ -130,6 +134,21 @@ def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
     axis = Axis(len(task.dataset), config.slot_size(ranks), config.epochs)
     read_log(config.replay, axis, ranks, config.to_json(), config.is_local)
     return replace(config, replay=config.replay.resolve())
+
+
+def _check_optimizer(task: Task, config: RunConfig, ranks: int) -> None:
+    """InputError where the strategy cannot divide the optimizer.
+
+    It is made on the meta device, where a model takes no memory; what cannot be made there is checked by the ranks.
+    """
+    if ranks == 1 or config.strategy not in SHARDED:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            optimizer = task.make_optimizer(task.make_model().parameters())
+    except Exception:
+        return
+    check_optimizer(config.strategy, optimizer)
 
 
 def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[RunConfig, list[str]]:

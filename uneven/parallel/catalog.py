@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.config import REPLICATED, STRATEGIES
+from uneven.config import REPLICATED, SHARDED, STRATEGIES
 from uneven.errors import InputError
-from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero2
+from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero1, Zero2
+from uneven.parallel.elementwise import NEEDS_ELEMENTWISE, refuse_by_elements, refuse_joined
 from uneven.parallel.fsdp import FSDP
-from uneven.parallel.sharded_optimizer import ShardedOptimizer
+from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.strategy import MakeOptimizer, Strategy
 from uneven.parallel.tensor_parallel import Plan, SequenceParallel, TensorParallel
 
@@ -59,9 +61,18 @@ def make_replicated(
     """A strategy with the whole model on every rank; the last three are options of `Replicated`."""
     if name == "ddp-flat":
         return DDPFlat(model, make_optimizer, group, num_stats=num_stats, init_sync=init_sync)
-    if name == "zero1":
-        plain = make_optimizer
-        make_optimizer = lambda params: ShardedOptimizer(plain(params), group, shares=shares)  # noqa: E731
+    if name in ("zero1", "zero1-flat"):
+        return Zero1(
+            model,
+            make_optimizer,
+            group,
+            shares=shares,
+            flat=name == "zero1-flat",
+            bucket_mb=bucket_mb,
+            overlap=overlap,
+            num_stats=num_stats,
+            init_sync=init_sync,
+        )
     return DDPBucketed(
         model,
         make_optimizer,
@@ -71,6 +82,20 @@ def make_replicated(
         num_stats=num_stats,
         init_sync=init_sync,
     )
+
+
+def check_optimizer(name: str | None, optimizer: Optimizer) -> None:
+    """InputError where a strategy cannot divide what this optimizer does; before ranks start, and on each rank."""
+    if isinstance(optimizer, MuonAdamW):
+        if name is not None and name not in REPLICATED:
+            raise InputError(
+                f"strategy={name!r} with MuonAdamW, which divides its state and its work over the devices by itself: "
+                "leave the strategy out, or use 'zero1'"
+            )
+    elif name in SHARDED:
+        refuse_joined(optimizer)
+        if name in NEEDS_ELEMENTWISE:
+            refuse_by_elements(optimizer, f"strategy={name!r}")
 
 
 def plan_of(name: str, model: nn.Module) -> Plan:

@@ -4,40 +4,46 @@
 are sharded by shares of memory, independently of how many samples each rank trains.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
+from uneven.comm.joined import AnyGroup, as_group
+from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
+    AnyOptimizer,
     FullState,
-    MakeOptimizer,
+    TakesOptimizer,
     check_trainable,
     gradients_of,
     on_host,
+    optimizer_of,
     scale_all,
     sync_initial_state,
 )
 
 
-class Replicated:
+class Replicated(TakesOptimizer):
     """The whole model on every rank, with one Reducer; the optimizer may be a ShardedOptimizer (ZeRO-1).
 
-    `init_sync=False` is for ranks whose models are known to be equal already. `num_stats` and `overlap` are the
-    Reducer's; with `num_stats` the caller ends every reduction (see there).
+    `group` is a torch process group or one of ours; None is torch's default group. `init_sync=False` is for ranks
+    whose models are known to be equal already. `num_stats` and `overlap` are the Reducer's; with `num_stats` the
+    caller ends every reduction (see there).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer,
+        group: AnyGroup,
         max_bytes: int,
         *,
         overlap: bool,
@@ -45,11 +51,15 @@ class Replicated:
         init_sync: bool = True,
     ) -> None:
         check_trainable(model)
+        self._group = as_group(group)
         if init_sync:
-            sync_initial_state(model, group)
+            sync_initial_state(model, self._group)
         self.module = model
-        self.optimizer = make_optimizer(model.parameters())
-        self.reducer = Reducer(model.parameters(), group, max_bytes, overlap=overlap, num_stats=num_stats)
+        self._is_manual = num_stats is not None
+        made = None if optimizer is None else optimizer_of(model, optimizer)
+        if made is not None:
+            self._optimizer = self._applied(made)
+        self.reducer = Reducer(model.parameters(), self._group, max_bytes, overlap=overlap, num_stats=num_stats)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.reducer.no_sync()
@@ -63,6 +73,15 @@ class Replicated:
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+    def full_params(self) -> dict[str, Tensor]:
+        return copied_params(self.module)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return {
+            name: None if param.grad is None else param.grad.detach().clone()
+            for name, param in self.module.named_parameters()
+        }
+
     def full_state(self) -> FullState:
         return FullState(on_host(dict(self.module.state_dict())), on_host(self.optimizer.state_dict()))
 
@@ -73,6 +92,11 @@ class Replicated:
     def close(self) -> None:
         self.reducer.close()
 
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        if not self._is_manual:  # by hand, params may be added later
+            optimizer.register_step_pre_hook(_refuse_late_params(weakref.ref(self)))
+        return optimizer
+
 
 class DDPFlat(Replicated):
     """One bucket for each dtype and device, sent when backward has ended; no overlap."""
@@ -80,15 +104,13 @@ class DDPFlat(Replicated):
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         num_stats: int | None = None,
         init_sync: bool = True,
     ) -> None:
-        super().__init__(
-            model, make_optimizer, group, UNLIMITED, overlap=False, num_stats=num_stats, init_sync=init_sync
-        )
+        super().__init__(model, optimizer, group, UNLIMITED, overlap=False, num_stats=num_stats, init_sync=init_sync)
 
 
 class DDPBucketed(Replicated):
@@ -97,8 +119,8 @@ class DDPBucketed(Replicated):
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         bucket_mb: float | None = None,
         overlap: bool = True,
@@ -107,7 +129,7 @@ class DDPBucketed(Replicated):
     ) -> None:
         super().__init__(
             model,
-            make_optimizer,
+            optimizer,
             group,
             bucket_bytes(bucket_mb),
             overlap=overlap,
@@ -116,26 +138,70 @@ class DDPBucketed(Replicated):
         )
 
 
-class Zero2:
-    """Gradients and optimizer state sharded, params whole. `shares`: each rank's part of both; None is equal parts."""
+class Zero1(Replicated):
+    """Optimizer state sharded, gradients and params whole. `shares`: each rank's part of the state; None is equal.
+
+    `flat` sums gradients in one bucket after backward, as DDPFlat does; otherwise they leave in buckets during it.
+    `by_tensors`: see ShardedOptimizer.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         shares: Sequence[float] | None = None,
-        by_tensors: bool = False,
+        by_tensors: bool | None = None,
+        flat: bool = False,
+        bucket_mb: float | None = None,
+        overlap: bool = True,
+        num_stats: int | None = None,
+        init_sync: bool = True,
+    ) -> None:
+        if flat and bucket_mb is not None:
+            raise InputError(f"bucket_mb={bucket_mb!r} with flat=True: there is one bucket; leave one of them out")
+        self._shares, self._by_tensors = shares, by_tensors
+        max_bytes = UNLIMITED if flat else bucket_bytes(bucket_mb)
+        super().__init__(
+            model,
+            optimizer,
+            group,
+            max_bytes,
+            overlap=overlap and not flat,
+            num_stats=num_stats,
+            init_sync=init_sync,
+        )
+
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        sharded = ShardedOptimizer(optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors)
+        return super()._applied(sharded)
+
+
+class Zero2(TakesOptimizer):
+    """Gradients and optimizer state sharded, params whole. `shares`: each rank's part of both; None is equal parts.
+
+    Gradients are reduced from the moment that the strategy has its optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
+        *,
+        shares: Sequence[float] | None = None,
+        by_tensors: bool | None = None,
         bucket_mb: float | None = None,
     ) -> None:
         check_trainable(model)
-        sync_initial_state(model, group)
+        self._group = as_group(group)
+        sync_initial_state(model, self._group)
         self.module = model
-        optimizer = ShardedOptimizer(make_optimizer(model.parameters()), group, shares=shares, by_tensors=by_tensors)
-        self._reducer = ShardedReducer(optimizer.flat_shards, group, bucket_bytes(bucket_mb))
-        optimizer.take_gradients_from(self._reducer)
-        self.optimizer: Optimizer = optimizer
+        self._shares, self._by_tensors, self._max_bytes = shares, by_tensors, bucket_bytes(bucket_mb)
+        self._sums: ShardedReducer | None = None
+        if optimizer is not None:
+            self.use_optimizer(optimizer)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Changes nothing: keeping full gradients until the last micro-batch is what ZeRO-2 avoids."""
@@ -150,6 +216,12 @@ class Zero2:
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
 
+    def full_params(self) -> dict[str, Tensor]:
+        return copied_params(self.module)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return {name: self._reducer.full_gradient(param) for name, param in self.module.named_parameters()}
+
     def full_state(self) -> FullState:
         return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
 
@@ -158,4 +230,44 @@ class Zero2:
         self.optimizer.load_state_dict(state.optimizer)
 
     def close(self) -> None:
-        self._reducer.close()
+        if self._sums is not None:
+            self._sums.close()
+
+    @property
+    def _reducer(self) -> ShardedReducer:
+        assert self.optimizer is not None  # raises while there is none
+        assert self._sums is not None
+        return self._sums
+
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        sharded = ShardedOptimizer(optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors)
+        self._sums = ShardedReducer(sharded.flat_shards, self._group, self._max_bytes)
+        sharded.take_gradients_from(self._sums)
+        return sharded
+
+
+def copied_params(module: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def _refuse_late_params(strategy: "weakref.ref[Replicated]") -> Callable[..., None]:
+    """A hook on the step: InputError for params that the reducer does not sum, or ranks would silently drift apart."""
+    counted = 0
+
+    def hook(optimizer: Optimizer, args: Any, options: Any) -> None:
+        nonlocal counted
+        del args, options
+        alive, count = strategy(), sum(len(settings["params"]) for settings in optimizer.param_groups)
+        if alive is None or count == counted:
+            return
+        counted = count
+        for param in (param for settings in optimizer.param_groups for param in settings["params"]):
+            if param.requires_grad and not alive.reducer.has(param):
+                raise InputError(
+                    f"a param of shape {tuple(param.shape)} was added to the optimizer, but its gradients are not "
+                    "summed over the ranks: it was not a trained param of the model when the strategy was made; make "
+                    "the strategy again"
+                )
+
+    hook.changes_nothing = True  # type: ignore[attr-defined]  # see elementwise.py
+    return hook

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from uneven.comm.collectives import all_gather_shards
 from uneven.comm.group import Group
 from uneven.comm.work import WorkList
+from uneven.errors import InputError
 from uneven.parallel.buckets import is_dense, view_like
 from uneven.policy.apportion import apportion, check_shares, cut_by
 
@@ -36,12 +37,20 @@ class Shard:
 class FlatShards:
     """One flat buffer of params of one dtype and device. The params become views of it: same values, same strides.
 
-    Rank r owns flat[bounds[r]:bounds[r + 1]], which may be empty.
+    Rank r owns flat[bounds[r]:bounds[r + 1]], which may be empty. `held`: elements that ranks own elsewhere, which
+    counts where whole tensors are given to whoever has the least.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], shares: Sequence[float], *, by_tensors: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        shares: Sequence[float],
+        *,
+        by_tensors: bool,
+        held: Sequence[int] | None = None,
+    ) -> None:
         if by_tensors:
-            owners = assign_tensors([param.numel() for param in params], shares)
+            owners = assign_tensors([param.numel() for param in params], shares, held)
             order = sorted(range(len(params)), key=lambda place: owners[place])
             sizes = [sum(p.numel() for p, o in zip(params, owners, strict=True) if o == r) for r in range(len(shares))]
             params = [params[place] for place in order]
@@ -148,9 +157,11 @@ def group_by_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
-def assign_tensors(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
+def assign_tensors(
+    sizes: Sequence[int], shares: Sequence[float], held_before: Sequence[int] | None = None
+) -> list[int]:
     """The owner of each tensor: the largest first, each to the rank that then holds the least for its share."""
-    held = [0] * len(shares)
+    held = [0] * len(shares) if held_before is None else list(held_before)
     owners = [0] * len(sizes)
     candidates = [rank for rank, share in enumerate(shares) if share > 0]
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
@@ -175,6 +186,9 @@ def gradient_like(param: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def _flatten(starts: Mapping[nn.Parameter, int]) -> Tensor:
     first = next(iter(starts))
+    for param in starts:
+        if param.layout is not torch.strided:
+            raise InputError(f"a param of shape {tuple(param.shape)} is sparse, and cannot be sharded; make it dense")
     flat = torch.empty(sum(param.numel() for param in starts), dtype=first.dtype, device=first.device)
     for param, start in starts.items():
         if not is_dense(param):

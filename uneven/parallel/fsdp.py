@@ -15,27 +15,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
+from uneven.comm.joined import AnyGroup, as_group
 from uneven.parallel.buckets import bucket_bytes
+from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, flat_memory
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
+    AnyOptimizer,
     FullState,
-    MakeOptimizer,
+    TakesOptimizer,
     check_trainable,
     full_model_state,
+    optimizer_of,
     sync_initial_state,
     tensors_by_name,
 )
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
 
 
-class FSDP:
-    """`shares`: how much each rank holds. `units`: modules in the order in which they are called, by default the
-    entries of the model's ModuleLists. `compute_dtype`: of unsharded params and of floating inputs; shards and summed
-    gradients keep the dtype that the params were made in.
+class FSDP(TakesOptimizer):
+    """`group` is a torch process group or one of ours; None is torch's default group. `shares`: how much each rank
+    holds. `units`: modules in the order in which they are called, by default the entries of the model's ModuleLists.
+    `compute_dtype`: of unsharded params and of floating inputs; shards and summed gradients keep the dtype that the
+    params were made in.
 
     One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks must run the same
     number of forwards.
@@ -44,36 +48,39 @@ class FSDP:
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         shares: Sequence[float] | None = None,
         units: Sequence[nn.Module] | None = None,
         compute_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
     ) -> None:
-        share_list = checked_shares(shares, group)
+        self._group = ranks = as_group(group)
+        share_list = checked_shares(shares, ranks)
         check_trainable(model)
-        sync_initial_state(model, group)
+        sync_initial_state(model, ranks)
         self.module = model
-        self._group = group
         self._compute_dtype = compute_dtype
-        optimizer = make_optimizer(model.parameters())
+        # Made while params are whole: some optimizers read them.
+        made = None if optimizer is None else optimizer_of(model, optimizer)
+        if made is not None:
+            refuse_by_elements(made, "FSDP")
         chosen = blocks_of(model) if units is None else list(units)
         self._units = [
-            Unit(name, params, share_list, group, compute_dtype) for name, params in params_by_unit(model, chosen)
+            Unit(name, params, share_list, ranks, compute_dtype) for name, params in params_by_unit(model, chosen)
         ]
         self._unshard_order = UnshardOrder(self._units)
         self._called = 0
         self._backward: int | None = None
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
-        trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
-        reduce_group = group.new_group()
-        reduce_group.traffic = group.traffic  # counted together
-        self._reducer = ShardedReducer(trained, reduce_group, bucket_bytes(bucket_mb), weakly(self._gradients_done))
-        sharded = ShardedOptimizer(optimizer, group, flat_shards=trained)
-        sharded.take_gradients_from(self._reducer)
-        self.optimizer: Optimizer = sharded
+        self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
+        reduce_group = ranks.new_group()
+        reduce_group.traffic = ranks.traffic  # counted together
+        max_bytes = bucket_bytes(bucket_mb)
+        self._reducer = ShardedReducer(self._trained, reduce_group, max_bytes, weakly(self._gradients_done))
+        if made is not None:
+            self.use_optimizer(made)
         self._handles = [
             handle for place, unit in enumerate([model, *chosen]) for handle in self._register(unit, place)
         ]
@@ -93,6 +100,12 @@ class FSDP:
 
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: self._gathered(param) for name, param in self.module.named_parameters()}
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return {name: self._reducer.full_gradient(param) for name, param in self.module.named_parameters()}
 
     def full_state(self) -> FullState:
         model = full_model_state(self.module, lambda param: self._gathered(param).cpu())
@@ -117,6 +130,12 @@ class FSDP:
         self._unshard_order.reset()
         for param in self.module.parameters():
             param.data = self._gathered(param)
+
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        refuse_by_elements(optimizer, "FSDP")
+        sharded = ShardedOptimizer(optimizer, self._group, flat_shards=self._trained)
+        sharded.take_gradients_from(self._reducer)
+        return sharded
 
     def _own_shards(self) -> Iterator[tuple[ReshardableShards, Shard]]:
         for unit in self._units:

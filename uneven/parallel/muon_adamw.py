@@ -7,15 +7,20 @@ overlaps with the update of another.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from uneven.comm.group import Group, SoloGroup
+from uneven.comm.joined import AnyGroup, as_group
+from uneven.errors import InputError
+from uneven.parallel.ddp import copied_params
 from uneven.parallel.sharded_optimizer import ShardedOptimizer, call_closure
-from uneven.parallel.sharded_reducer import DeferredShardedReducer
+from uneven.parallel.sharded_reducer import DeferredShardedReducer, clip_shards
+from uneven.parallel.strategy import FullState, gradients_of, on_host, scale_all
 
 KINDS = ("muon", "adamw")
 
@@ -24,15 +29,16 @@ class MuonAdamW(Optimizer):
     """Param groups name their kind: `[{"params": matrices, "kind": "muon", "lr": 0.02}, {"params": rest, "kind":
     "adamw"}]`; their other settings are those of torch.optim.Muon and AdamW.
 
-    `sums_gradients=False` is for gradients that a DDP has summed; otherwise each rank's own, divided by the sample
-    count of all ranks, are summed here. `memory` and `speed` are the ranks' shares. `state_dict()` is a collective,
-    and its result does not depend on the number of ranks.
+    Made without a group it is one rank's, and `fit` spreads it over the run's ranks. `sums_gradients=False` is for
+    gradients that a DDP has summed; otherwise each rank's own, divided by the sample count of all ranks, are summed
+    here. `memory` and `speed` are the ranks' shares. `state_dict()` is a collective, and its result does not depend on
+    the number of ranks.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        group: Group | None = None,
+        group: AnyGroup = None,
         *,
         memory: Sequence[float] | None = None,
         speed: Sequence[float] | None = None,
@@ -40,32 +46,72 @@ class MuonAdamW(Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(f"MuonAdamW needs torch 2.9 or newer, this is {torch.__version__}")
-        ranks = SoloGroup() if group is None else group
         self._is_initialized = False
-        self._parts: list[ShardedOptimizer] = []
-        for settings in groups:
-            part = _make_part(dict(settings), ranks, memory, speed)
-            if sums_gradients:
-                part.take_gradients_from(DeferredShardedReducer(part.flat_shards, ranks))
-            self._parts.append(part)
+        self._given = [{**settings, "params": list(settings["params"])} for settings in map(_checked, groups)]
+        self._group: Group = SoloGroup() if group is None else as_group(group)
+        self._memory, self._speed = memory, speed
+        self._sums_gradients = sums_gradients
+        self._sources: list[DeferredShardedReducer] = []
+        self._parts = [self._make_part(settings) for settings in self._given]
         # The parts' own groups, not copies, so that a scheduler changes the parts' settings.
         super().__init__([inner for part in self._parts for inner in part.param_groups], {})
         self._is_initialized = True
 
+    def over(
+        self,
+        group: AnyGroup,
+        *,
+        memory: Sequence[float] | None = None,
+        speed: Sequence[float] | None = None,
+        sums_gradients: bool = True,
+    ) -> "MuonAdamW":
+        """A new one with the same params and settings as this one was made with, over the ranks of a group."""
+        return MuonAdamW(self._given, as_group(group), memory=memory, speed=speed, sums_gradients=sums_gradients)
+
+    @property
+    def inner_optimizers(self) -> Sequence[Optimizer]:
+        """One ShardedOptimizer for each group of params."""
+        return self._parts
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """With a kind, as those it was made with; all ranks add the same ones."""
         if self._is_initialized:
-            raise ValueError("MuonAdamW cannot take more params: make it again with all of them")
-        super().add_param_group(param_group)
+            part = self._make_part(_checked(param_group))
+            super().add_param_group(part.param_groups[0])
+            self._parts.append(part)
+        else:
+            super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = call_closure(closure)
-        for part in self._parts:
-            part.start()
+        self.start()
         sent = [works for part in self._parts for works in part.update()]
         for works in sent:
             works.wait()
         return loss
+
+    def start(self) -> None:
+        """The first phase: start to sum all gradients. `step` does it too, where it was not done before."""
+        for part in self._parts:
+            part.start()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the summed gradients to this norm over all params at most; returns the norm before. A collective."""
+        if not self._sums_gradients:
+            params = [param for settings in self.param_groups for param in settings["params"]]
+            return nn.utils.clip_grad_norm_(params, max_norm)
+        self.start()
+        sums = [own for source in self._sources for own in source.own_sums()]
+        return clip_shards(sums, self._group, max_norm, self.param_groups[0]["params"][0].device)
+
+    def full_gradients(self) -> dict[nn.Parameter, Tensor | None]:
+        """Every param's whole summed gradient on every rank. A collective, between backward and step."""
+        assert self._sums_gradients, "a DDP has them in .grad"
+        self.start()
+        sources = zip(self._parts, self._sources, strict=True)
+        return {param: grad for part, source in sources for param, grad in source.full_gradients(part.flat_shards)}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self._parts:
@@ -92,17 +138,65 @@ class MuonAdamW(Optimizer):
             part.load_state_dict({"state": state, "param_groups": own})
             first = stop
 
+    def _make_part(self, settings: dict[str, Any]) -> ShardedOptimizer:
+        settings = dict(settings)
+        is_muon, params = settings.pop("kind") == "muon", settings.pop("params")
+        plain: Optimizer = (torch.optim.Muon if is_muon else AdamW)(params, **settings)
+        shares = self._speed if is_muon else self._memory
+        part = ShardedOptimizer(plain, self._group, shares=shares, by_tensors=is_muon)
+        if self._sums_gradients:
+            self._sources.append(DeferredShardedReducer(part.flat_shards, self._group))
+            part.take_gradients_from(self._sources[-1])
+        return part
 
-def _make_part(
-    settings: dict[str, Any], group: Group, memory: Sequence[float] | None, speed: Sequence[float] | None
-) -> ShardedOptimizer:
-    kind = settings.pop("kind", None)
-    params: list[nn.Parameter] = list(settings.pop("params"))
-    if kind == "muon":
-        for param in params:
-            if param.dim() != 2:
-                raise ValueError(f"Muon is for matrices, not for a param of shape {tuple(param.shape)}: use kind adamw")
-        return ShardedOptimizer(torch.optim.Muon(params, **settings), group, shares=speed, by_tensors=True)
-    if kind == "adamw":
-        return ShardedOptimizer(AdamW(params, **settings), group, shares=memory)
-    raise ValueError(f"kind {kind!r} of a group of params must be one of {', '.join(KINDS)}")
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """The group with its params as a list; InputError where it has no kind, or Muon something else than matrices."""
+    kind, params = settings.get("kind"), list(settings["params"])
+    if kind not in KINDS:
+        raise InputError(f"kind {kind!r} of a group of params must be one of {', '.join(KINDS)}")
+    for param in params:
+        if kind == "muon" and param.dim() != 2:
+            raise InputError(f"Muon is for matrices, not for a param of shape {tuple(param.shape)}: use kind adamw")
+    return {**settings, "params": params}
+
+
+class ThreePhase:
+    """The strategy of a MuonAdamW that sums gradients itself when it steps: forward and backward send nothing.
+
+    Used by `fit`; made when all ranks hold the same params.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: MuonAdamW) -> None:
+        self.module, self.optimizer = model, optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Changes nothing: gradients are summed by the step."""
+        return nullcontext()
+
+    def backward_without_samples(self) -> None:
+        """Nothing: a param without a gradient is summed as zeros."""
+
+    def scale(self, factor: Tensor) -> None:
+        """The ranks' own gradients: their sum is scaled by that, too."""
+        scale_all(gradients_of(self.module), factor)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return self.optimizer.clip(max_norm)
+
+    def full_params(self) -> dict[str, Tensor]:
+        return copied_params(self.module)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        found = self.optimizer.full_gradients()
+        return {name: found.get(param) for name, param in self.module.named_parameters()}
+
+    def full_state(self) -> FullState:
+        return FullState(on_host(dict(self.module.state_dict())), self.optimizer.state_dict())
+
+    def load_full_state(self, state: FullState) -> None:
+        self.module.load_state_dict(state.model)
+        self.optimizer.load_state_dict(on_host(state.optimizer))
+
+    def close(self) -> None:
+        """Nothing is left on the model."""

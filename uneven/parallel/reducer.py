@@ -93,6 +93,10 @@ class Reducer:
         for param, view in self._views.items():
             param.grad = view
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether this param's gradients are summed."""
+        return param in self._place
+
     @property
     def used(self) -> frozenset[int]:
         """The params that have had a gradient since `prepare`, by their place in the buckets."""
@@ -222,5 +226,5 @@ def _largest_in(bucket: Bucket) -> list[Tensor]:
     gradients = bucket.buffer[: bucket.buffer.numel() - bucket.extra.numel()]
     if not gradients.numel():
         return []
-    low, high = torch.aminmax(gradients)
+    low, high = torch.aminmax(torch.view_as_real(gradients) if gradients.is_complex() else gradients)
     return [torch.maximum(-low, high).double()]

@@ -68,6 +68,12 @@ class TorchReplicated:
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
+    def full_params(self) -> dict[str, Tensor]:
+        return _full_params(self._model)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return _full_gradients(self._model)
+
     def full_state(self) -> FullState:
         """A sharded optimizer's state is gathered on rank 0 only; other ranks return an empty one."""
         if not self._is_sharded:
@@ -114,6 +120,12 @@ class TorchFsdp:
     def clip(self, max_norm: float) -> Tensor:
         norm: Tensor = _full_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
         return norm
+
+    def full_params(self) -> dict[str, Tensor]:
+        return _full_params(self.module)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return _full_gradients(self.module)
 
     def full_state(self) -> FullState:
         return _full_state(self.module, self.optimizer)
@@ -166,6 +178,12 @@ class TorchTensor:
         self.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
+    def full_params(self) -> dict[str, Tensor]:
+        return _full_params(self.module)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return _full_gradients(self.module)
+
     def full_state(self) -> FullState:
         """The optimizer numbers sharded params first, so its order is not the model's."""
         return _full_state(self.module, self.optimizer)
@@ -194,6 +212,15 @@ def _full_state(module: nn.Module, optimizer: Optimizer) -> FullState:
     }
     model = {key: _full_tensor(value) for key, value in module.state_dict().items()}
     return FullState(on_host(model), on_host({"state": full_state, "param_groups": state["param_groups"]}))
+
+
+def _full_params(module: nn.Module) -> dict[str, Tensor]:
+    return {name: _full_tensor(param.detach()).clone() for name, param in module.named_parameters()}
+
+
+def _full_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    params = module.named_parameters()
+    return {name: None if param.grad is None else _full_tensor(param.grad).clone() for name, param in params}
 
 
 def _full_tensor(value: Any) -> Any:

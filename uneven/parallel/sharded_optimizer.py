@@ -2,26 +2,25 @@
 
 Gradients must be summed before (by any DDP) or come from a `GradientSource`; after the step every owner's params are
 sent to all ranks. Shares may be unequal or zero: they divide bytes and are independent of the ranks' sample counts.
-
-State with the shape of its param is sharded as the param is. All other state (a step count, Adafactor's rows) belongs
-to the whole param, and every rank that owns a shard of the param holds the same copy.
+Params are cut by elements where the optimizer is known to treat each by itself, else whole tensors have owners.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.gather import gather_bytes
-from uneven.comm.group import Group
+from uneven.comm.joined import AnyGroup, as_group
 from uneven.comm.work import WorkList
+from uneven.errors import InputError
 from uneven.parallel.buckets import view_like
-from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, flat_memory, gradient_like, group_by_kind
-
-STEP = "step"  # a count, never sharded: for a scalar param it has the shape of its param
+from uneven.parallel.elementwise import is_elementwise, is_known, refuse_by_elements, refuse_joined
+from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind
+from uneven.parallel.group_settings import GroupSettings
+from uneven.parallel.optimizer_state import gather_state, shard_state
 
 
 class GradientSource(Protocol):
@@ -37,60 +36,101 @@ class GradientSource(Protocol):
         ...
 
     def zero(self) -> None: ...
+    def add(self, flat_shards: Sequence[FlatShards]) -> None:
+        """The optimizer has taken more params."""
+        ...
 
 
 class ShardedOptimizer(Optimizer):
     """Takes the place of the optimizer it is made from, also for schedulers: `param_groups` has all params.
 
-    `by_tensors` gives every param to one owner; otherwise params are sharded by elements, which only suits optimizers
-    that treat every element by itself. `state_dict()` is a collective: all ranks call it, and each gets the state that
-    the plain optimizer would have.
+    `group` is a torch process group or one of ours; None is torch's default group. `by_tensors` gives every param to
+    one owner; None decides by the optimizer (see elementwise.py). `state_dict()` is a collective: all ranks call it,
+    and each gets the state that the plain optimizer would have; `consolidate_state_dict` gathers it for one rank.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        group: Group,
+        group: AnyGroup = None,
         *,
         shares: Sequence[float] | None = None,
-        by_tensors: bool = False,
+        by_tensors: bool | None = None,
         flat_shards: Sequence[FlatShards] | None = None,  # if the params are sharded already
     ) -> None:
-        self._group = group
+        refuse_joined(optimizer)
+        if by_tensors is False or flat_shards is not None:
+            refuse_by_elements(optimizer, "by_tensors=False")
+        self._group = as_group(group)
         self._inner: Optimizer | None = None
         self._source: GradientSource | None = None
+        self._consolidated: tuple[int, dict[str, Any] | None] | None = None  # (rank that has it, the state)
         super().__init__([dict(settings) for settings in optimizer.param_groups], dict(optimizer.defaults))
+        self.by_tensors = (
+            not (is_elementwise(optimizer) or flat_shards is not None) if by_tensors is None else by_tensors
+        )
+        self._shares = checked_shares(shares, self._group)
+        self._is_fixed = flat_shards is not None
+        self._compares_settings = self._group.world_size > 1 and not is_known(optimizer)
+        self._takes_closure = "closure" in inspect.signature(optimizer.step).parameters
         before = {param: dict(state) for param, state in optimizer.state.items()}
         optimizer.state.clear()
+        self.flat_shards: list[FlatShards] = [] if flat_shards is None else list(flat_shards)
         if flat_shards is None:
-            trained = [param for param in self._all_params() if param.requires_grad]
-            checked = checked_shares(shares, group)
-            flat_shards = [FlatShards(kind, checked, by_tensors=by_tensors) for kind in group_by_kind(trained)]
-        self.flat_shards = list(flat_shards)
-        self._by_tensors = by_tensors
-        self._own = {
-            shard.param: (shard, shards.optimized_param(shard))
-            for shards in flat_shards
-            for shard in shards.shards_of(group.rank)
-        }
+            self.flat_shards += self._sharded(self._all_params())
+        self._own: dict[nn.Parameter, tuple[Shard, nn.Parameter]] = {}
+        self._sharded_params: set[nn.Parameter] = set()
+        self._take(self.flat_shards)
         for settings in optimizer.param_groups:
             settings["params"] = [self._own[param][1] for param in settings["params"] if param in self._own]
         self._inner = optimizer
+        self._settings = GroupSettings(self, optimizer)
         for param, (shard, optimized) in self._own.items():
-            if param in before:  # an optimizer that makes its state at once
-                optimizer.state[optimized] = _shard_state(before[param], shard, by_tensors)
+            if param in before:  # an optimizer that makes its state at once, or that was trained before
+                optimizer.state[optimized] = shard_state(before[param], shard, self.by_tensors)
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer of this rank's own shards."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def inner_optimizers(self) -> Sequence[Optimizer]:
+        return [self.inner]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._inner is not None:
-            raise ValueError("a sharded optimizer cannot take more params: make it again with all of them")
+        """Later params are sharded by the same shares, by themselves; all ranks add the same ones.
+
+        Where the strategy has sharded the model's params (FSDP), these alone can be added.
+        """
         super().add_param_group(param_group)
+        if self._inner is None:
+            return
+        settings = self.param_groups[-1]
+        try:
+            self._shard_more(settings["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        own = [self._own[param][1] for param in settings["params"] if param in self._own]
+        self._inner.add_param_group({**settings, "params": own})
+        self._settings.add()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = call_closure(closure)
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """`closure` is called once, before anything is updated; other keyword arguments go to the inner optimizer."""
+        loss = None
+        if callable(closure):
+            loss = call_closure(closure)
+            if self._takes_closure:
+                options["closure"] = _replay(loss)
+        elif closure is not None:
+            options["closure"] = closure
         self.start()
-        for works in self.update():
-            works.wait()
+        works = self.update(**options)
+        for work in works:
+            work.wait()
         return loss
 
     def start(self) -> None:
@@ -99,22 +139,27 @@ class ShardedOptimizer(Optimizer):
             self._source.start()
 
     @torch.no_grad()
-    def update(self) -> list[WorkList]:
+    def update(self, **options: Any) -> list[WorkList]:
         """The second part: update this rank's shards and start to send them to all ranks."""
-        assert self._inner is not None
-        self._copy_settings()
+        self._consolidated = None
+        self._settings.hand_down()
+        self._refuse_unsharded()
         for param, (shard, optimized) in self._own.items():
             if self._source is not None:
                 grad = self._source.gradient_of(shard)
                 optimized.grad = grad if grad is None or optimized is not param else view_like(param, grad, 0)
             elif optimized is not param:
                 optimized.grad = None if param.grad is None else shard.of(gradient_like(param))
-        self._inner.step()
+        if self._own:  # an optimizer of the user's own need not expect to have no params
+            self.inner.step(**options)
         for param, (_, optimized) in self._own.items():
             if optimized is not param or self._source is not None:
                 optimized.grad = None
         if self._source is not None:
             self._source.finish()
+        if self._compares_settings:
+            self._settings.agree(self._group, type(self.inner).__name__)
+        self._settings.take_up()
         return [shards.all_gather(self._group) for shards in self.flat_shards]
 
     def take_gradients_from(self, source: GradientSource) -> None:
@@ -126,12 +171,47 @@ class ShardedOptimizer(Optimizer):
             self._source.zero()
         super().zero_grad(set_to_none)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state for one rank: until the next step `state_dict()` is no collective, and that rank's alone."""
+        full = self._gathered_state()
+        self._consolidated = to, full if self._group.rank == to else None
+
     def state_dict(self) -> dict[str, Any]:
-        assert self._inner is not None
+        if self._consolidated is None:
+            return self._gathered_state()
+        owner, full = self._consolidated
+        if full is None:
+            raise InputError(
+                f"the state was gathered on rank {owner} by consolidate_state_dict(to={owner}), and this is rank "
+                f"{self._group.rank}; without it state_dict() gives the state to every rank that calls it together"
+            )
+        return full
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a plain optimizer, or of any number of ranks; each rank keeps its own shard of it."""
+        params = self._all_params()
+        sizes = [len(settings["params"]) for settings in state_dict["param_groups"]]
+        own_sizes = [len(settings["params"]) for settings in self.param_groups]
+        if sizes != own_sizes:
+            raise ValueError(f"the state has groups of {sizes} params, this optimizer has groups of {own_sizes}")
+        self._consolidated = None
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._settings.hand_down()
+        self._settings.take_up()
+        self.inner.state.clear()
+        for place, state in state_dict["state"].items():
+            owned = self._own.get(params[int(place)])
+            if owned is not None:
+                shard, optimized = owned
+                self.inner.state[optimized] = shard_state(state, shard, self.by_tensors)
+
+    def _gathered_state(self) -> dict[str, Any]:
         places = {param: place for place, param in enumerate(self._all_params())}
         own = {
-            places[param]: (shard, dict(self._inner.state.get(optimized, {})))
+            places[param]: (shard, dict(self.inner.state.get(optimized, {})))
             for param, (shard, optimized) in self._own.items()
+            if param in places
         }
         groups = [
             {
@@ -140,33 +220,51 @@ class ShardedOptimizer(Optimizer):
             }
             for settings in self.param_groups
         ]
-        return {"state": _gather_state(self._group, self._all_params(), own, self._by_tensors), "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of a plain optimizer, or of any number of ranks; each rank keeps its own shard of it."""
-        assert self._inner is not None
-        params = self._all_params()
-        sizes = [len(settings["params"]) for settings in state_dict["param_groups"]]
-        own_sizes = [len(settings["params"]) for settings in self.param_groups]
-        if sizes != own_sizes:
-            raise ValueError(f"the state has groups of {sizes} params, this optimizer has groups of {own_sizes}")
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._inner.state.clear()
-        for place, state in state_dict["state"].items():
-            owned = self._own.get(params[int(place)])
-            if owned is not None:
-                shard, optimized = owned
-                self._inner.state[optimized] = _shard_state(state, shard, self._by_tensors)
+        return {"state": gather_state(self._group, self._all_params(), own, self.by_tensors), "param_groups": groups}
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for settings in self.param_groups for param in settings["params"]]
 
-    def _copy_settings(self) -> None:
-        """Pass on what a scheduler or a user has changed in `param_groups`."""
-        assert self._inner is not None
-        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in mine.items() if key != "params"})
+    def _sharded(self, params: Sequence[nn.Parameter]) -> list[FlatShards]:
+        trained = [param for param in params if param.requires_grad]
+        found: list[FlatShards] = []
+        for kind in group_by_kind(trained):
+            every = [*self.flat_shards, *found]
+            held = [sum(one.bounds[rank + 1] - one.bounds[rank] for one in every) for rank in range(len(self._shares))]
+            found.append(FlatShards(kind, self._shares, by_tensors=self.by_tensors, held=held))
+        return found
+
+    def _take(self, flat_shards: Sequence[FlatShards]) -> None:
+        for shards in flat_shards:
+            self._sharded_params.update(shards.params)
+            for shard in shards.shards_of(self._group.rank):
+                self._own[shard.param] = shard, shards.optimized_param(shard)
+
+    def _shard_more(self, params: Sequence[nn.Parameter]) -> None:
+        new = [param for param in params if param not in self._sharded_params]
+        if not new:
+            return
+        if self._is_fixed:
+            raise InputError(
+                f"add_param_group: a param of shape {tuple(new[0].shape)} was not trained when the strategy sharded "
+                "the model; make the strategy again with all params that are to be trained"
+            )
+        more = self._sharded(new)
+        self.flat_shards += more
+        self._take(more)
+        if self._source is not None:
+            self._source.add(more)
+
+    def _refuse_unsharded(self) -> None:
+        """InputError for a param with a gradient that has no owner: it would silently never be updated."""
+        if len(self._sharded_params) == sum(len(settings["params"]) for settings in self.param_groups):
+            return
+        for param in self._all_params():
+            if param.grad is not None and param not in self._sharded_params:
+                raise InputError(
+                    f"a param of shape {tuple(param.shape)} has a gradient, but did not require one when the optimizer "
+                    "was sharded; when params are unfrozen, make strategy and optimizer again"
+                )
 
 
 def call_closure(closure: Callable[[], Any] | None) -> Any:
@@ -177,71 +275,18 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _shard_state(state: Mapping[str, Any], shard: Shard, by_tensors: bool) -> dict[str, Any]:
-    """A rank's part of a param's state, on the param's device; tensors are copies."""
-    return {key: _shard_value(key, value, shard, by_tensors) for key, value in state.items()}
+def _replay(loss: Any) -> Callable[[], Any]:
+    """A closure for the inner optimizer: the loss that is known already. A second call would need another forward."""
+    calls = 0
 
+    def closure() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise InputError(
+                "the optimizer runs its closure several times in a step, between updates that only this rank has made; "
+                "use strategy='ddp-bucketed' for it"
+            )
+        return loss
 
-def _shard_value(key: str, value: Any, shard: Shard, by_tensors: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if key == STEP:
-        return value.detach().clone()
-    param = shard.param
-    if by_tensors or value.shape != param.shape:
-        return value.detach().to(param.device, copy=True)
-    full = torch.empty_like(param, dtype=value.dtype).copy_(value)
-    return shard.of(full).clone()
-
-
-def _gather_state(
-    group: Group, params: Sequence[nn.Parameter], own: Mapping[int, tuple[Shard, dict[str, Any]]], by_tensors: bool
-) -> dict[int, dict[str, Any]]:
-    """All ranks' parts of every param's state put together, on the host of every rank. A collective."""
-    layouts = {
-        place: {key: _layout(key, value, shard, by_tensors) for key, value in state.items()}
-        for place, (shard, state) in own.items()
-        if state
-    }
-    by_rank = [json.loads(text) for text in gather_bytes(group, json.dumps(layouts).encode())]
-    full_state: dict[int, dict[str, Any]] = {}
-    for place, param in enumerate(params):
-        owners = [rank for rank, theirs in enumerate(by_rank) if str(place) in theirs]
-        if owners:
-            shard, state = own.get(place, (None, {}))
-            full_state[place] = {
-                key: _gather_value(group, param, layout, owners[0], shard, state.get(key))
-                for key, layout in by_rank[owners[0]][str(place)].items()
-            }
-    return full_state
-
-
-def _layout(key: str, value: Any, shard: Shard, by_tensors: bool) -> dict[str, Any]:
-    """What ranks without this state need to take part in gathering it; for a non-tensor, the value itself."""
-    if not isinstance(value, Tensor):
-        return {"value": value}
-    is_sharded = not by_tensors and key != STEP and value.shape == (shard.stop - shard.start,)
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "is_sharded": is_sharded,
-    }
-
-
-def _gather_value(
-    group: Group, param: nn.Parameter, layout: dict[str, Any], owner: int, shard: Shard | None, value: Any
-) -> Any:
-    if "value" in layout:
-        return layout["value"]
-    dtype = getattr(torch, layout["dtype"])
-    if layout["is_sharded"]:
-        full = torch.zeros_like(param, dtype=dtype)
-        if shard is not None and value is not None:
-            shard.of(full).copy_(value)
-        group.all_reduce(flat_memory(full)).wait()
-        return full.cpu()
-    full = torch.zeros(layout["shape"], dtype=dtype, device=param.device)
-    if group.rank == owner:
-        full.copy_(value)
-    group.broadcast(full, owner).wait()
-    return full.cpu()
+    return closure

@@ -4,7 +4,7 @@ ShardedReducer does it in buckets while backward computes (zero2, fsdp); Deferre
 steps (MuonAdamW). Both are gradient sources of a ShardedOptimizer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,28 @@ class _ShardedBucket:
         return self.buffer
 
 
+def clip_shards(sums: Sequence[Tensor], group: Group, max_norm: float, device: torch.device) -> Tensor:
+    """Scale this rank's sums by the norm over all ranks' shards; each element is counted once. Returns that norm."""
+    square = torch.zeros(1, dtype=torch.float64, device=device)
+    for own in sums:
+        square += own.double().square().sum().to(device)
+    norm = group.all_reduce(square).wait().sqrt()[0]
+    scale_to_norm(sums, norm, max_norm)
+    return norm
+
+
+def gather_gradient(
+    group: Group, param: nn.Parameter, shards: FlatShards, own: Iterable[tuple[Shard, Tensor | None]]
+) -> Tensor:
+    """A param's whole gradient from all ranks' shards of it."""
+    full = torch.zeros_like(param, dtype=shards.reduce_dtype)
+    for shard, grad in own:
+        if shard.param is param and grad is not None:
+            shard.of(full).copy_(grad)
+    group.all_reduce(flat_memory(full)).wait()
+    return full
+
+
 class ShardedReducer:
     """Reduces every backward, also those that only accumulate, and adds it to the owner's shard.
 
@@ -74,7 +96,24 @@ class ShardedReducer:
         self._ready: set[nn.Parameter] = set()  # in this backward
         self._sent = 0
         self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
-        self._hooks = GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)
+        self._max_bytes = max_bytes
+        self._hooks = [GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)]
+
+    def add(self, flat_shards: Sequence[FlatShards]) -> None:
+        """More params, whose buckets are sent after the others'."""
+        buckets = [bucket for shards in flat_shards for bucket in _make_buckets(shards, self._max_bytes)]
+        new = {param: bucket for bucket in buckets for param in bucket.params}
+        self._buckets += buckets
+        self._bucket_of |= new
+        self._hooks.append(GradientHooks(new, self._before_gradient, self._gradient_ready))
+
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """A whole summed gradient on every rank, None if no rank used the param. A collective."""
+        if param not in self._used:
+            return None
+        shards = self._bucket_of[param].shards
+        own = ((shard, self.gradient_of(shard)) for shard in shards.shards_of(self._group.rank))
+        return gather_gradient(self._group, param, shards, own)
 
     def gradient_of(self, shard: Shard) -> Tensor | None:
         """The summed gradient of this rank's shard of a param; None if no rank used the param."""
@@ -88,14 +127,7 @@ class ShardedReducer:
         scale_all(self._sums.values(), factor)
 
     def clip(self, max_norm: float) -> Tensor:
-        """By the norm over all ranks' shards; each element is counted once."""
-        device = self._buckets[0].shards.flat.device
-        square = torch.zeros(1, dtype=torch.float64, device=device)
-        for own in self._sums.values():
-            square += own.double().square().sum()
-        norm = self._group.all_reduce(square).wait().sqrt()[0]
-        scale_to_norm(self._sums.values(), norm, max_norm)
-        return norm
+        return clip_shards(list(self._sums.values()), self._group, max_norm, self._buckets[0].shards.flat.device)
 
     def start(self) -> None:
         """Nothing to do when the optimizer steps: backward has reduced everything."""
@@ -112,7 +144,8 @@ class ShardedReducer:
         self._end_of_backward()
 
     def close(self) -> None:
-        self._hooks.remove()
+        for hooks in self._hooks:
+            hooks.remove()
 
     def begin_backward(self) -> None:
         """Called by the first gradient, or by a strategy that knows earlier that backward has begun."""
@@ -197,14 +230,23 @@ class DeferredShardedReducer:
     """
 
     def __init__(self, flat_shards: Sequence[FlatShards], group: Group) -> None:
-        self._flat_shards = flat_shards
+        self._flat_shards = list(flat_shards)
         self._group = group
         self._shards_of = {param: shards for shards in flat_shards for param in shards.params}
         self._sums: dict[FlatShards, tuple[Tensor, WorkList, Tensor, Work]] = {}
         self._used: dict[FlatShards, set[nn.Parameter]] = {}
 
+    def add(self, flat_shards: Sequence[FlatShards]) -> None:
+        """More params, whose sums follow the others'."""
+        self._flat_shards += flat_shards
+        self._shards_of |= {param: shards for shards in flat_shards for param in shards.params}
+
     @torch.no_grad()
     def start(self) -> None:
+        """Start all sums; those that were started since the last `finish` or `zero` go on."""
+        if self._sums:
+            return
+        self._used.clear()
         for shards in self._flat_shards:
             buffer = torch.zeros_like(shards.flat)
             for param, start in shards.starts.items():
@@ -213,24 +255,42 @@ class DeferredShardedReducer:
             flags = torch.tensor([float(param.grad is not None) for param in shards.params], device=buffer.device)
             works = reduce_scatter_shards(self._group, buffer, shards.bounds)
             self._sums[shards] = buffer, works, flags, self._group.all_reduce(flags)
-        self._used.clear()
 
     def gradient_of(self, shard: Shard) -> Tensor | None:
         """The summed gradient of this rank's shard of a param; None if no rank used the param."""
         shards = self._shards_of[shard.param]
-        buffer, works, flags, work = self._sums[shards]
-        if shards not in self._used:
-            works.wait()
-            work.wait()
-            self._used[shards] = {p for p, flag in zip(shards.params, flags.tolist(), strict=True) if flag}
-        if shard.param not in self._used[shards]:
+        if shard.param not in self._used_of(shards):
             return None
         begin = shards.starts[shard.param]
-        return buffer[begin + shard.start : begin + shard.stop]
+        return self._sums[shards][0][begin + shard.start : begin + shard.stop]
+
+    def own_sums(self) -> list[Tensor]:
+        """All of this rank's sums, started by `start`, to be scaled in place."""
+        for shards in self._sums:
+            self._used_of(shards)
+        return [buffer[slice(*shards.bounds_of(self._group.rank))] for shards, (buffer, *_) in self._sums.items()]
+
+    def full_gradients(self, flat_shards: Sequence[FlatShards]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Whole summed gradients on every rank, None if no rank used the param. A collective, after `start`."""
+        for shards in flat_shards:
+            used = self._used_of(shards)
+            for param in shards.params:
+                own = ((shard, self.gradient_of(shard)) for shard in shards.shards_of(self._group.rank))
+                yield param, gather_gradient(self._group, param, shards, own) if param in used else None
 
     def finish(self) -> None:
         self._sums.clear()
         self._used.clear()
 
     def zero(self) -> None:
-        """Nothing to do: the optimizer zeroes the params' own gradients."""
+        """Forget sums that no step has used; the optimizer zeroes the params' own gradients."""
+        self.finish()
+
+    def _used_of(self, shards: FlatShards) -> set[nn.Parameter]:
+        """The params that any rank has used; waits for the sums."""
+        if shards not in self._used:
+            _, works, flags, work = self._sums[shards]
+            works.wait()
+            work.wait()
+            self._used[shards] = {p for p, flag in zip(shards.params, flags.tolist(), strict=True) if flag}
+        return self._used[shards]

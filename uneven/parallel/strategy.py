@@ -1,6 +1,6 @@
 """A strategy decides which rank holds what. One protocol for all, so that a loop works with any of them.
 
-    strategy = DDPBucketed(model, make_optimizer, group)
+    strategy = DDPBucketed(model, torch.optim.AdamW, group)  # a factory, or an optimizer that was made before
     loss = loss_sum(strategy.module(x), y) / count_of_all_ranks
     loss.backward()
     strategy.clip(1.0)
@@ -25,8 +25,10 @@ from uneven.comm.collectives import broadcast_params
 from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
+from uneven.errors import InputError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+AnyOptimizer = MakeOptimizer | Optimizer | None  # None: `use_optimizer` follows
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class Strategy(Protocol):
     """A model and its optimizer over the ranks of a group. Making one changes the model in place; `close` undoes it."""
 
     module: nn.Module
-    optimizer: Optimizer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Steps, zeroes and schedules as the optimizer that the strategy was given."""
+        ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward only accumulates; the first backward outside sums what was accumulated."""
@@ -62,12 +68,60 @@ class Strategy(Protocol):
         """Scale the gradients so that their norm over the whole model is at most this; returns the norm before."""
         ...
 
+    def full_params(self) -> dict[str, Tensor]:
+        """Every param whole, by its name in the model, as a copy on its device. A collective."""
+        ...
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every summed gradient whole, by its param's name, as a copy; None where no rank used the param.
+
+        To be read after the last backward of a step and before `optimizer.zero_grad()`. A collective.
+        """
+        ...
+
     def full_state(self) -> FullState: ...
     def load_full_state(self, state: FullState) -> None: ...
 
     def close(self) -> None:
         """Remove all hooks; gradients are not summed any more."""
         ...
+
+
+class TakesOptimizer:
+    """The optimizer of a strategy: from a factory, made before the strategy was, or given later."""
+
+    module: nn.Module
+    _optimizer: Optimizer | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise InputError(f"{type(self).__name__} has no optimizer yet: call use_optimizer(optimizer) first")
+        return self._optimizer
+
+    def use_optimizer(self, optimizer: MakeOptimizer | Optimizer) -> Optimizer:
+        """Take an optimizer that was made after the strategy; returns the one to step with. All ranks call it."""
+        if self._optimizer is not None:
+            raise InputError(f"{type(self).__name__} has its optimizer already: make the strategy with None to add one")
+        self._optimizer = self._applied(optimizer_of(self.module, optimizer))
+        return self._optimizer
+
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        """What steps in place of the plain optimizer."""
+        return optimizer
+
+
+def optimizer_of(module: nn.Module, optimizer: MakeOptimizer | Optimizer) -> Optimizer:
+    """The optimizer itself, made where a factory was given; InputError where it holds another model's params."""
+    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(module.parameters())
+    own = set(module.parameters())
+    for param in (param for settings in made.param_groups for param in settings["params"]):
+        if param not in own:
+            raise InputError(
+                f"optimizer: {type(made).__name__} holds a param of shape {tuple(param.shape)} that is not the "
+                "model's; make it from model.parameters() of the model that the strategy gets"
+            )
+    return made
 
 
 def _check_same_model(model: nn.Module, group: Group) -> None:

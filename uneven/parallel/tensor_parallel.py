@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from uneven.comm.group import Group
+from uneven.comm.joined import AnyGroup, as_group
 from uneven.parallel.buckets import UNLIMITED
+from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import checked_shares
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import (
+    AnyOptimizer,
     FullState,
-    MakeOptimizer,
+    TakesOptimizer,
     check_trainable,
     full_model_state,
     gradients_of,
     on_host,
+    optimizer_of,
     scale_all,
     scale_to_norm,
     sync_initial_state,
@@ -87,27 +92,34 @@ class Sharding:
         return full.movedim(-1, self.dim + 1).flatten(self.dim, self.dim + 1).contiguous()
 
 
-class TensorParallel:
-    """All ranks must be given the same batches. `shares`: how much of each layer a rank holds and computes."""
+class TensorParallel(TakesOptimizer):
+    """All ranks must be given the same batches. `shares`: how much of each layer a rank holds and computes.
+
+    `group` is a torch process group or one of ours; None is torch's default group. An optimizer that was made before
+    gets the sharded params, and its state, in place of the whole ones.
+    """
 
     _rows: SequenceShards | None = None  # with sequence parallelism: rows between the sharded layers
 
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         plan: Plan,
         shares: Sequence[float] | None = None,
     ) -> None:
-        self._shares = checked_shares(shares, group)
+        self._group = as_group(group)
+        self._shares = checked_shares(shares, self._group)
         check_trainable(model)
-        sync_initial_state(model, group)
-        self._group = group
+        sync_initial_state(model, self._group)
         self._shardings: dict[Tensor, Sharding] = {}
         self._own_params: dict[nn.Parameter, nn.Parameter] = {}  # dense -> own, so that tied ones stay tied
         self.module = model
+        if isinstance(optimizer, Optimizer):
+            optimizer_of(model, optimizer)  # it must hold this model's params
+            refuse_by_elements(optimizer, type(self).__name__)
         for name, module in list(model.named_modules()):
             how = next((how for pattern, how in plan.items() if fnmatch.fnmatchcase(name, pattern)), None)
             if how is not None:
@@ -115,10 +127,13 @@ class TensorParallel:
                 layer = self._sharded_layer(name, module, how)
                 if layer is not module:
                     setattr(parent, name.rpartition(".")[2], layer)
-        self._own_params.clear()  # its keys would keep the dense params in memory
         if not self._shardings:
             raise ValueError(f"the plan {dict(plan)} names no module of the model")
-        self.optimizer = make_optimizer(model.parameters())
+        if isinstance(optimizer, Optimizer):
+            self._give_own_params(optimizer)
+        self._own_params.clear()  # its keys would keep the dense params in memory
+        if optimizer is not None:
+            self.use_optimizer(optimizer)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Changes nothing: a rank's gradients are complete as backward leaves them."""
@@ -144,6 +159,18 @@ class TensorParallel:
         return norm
 
     @torch.no_grad()
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: self._gathered(param, param) for name, param in self.module.named_parameters()}
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Whether a param was used is the same on all ranks: they train the same samples."""
+        return {
+            name: None if param.grad is None else self._gathered(param, param.grad)
+            for name, param in self.module.named_parameters()
+        }
+
+    @torch.no_grad()
     def full_state(self) -> FullState:
         model = full_model_state(self.module, lambda param: self._unsharded(param, param))
         state = self.optimizer.state_dict()
@@ -167,6 +194,24 @@ class TensorParallel:
 
     def close(self) -> None:
         """The model keeps its sharded layers: whole ones may not fit into memory."""
+
+    def _applied(self, optimizer: Optimizer) -> Optimizer:
+        refuse_by_elements(optimizer, type(self).__name__)
+        return optimizer
+
+    def _give_own_params(self, optimizer: Optimizer) -> None:
+        """Put the sharded params, and their part of the state, in the place of the whole ones."""
+        for dense, own in self._own_params.items():
+            if dense in optimizer.state:
+                state = optimizer.state.pop(dense)
+                optimizer.state[own] = {key: self._own_part(own, value) for key, value in state.items()}
+        for settings in optimizer.param_groups:
+            settings["params"] = [self._own_params.get(param, param) for param in settings["params"]]
+
+    def _gathered(self, param: nn.Parameter, value: Tensor) -> Tensor:
+        """A copy of a param, or of a tensor of its shape, from all ranks' shards, on its device."""
+        sharding = self._shardings.get(param)
+        return value.detach().clone() if sharding is None else sharding.unshard(value.detach(), self._group)
 
     def _sharded_layer(self, name: str, module: nn.Module, how: How) -> nn.Module:
         if isinstance(how, Places):
@@ -215,7 +260,7 @@ class TensorParallel:
             return value
         sharding = self._shardings.get(param)
         is_sharded = sharding is not None and value.shape == param.shape
-        return sharding.unshard(value.detach(), self._group).cpu() if sharding and is_sharded else on_host(value)
+        return self._gathered(param, value).cpu() if is_sharded else on_host(value)
 
     def _own_part(self, param: Tensor, value: Any) -> Any:
         sharding = self._shardings.get(param)
@@ -236,17 +281,18 @@ class SequenceParallel(TensorParallel):
     def __init__(
         self,
         model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        group: Group,
+        optimizer: AnyOptimizer = None,
+        group: AnyGroup = None,
         *,
         plan: Plan,
         shares: Sequence[float] | None = None,
         row_shares: Sequence[float] | None = None,
     ) -> None:
-        self._rows = SequenceShards(checked_shares(shares if row_shares is None else row_shares, group), group)
-        super().__init__(model, make_optimizer, group, plan=plan, shares=shares)
+        ranks = as_group(group)
+        self._rows = SequenceShards(checked_shares(shares if row_shares is None else row_shares, ranks), ranks)
+        super().__init__(model, optimizer, ranks, plan=plan, shares=shares)
         unsharded = [param for param in model.parameters() if param.requires_grad and param not in self._shardings]
-        self._reducer = Reducer(unsharded, group, UNLIMITED, overlap=False) if unsharded else None
+        self._reducer = Reducer(unsharded, ranks, UNLIMITED, overlap=False) if unsharded else None
 
     def close(self) -> None:
         super().close()

@@ -7,7 +7,7 @@ written last: where it exists, the others are complete.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,8 @@ def read_structure(model: nn.Module) -> str | None:
 def capture_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The tensor fields of a TrainedState: contiguous clones, since safetensors refuses anything else."""
     values = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return _fields(model, values, optimizer, optimizer.state)
+    # Not `optimizer.state`: one with optimizers inside, as MuonAdamW, keeps none by itself.
+    return join_state(model, optimizer, values, optimizer.state_dict())
 
 
 def join_state(
@@ -189,12 +190,20 @@ def _fields(
     }
 
 
+def _flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors and numbers of a state by their path; some optimizers nest them in lists and dicts (Shampoo)."""
+    if isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, Tensor | int | float):
+        yield path, state
+
+
 def _optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], names: dict[Tensor, str]) -> dict[str, Tensor]:
     tensors = {}
     for param, state in states.items():
-        for key, value in state.items():
-            if value is not None:
-                tensors[f"{names.get(param, 'unnamed')}.{key}"] = _clone(torch.as_tensor(value))
+        for key, value in _flat(state):
+            tensors[f"{names.get(param, 'unnamed')}.{key}"] = _clone(torch.as_tensor(value))
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()

@@ -96,9 +96,9 @@ class EagerStep:
         """
         self.begin()
         self.optimizer.zero_grad(set_to_none=True)
-        kept = self._updated_tensors()
-        before = [tensor.clone() for tensor in kept]
         counts = self.backward(batches, slot_samples)
+        kept = self._updated_tensors()
+        before = [tensor.clone() for tensor in kept]  # activations are free by now
         is_scaled = self.precision.scaler.is_enabled()
         largest = None if is_scaled or self.max_grad_value is None else largest_of(self._gradients)  # before the clip
         self.prepare_update(counts)
@@ -172,7 +172,9 @@ class EagerStep:
         totals = self.meter.totals
         none = totals.new_zeros(())
         count = [none, none] if counts is None else [torch.ones_like(none), counts]
-        return torch.stack([*count, totals[0], none if largest is None else largest.to(totals.device)])
+        # The meter held finite losses before this step. It travels in fp32, for which their sum may be too large.
+        loss = torch.where(totals[0].isfinite(), none, totals[0])
+        return torch.stack([*count, loss, none if largest is None else largest.to(totals.device)])
 
     def fault_of(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """What is wrong with a step of these ranks, if anything; the same on every rank."""

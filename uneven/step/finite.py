@@ -51,7 +51,7 @@ class OwnCheck(NamedTuple):
 
     has_count: float = 0.0  # 1 where the train step returned (loss_sum, count)
     counts: float = 0.0
-    loss: float = 0.0  # a sum that is not finite if a loss is not
+    loss: float = 0.0  # not finite if a loss is not
     largest: float = 0.0  # the largest absolute value of the rank's gradient
 
 
@@ -95,7 +95,7 @@ def total_count(checks: Iterable[OwnCheck]) -> float | None:
 
 def largest_of(gradients: Sequence[Tensor]) -> Tensor:
     """The largest absolute value, as a double; NaN if any is NaN."""
-    filled = [grad for grad in gradients if grad.numel()]
+    filled = [values for grad in gradients if (values := _values(grad)).numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64)
     if filled[0].device.type == "cuda":
@@ -103,6 +103,12 @@ def largest_of(gradients: Sequence[Tensor]) -> Tensor:
     else:
         norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, filled)]  # ten times as fast there
     return torch.stack([norm.double() for norm in norms]).amax()
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The numbers of a gradient, which may be sparse (of an embedding) or complex."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 class GradientWatch:
@@ -133,7 +139,7 @@ class Backup:
     """
 
     def __init__(self, model: nn.Module, totals: Tensor) -> None:
-        self._live = [totals, *(b.detach() for b in model.buffers() if b.numel() <= SMALL)]
+        self._live = [totals, *(b.detach() for b in model.buffers() if _can_be_kept(b))]
         self._saved = [torch.empty_like(tensor) for tensor in self._live]
 
     @torch.no_grad()
@@ -146,6 +152,12 @@ class Backup:
 
     def select(self, is_good: Tensor) -> None:
         select(is_good, self._live, self._saved)
+
+
+def _can_be_kept(buffer: Tensor) -> bool:
+    """Small, and with memory of its own for each element: an expanded tensor cannot be written."""
+    is_expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.numel() <= SMALL and not is_expanded
 
 
 @torch.no_grad()

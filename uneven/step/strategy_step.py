@@ -1,4 +1,5 @@
-"""A step of several ranks under a strategy that shards the model or its gradients (zero2, fsdp, tensor, sequence).
+"""A step of several ranks under a strategy that shards the model or its gradients (zero2, fsdp, tensor, sequence),
+or whose optimizer sums gradients itself (MuonAdamW).
 
 The strategy sums gradients while backward runs and keeps them where it wants, so statistics need a collective of
 their own.
@@ -23,9 +24,15 @@ class StrategyStep(EagerStep):
     `is_model_parallel`: all ranks train the same samples, so only rank 0's count is added up.
     """
 
-    def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool) -> None:
+    def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool = False) -> None:
         super().__init__(
-            strategy.module, strategy.optimizer, eager.train_step, eager.precision, eager.meter, eager.max_grad_norm
+            strategy.module,
+            strategy.optimizer,
+            eager.train_step,
+            eager.precision,
+            eager.meter,
+            eager.max_grad_norm,
+            eager.batchnorm_sync,
         )
         self._strategy, self._group = strategy, group
         self._is_model_parallel = is_model_parallel

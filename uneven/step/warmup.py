@@ -1,6 +1,7 @@
 """Warm-up without a trace: compile and tune kernels on real batches, then restore everything.
 
-Restored are params, buffers, optimizer state, loss scaler, loss meter, and the random state of CPU and device.
+Restored are params, buffers, optimizer state and param groups, loss scaler, loss meter, and the random state of CPU
+and device.
 """
 
 import copy
@@ -24,7 +25,9 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     """
     tensors = [*step.model.parameters(), *step.model.buffers()]
     saved = [t.detach().clone() for t in tensors]
-    optimizer_state = {param: copy.deepcopy(values) for param, values in step.optimizer.state.items()}
+    optimizers = list(_with_inner(step.optimizer))
+    optimizer_states = [{p: copy.deepcopy(values) for p, values in one.state.items()} for one in optimizers]
+    settings = [[_settings(group) for group in one.param_groups] for one in optimizers]
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
     cpu_random = torch.get_rng_state()
@@ -36,13 +39,38 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
             for tensor, old in zip(tensors, saved, strict=True):
                 tensor.copy_(old)
         step.optimizer.zero_grad(set_to_none=True)
-        _restore_state(step.optimizer, optimizer_state, keep_optimizer_tensors)
+        for one, old_state, old_settings in zip(optimizers, optimizer_states, settings, strict=True):
+            _restore_state(one, old_state, keep_optimizer_tensors)
+            for group, before in zip(one.param_groups, old_settings, strict=True):
+                _restore_settings(group, before)
         if scaler_state:
             step.precision.scaler.load_state_dict(scaler_state)
         step.meter.totals.copy_(totals)
         torch.set_rng_state(cpu_random)
         if device_random is not None:
             torch.cuda.set_rng_state(device_random, device)
+
+
+def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer and those inside it, which hold the state of a sharded one."""
+    yield optimizer
+    for inner in getattr(optimizer, "inner_optimizers", ()):
+        yield from _with_inner(inner)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _restore_settings(group: dict[str, Any], old: dict[str, Any]) -> None:
+    """Undo what the optimizer has counted in its param group, or added to it; tensors keep their addresses."""
+    for key in [key for key in group if key != "params" and key not in old]:
+        del group[key]
+    for key, value in old.items():
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            group[key].copy_(value)
+        else:
+            group[key] = value
 
 
 def _restore_state(optimizer: Optimizer, old: dict[Tensor, dict[str, Any]], keeps_new: bool) -> None:

@@ -14,7 +14,11 @@ from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.errors import InputError
 from uneven.parallel.activations import Activations
-from uneven.parallel.catalog import DEFAULT_STRATEGY, make_replicated, make_strategy
+from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_replicated, make_strategy
+from uneven.parallel.ddp import Replicated
+from uneven.parallel.muon_adamw import MuonAdamW, ThreePhase
+from uneven.parallel.sharded_optimizer import ShardedOptimizer
+from uneven.parallel.strategy import MakeOptimizer
 from uneven.policy.axis import Part
 from uneven.step.caps import room_bytes
 from uneven.step.finite import OwnCheck
@@ -27,20 +31,28 @@ MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activation
 
 
 def apply_strategy(
-    engine: Engine, group: Group, num_stats: int, is_leaving: Callable[[Sequence[float]], bool]
+    engine: Engine,
+    group: Group,
+    num_stats: int,
+    speeds: Sequence[float],
+    is_leaving: Callable[[Sequence[float]], bool],
 ) -> list[str]:
     """Make the strategy and give its reducer, optimizer or step to the engine; returns lines to print.
 
     `num_stats`: the length of the row of statistics that each rank sends with every gradient sum; `is_leaving(row)`:
-    whether it says that the rank takes no part in the step.
+    whether it says that the rank takes no part in the step. `speeds`: of the ranks, by which they share work that is
+    not samples.
     """
     config = engine.config
     if isinstance(engine.eager, SeveralSteps):
         engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
+    check_optimizer(config.strategy, engine.optimizer)
+    if isinstance(engine.optimizer, MuonAdamW):
+        return _apply_muon(engine, group, num_stats, speeds)
     shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
     if config.is_replicated:
-        _apply_replicated(engine, group, num_stats, shares)
+        optimizer = _apply_replicated(engine, group, num_stats, shares)
     else:
         assert config.strategy is not None
         if config.is_model_parallel:
@@ -53,22 +65,36 @@ def apply_strategy(
             Activations(engine.model, config.activations)
         step = StrategyStep(engine.eager, strategy, group, is_model_parallel=config.is_model_parallel)
         engine.use_strategy(strategy.optimizer, strategy.full_state, step)
+        optimizer = strategy.optimizer
     if shares is None:
         return []
-    source = "by memory" if config.memory_shares is None else "as given"
-    return [f"  {config.strategy}: bytes {source}, {_percent(shares)}"]
+    return [f"  {config.strategy}: bytes {_source(engine)}, {_percent(shares)}{_whole_tensors(optimizer)}"]
 
 
-def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequence[float] | None) -> None:
-    name = engine.config.strategy or DEFAULT_STRATEGY
-    is_sharded = name in SHARDED
+def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequence[float] | None) -> Optimizer:
+    is_sharded = engine.config.strategy in SHARDED
 
     def make_optimizer(params: object) -> Optimizer:
         # The engine's own may be compiled into a step already; a sharded one must be made from fresh param groups.
         return engine.task.make_optimizer(params) if is_sharded else engine.optimizer
 
-    strategy = make_replicated(
-        name,
+    strategy = _make_replicated(engine, engine.config.strategy, make_optimizer, group, num_stats, shares)
+    engine.use_reducer(strategy.reducer)
+    if is_sharded:
+        engine.use_strategy(strategy.optimizer, strategy.full_state)
+    return strategy.optimizer
+
+
+def _make_replicated(
+    engine: Engine,
+    name: str | None,
+    make_optimizer: MakeOptimizer,
+    group: Group,
+    num_stats: int,
+    shares: Sequence[float] | None = None,
+) -> Replicated:
+    return make_replicated(
+        name or DEFAULT_STRATEGY,
         engine.model,
         make_optimizer,
         group,
@@ -80,9 +106,45 @@ def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequ
         num_stats=num_stats,
         init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
     )
-    engine.use_reducer(strategy.reducer)
-    if is_sharded:
-        engine.use_strategy(strategy.optimizer, strategy.full_state)
+
+
+def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[float]) -> list[str]:
+    """Spread a MuonAdamW over the ranks: whole matrices by speed, the elements of the rest by memory.
+
+    It sums gradients itself when it steps, in its three phases. Where a DDP was asked for, or the summed gradients are
+    needed before the step (a loss scaler, a captured backward), the reducer sums them, and it updates and sends.
+    """
+    config = engine.config
+    memory = _memory_shares(engine, group)
+    is_asked = config.strategy not in (None, "zero1") or config.bucket_mb is not None
+    sums = not (is_asked or engine.captured is not None or config.precision == "fp16")
+    plain = engine.task.make_optimizer(engine.model.parameters())  # the engine's own may have a schedule's rates
+    assert isinstance(plain, MuonAdamW)
+    optimizer = plain.over(group, memory=memory, speed=speeds, sums_gradients=sums)
+    if sums:
+        phased = ThreePhase(engine.model, optimizer)
+        engine.use_strategy(optimizer, phased.full_state, StrategyStep(engine.eager, phased, group))
+    else:
+        name = "ddp-flat" if config.strategy in ("ddp-flat", "zero1-flat") else "ddp-bucketed"
+        strategy = _make_replicated(engine, name, lambda _: optimizer, group, num_stats)
+        engine.use_reducer(strategy.reducer)
+        engine.use_strategy(optimizer, strategy.full_state)
+    how = "sums gradients, updates and sends in turn" if sums else "updates and sends what a DDP has summed"
+    return [
+        f"  MuonAdamW over {group.world_size} devices: matrices by speed, {_percent(speeds)}; the rest "
+        f"{_source(engine)}, {_percent(memory)}; {how}"
+    ]
+
+
+def _source(engine: Engine) -> str:
+    return "by memory" if engine.config.memory_shares is None else "as given"
+
+
+def _whole_tensors(optimizer: Optimizer) -> str:
+    """The end of a line, where the optimizer has whole tensors and so the shares are met only roughly."""
+    if not isinstance(optimizer, ShardedOptimizer) or not optimizer.by_tensors:
+        return ""
+    return f", in whole tensors: {type(optimizer.inner).__name__} is not known to be elementwise"
 
 
 def choose_activations(engine: Engine) -> list[str]:
@@ -127,7 +189,9 @@ def activation_budget(engine: Engine) -> float | None:
     shares = config.memory_shares or (1.0,) * rank_info.world_size
     own = shares[rank_info.rank] / sum(shares)
     # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share.
-    copies = {"zero1": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(config.strategy or "", 4.0)
+    copies = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(
+        config.strategy or "", 4.0
+    )
     params = sum(param.numel() * param.element_size() for param in engine.model.parameters())
     return max(0.0, room - copies * params)
 

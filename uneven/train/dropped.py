@@ -56,6 +56,11 @@ class DroppedSteps:
             found.append(self.last)
         return found
 
+    @property
+    def last_fields(self) -> dict[str, float]:
+        """The last bad step as fields of a RoundReport."""
+        return {} if self.last is None else {"bad_slot": self.last.part.slot.index, "bad_cause": self.last.fault.cause}
+
     def count(self, samples: int) -> None:
         """So many samples were dropped, by any rank."""
         self.samples += samples
@@ -81,23 +86,22 @@ def too_many(slot: int, fault: Fault, max_bad_steps: int) -> NotFiniteError:
 
 
 def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:
-    """Samples that ranks have dropped since their last round, each by itself: the lines, which rank 0 prints."""
+    """Count what ranks of a local policy have dropped since their last round; returns lines to print, by rank 0."""
     lines = []
     for rank, row in enumerate(rows):
         if row.dropped:
             dropped.count(int(row.dropped))
             slot = f"{int(row.bad_slot)}" + ("" if row.dropped <= slot_size else " and others before it")
-            lines.append(describe_drop(slot, int(row.dropped), _fault_in(rank, row)))
+            lines.append(describe_drop(slot, int(row.dropped), _last_fault(rank, row)))
     return lines
 
 
-def check_bad_steps(rows: Sequence[RoundReport], most: int) -> None:
-    """NotFiniteError, on all ranks alike, where one has had too many bad steps in a row."""
+def check_bad_steps(rows: Sequence[RoundReport], max_bad_steps: int) -> None:
+    """NotFiniteError, on all ranks alike, where one of a local policy has had too many bad steps in a row."""
     for rank, row in enumerate(rows):
         if row.status == RankStatus.NOT_FINITE:
-            raise too_many(int(row.bad_slot), _fault_in(rank, row), most)
+            raise too_many(int(row.bad_slot), _last_fault(rank, row), max_bad_steps)
 
 
-def _fault_in(rank: int, row: RoundReport) -> Fault:
-    """Of a rank's last bad step."""
+def _last_fault(rank: int, row: RoundReport) -> Fault:
     return Fault(rank, Cause(int(row.bad_cause)))

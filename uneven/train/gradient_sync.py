@@ -101,8 +101,10 @@ class GradientSync:
         if sum(engine.caps) < first:
             held = ", ".join(f"{cap:g}" for cap in engine.caps)
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
+        # Whole speeds, not shares of samples: a slow rank without samples can still do a part of the optimizer's work.
+        speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
-        self.notes += apply_strategy(engine, self.group, num_stats, _is_leaving)
+        self.notes += apply_strategy(engine, self.group, num_stats, speeds, _is_leaving)
         if is_measured:
             self._advise(costs)
 

@@ -233,7 +233,7 @@ class LocalSGD:
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
             dropped=float(self._dropped),
-            **self._last_bad_step(),
+            **engine.dropped.last_fields,
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
@@ -389,10 +389,6 @@ class LocalSGD:
         left, met, back = ((now_ns - ns) / 1e6 for ns in self._trip_ns)
         before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
-
-    def _last_bad_step(self) -> dict[str, float]:
-        last = self.engine.dropped.last
-        return {} if last is None else {"bad_slot": last.part.slot.index, "bad_cause": last.fault.cause}
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:

@@ -66,7 +66,7 @@ def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: s
 
 def test_bytes_per_step_are_those_of_the_gradients_and_a_few_numbers(tmp_path: Path) -> None:
     pairs, _ = measure("sync", tmp_path)
-    numbers = 5 + 2 + 2 * 5  # gradients, a flag per param, a row of five per rank
+    numbers = 5 + 2 + 2 * 8  # gradients, a flag per param, a row of eight per rank
     assert pairs.payload_bytes == 4 * numbers
 
 

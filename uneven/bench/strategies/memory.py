@@ -28,6 +28,7 @@ ELEMENT_BYTES = 4  # fp32
 ELEMENTS_PER_PARAM: dict[Category, int] = {"params": 1, "gradients": 1, "state": 2}  # of AdamW
 SHARDED_CATEGORIES: dict[str, set[Category]] = {  # of all params
     "zero1": {"state"},
+    "zero1-flat": {"state"},
     "torch-zero1": {"state"},
     "zero2": {"gradients", "state"},
     "fsdp": {"params", "gradients", "state"},

@@ -51,8 +51,9 @@ class Trained(Protocol):
     """The part of the Strategy protocol that the benchmark needs."""
 
     module: nn.Module
-    optimizer: Optimizer
 
+    @property
+    def optimizer(self) -> Optimizer: ...
     def full_state(self) -> FullState: ...
 
 

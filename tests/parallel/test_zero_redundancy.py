@@ -1,0 +1,403 @@
+"""What PyTorch asks of its ZeroRedundancyOptimizer, asked of ours; the table in docs/parallel.md names what differs."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from tests.ranks import ThreadGroup, on_threads
+from uneven.comm.group import SoloGroup
+from uneven.errors import InputError
+from uneven.parallel import FSDP, DDPBucketed, ShardedOptimizer, Zero1, Zero2
+
+
+def tower() -> nn.Sequential:
+    own = torch.Generator().manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=own, dtype=torch.float64) * 0.4)
+    return model
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def run(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> dict[str, Tensor]:
+    """The same samples on every rank, so that gradients need no sum."""
+    for number in range(steps):
+        optimizer.zero_grad()
+        model(inputs(number)).square().sum().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(mine: Any, theirs: Any) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def one_param() -> nn.Parameter:
+    param = nn.Parameter(torch.tensor([1.0]))
+    param.grad = torch.tensor([1.0])
+    return param
+
+
+def test_a_state_dict_is_that_of_the_plain_optimizer_and_comes_back() -> None:
+    param = one_param()
+    optimizer = ShardedOptimizer(SGD([param], lr=0.1, momentum=0.9), SoloGroup())
+    optimizer.step()
+    assert_equal(param.detach(), torch.tensor([0.9]))
+    optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict()
+    assert state.keys() == {"state", "param_groups"}
+    assert state["param_groups"][0]["lr"] == 0.1
+    assert all(
+        value == optimizer.param_groups[0][key] for key, value in state["param_groups"][0].items() if key != "params"
+    )
+    other = ShardedOptimizer(SGD([param], lr=0.01), SoloGroup())
+    other.load_state_dict(state)
+    assert (other.param_groups[0]["lr"], other.inner.param_groups[0]["lr"]) == (0.1, 0.1)
+    param.grad = torch.tensor([1.0])
+    other.step()
+    torch.testing.assert_close(param.detach(), torch.tensor([0.71]))
+    assert_equal(other.state_dict()["state"][0]["momentum_buffer"], torch.tensor([1.9]))
+
+
+def test_schedulers_follow() -> None:
+    ours, plain = one_param(), one_param()
+    pairs = [(ours, ShardedOptimizer(SGD([ours], lr=0.01), SoloGroup())), (plain, SGD([plain], lr=0.01))]
+    for param, optimizer in pairs:
+        scheduler = StepLR(optimizer, 1)
+        for _ in range(5):
+            param.grad = torch.tensor([1.0])
+            optimizer.step()
+            scheduler.step()
+    assert_equal(ours, plain)
+
+
+def test_keyword_arguments_of_a_step_reach_the_optimizer_inside() -> None:
+    class Noting(SGD):
+        def step(self, closure: Any = None, noted: Any = None) -> Any:
+            super().step()
+            noted.append((closure, 5))
+
+    noted: list[Any] = []
+    param = one_param()
+    optimizer = ShardedOptimizer(Noting([param], lr=0.1), SoloGroup())
+    optimizer.step(noted=noted)
+    optimizer.step(0, noted=noted)  # not a closure: handed down as it is
+    assert noted == [(None, 5), (0, 5)]
+    assert param.item() == pytest.approx(0.8)
+
+
+def test_a_key_that_the_optimizer_adds_appears_outside() -> None:
+    class Adding(SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            self.param_groups[0]["new"] = 0.1
+
+    def rank(group: ThreadGroup) -> Any:
+        optimizer = ShardedOptimizer(Adding([one_param()], lr=0.1), group)
+        optimizer.step()
+        return optimizer.param_groups[0]["new"], optimizer.state_dict()["param_groups"][0]["new"]
+
+    assert on_threads(2, rank) == [(0.1, 0.1)] * 2, "also on the rank that owns nothing"
+
+
+def test_an_optimizer_whose_step_takes_no_closure() -> None:
+    class Bare(SGD):
+        def step(self) -> Any:  # type: ignore[override]
+            return super().step()
+
+    param = one_param()
+    optimizer = ShardedOptimizer(Bare([param], lr=0.1), SoloGroup())
+    optimizer.step()
+    optimizer.step(lambda: torch.tensor(3.0))
+    assert param.item() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("wrap", [Zero1, Zero2, FSDP, DDPBucketed])
+def test_a_closure_runs_once_and_its_loss_comes_back(wrap: Any) -> None:
+    plain = tower()
+    run(plain, optimizer := AdamW(plain.parameters(), lr=0.01))
+    del optimizer
+
+    def rank(group: ThreadGroup) -> tuple[list[float], dict[str, Tensor]]:
+        strategy = wrap(tower(), lambda params: AdamW(params, lr=0.01), group)
+        losses = []
+        for number in range(3):
+
+            def closure(number: int = number) -> Tensor:
+                strategy.optimizer.zero_grad()
+                loss: Tensor = strategy.module(inputs(number)).square().sum() / 2
+                loss.backward()
+                return loss
+
+            losses.append(strategy.optimizer.step(closure=closure).item())
+        return losses, strategy.full_params()
+
+    for losses, params in on_threads(2, rank):
+        assert len(losses) == 3
+        torch.testing.assert_close(params, dict(plain.state_dict().items()), rtol=1e-10, atol=1e-12)
+
+
+def test_a_closure_that_the_optimizer_runs_twice_is_refused() -> None:
+    class Twice(SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            closure()
+            return closure()
+
+    optimizer = ShardedOptimizer(Twice([one_param()], lr=0.1), SoloGroup())
+    with pytest.raises(InputError, match="runs its closure several times"):
+        optimizer.step(lambda: 1.0)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    model = tower()
+    optimizer = ShardedOptimizer(SGD(model.parameters(), lr=0.1), SoloGroup())
+    model(inputs(0)).sum().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for param in model.parameters():
+        assert param.grad is None if set_to_none else torch.count_nonzero(param.grad) == 0  # type: ignore[arg-type]
+
+
+def test_what_is_no_list_of_params_is_an_error_of_the_plain_optimizer() -> None:
+    for params, error in (
+        ([], ValueError),
+        (torch.randn(1), TypeError),
+        (1.2, TypeError),
+        ([torch.ones(1), 42], TypeError),
+    ):
+        with pytest.raises(error):
+            ShardedOptimizer(SGD(params, lr=0.1), SoloGroup())  # type: ignore[arg-type]
+
+
+def test_several_dtypes_are_taken_and_sparse_params_are_not() -> None:
+    single, double = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def rank(group: ThreadGroup) -> list[Tensor]:
+        params = [nn.Parameter(single.detach().clone()), nn.Parameter(double.detach().clone())]
+        optimizer = ShardedOptimizer(SGD(params, lr=0.5), group)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [param.detach() for param in params]
+
+    for found in on_threads(2, rank):
+        assert_equal(found, [torch.full((3,), 0.5), torch.full((4,), 0.5, dtype=torch.float64)])
+    sparse = nn.Parameter(torch.sparse_coo_tensor(size=(2, 3), check_invariants=False))
+    for params in ([sparse], [nn.Parameter(torch.ones(1)), sparse]):
+        with pytest.raises(InputError, match="is sparse"):
+            ShardedOptimizer(SGD(params, lr=0.1), SoloGroup())
+
+
+@pytest.mark.parametrize("by_tensors", [False, True])
+def test_every_rank_holds_its_part(by_tensors: bool) -> None:
+    sizes = [9, 7, 5, 3]
+
+    def held(optimizer: ShardedOptimizer) -> int:
+        return sum(param.numel() for settings in optimizer.inner.param_groups for param in settings["params"])
+
+    def rank(group: ThreadGroup) -> tuple[int, int]:
+        params = [nn.Parameter(torch.rand(size, 1)) for size in sizes * 3]
+        optimizer = ShardedOptimizer(SGD(params[:-1], lr=0.1), group, by_tensors=by_tensors)
+        before = held(optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.rand(3, 1)), torch.rand(100, 1)], "lr": 0.3})
+        assert [len(one.param_groups) for one in (optimizer, optimizer.inner)] == [2, 2]
+        return before, held(optimizer)
+
+    before, after = zip(*on_threads(3, rank), strict=True)
+    assert (sum(before), sum(after)) == (69, 72), "what is not trained has no owner"
+    assert after == (24, 24, 24), "a whole tensor goes to the rank that has the least"
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.Adafactor])
+def test_groups_at_once_and_groups_added_later_train_the_same(kind: Any) -> None:
+    def parts(model: nn.Sequential) -> list[list[nn.Parameter]]:
+        return [[p for p in model.parameters() if (p.dim() == 2) == is_weight] for is_weight in (True, False)]
+
+    def at_once(model: nn.Sequential) -> Optimizer:
+        weights, biases = parts(model)
+        made: Optimizer = kind(
+            [{"params": weights, "weight_decay": 0.0}, {"params": biases, "weight_decay": 0.1}], lr=0.01
+        )
+        return made
+
+    def later(model: nn.Sequential, group: Any) -> Optimizer:
+        weights, biases = parts(model)
+        optimizer = ShardedOptimizer(kind(weights, lr=0.01, weight_decay=0.0), group, shares=(3, 0, 1))
+        optimizer.add_param_group({"params": biases, "weight_decay": 0.1})
+        return optimizer
+
+    plain_model = tower()
+    plain = at_once(plain_model)
+    expected = run(plain_model, plain)
+
+    def rank(group: ThreadGroup) -> list[tuple[dict[str, Tensor], Any]]:
+        found = []
+        for make in (lambda model: ShardedOptimizer(at_once(model), group), lambda model: later(model, group)):
+            model = tower()
+            optimizer = make(model)
+            found.append((run(model, optimizer), optimizer.state_dict()))
+        return found
+
+    for found in on_threads(3, rank):
+        for params, state in found:
+            assert_equal(params, expected)
+            assert_equal(state["state"], plain.state_dict()["state"])
+            assert state["param_groups"] == plain.state_dict()["param_groups"]
+
+
+def test_later_groups_under_zero2_and_fsdp_and_what_cannot_be_added() -> None:
+    def late(model: nn.Sequential) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return list(model[0].parameters()), [*model[2].parameters(), *model[3].parameters()]
+
+    plain = tower()
+    optimizer = Adam(late(plain)[0], lr=0.01)
+    optimizer.add_param_group({"params": late(plain)[1], "lr": 0.02})
+    expected = run(plain, optimizer)
+
+    def rank(group: ThreadGroup) -> list[dict[str, Tensor]]:
+        found = []
+        for wrap in (Zero2, FSDP):
+            model = tower()
+            first, second = late(model)
+            strategy = wrap(model, Adam(first, lr=0.01), group)
+            strategy.optimizer.add_param_group({"params": second, "lr": 0.02})
+            for number in range(3):
+                strategy.optimizer.zero_grad()
+                (model(inputs(number)).square().sum() / group.world_size).backward()
+                strategy.optimizer.step()
+            found.append(strategy.full_params())
+            if wrap is FSDP:
+                with pytest.raises(InputError, match="was not trained when the strategy sharded the model"):
+                    strategy.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+                assert len(strategy.optimizer.param_groups) == 2
+            strategy.close()
+        return found
+
+    for found in on_threads(2, rank):
+        for params in found:
+            torch.testing.assert_close(params, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_params_whose_gradients_nobody_sums_are_refused() -> None:
+    stranger = nn.Parameter(torch.ones(2))
+    for wrap in (DDPBucketed, Zero1):
+        strategy = wrap(tower(), SGD, SoloGroup())
+        strategy.optimizer.add_param_group({"params": [stranger]})
+        with pytest.raises(InputError, match="its gradients are not summed over the ranks"):
+            strategy.optimizer.step()
+    model = tower()
+    model[0].requires_grad_(False)
+    for wrap in (DDPBucketed, Zero1):
+        strategy = wrap(copy.deepcopy(model), SGD, SoloGroup())
+        strategy.module(inputs(0)).sum().backward()
+        strategy.optimizer.step()  # what is frozen is in the optimizer, and stays as it is
+    strategy.module[0].requires_grad_(True)
+    strategy.module(inputs(0)).sum().backward()
+    with pytest.raises(InputError, match=r"has a gradient, but did not .* make strategy and optimizer again"):
+        strategy.optimizer.step()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_a_param_that_rests_for_some_steps_and_states_that_cross_over(kind: Any, maximize: bool) -> None:
+    def train(model: nn.Module, optimizer: Optimizer, ranks: int, numbers: range) -> None:
+        for number in numbers:
+            next(model.parameters()).requires_grad_(number % 2 == 0)
+            optimizer.zero_grad()
+            (model(inputs(number)).abs().sum() / ranks).backward()
+            optimizer.step()
+
+    def make(params: Any) -> Optimizer:
+        made: Optimizer = kind(params, lr=0.01, maximize=maximize)
+        return made
+
+    plain_model = tower()
+    plain = make(plain_model.parameters())
+    train(plain_model, plain, 1, range(4))
+    halfway = copy.deepcopy(plain.state_dict())
+    middle = {name: value.clone() for name, value in plain_model.state_dict().items()}
+    train(plain_model, plain, 1, range(4, 6))
+
+    def rank(group: ThreadGroup) -> tuple[dict[str, Tensor], Any, dict[str, Tensor]]:
+        strategy = Zero1(tower(), make, group, shares=(2, 1))
+        train(strategy.module, strategy.optimizer, group.world_size, range(4))
+        params = strategy.full_params()
+        strategy.optimizer.consolidate_state_dict(to=1)
+        if group.rank == 1:
+            state = strategy.optimizer.state_dict()
+        else:
+            state = None
+            with pytest.raises(InputError, match="gathered on rank 1"):
+                strategy.optimizer.state_dict()
+        strategy.optimizer.load_state_dict(halfway)  # of the plain optimizer
+        train(strategy.module, strategy.optimizer, group.world_size, range(4, 6))
+        return params, state, strategy.full_params()
+
+    first, second = on_threads(2, rank)
+    for params, _, ended in (first, second):
+        torch.testing.assert_close(params, middle, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(ended, dict(plain_model.state_dict()), rtol=1e-10, atol=1e-12)
+    again_model = tower()
+    again_model.load_state_dict(middle)
+    again = make(again_model.parameters())
+    again.load_state_dict(second[1])
+    train(again_model, again, 1, range(4, 6))
+    torch.testing.assert_close(dict(again_model.state_dict()), dict(plain_model.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+def test_uneven_inputs_need_no_join() -> None:
+    """Rank i has i more inputs than rank 0; whoever has none left takes part without samples."""
+    many = [torch.randn(6, 5, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(6)]
+    plain = tower()
+    optimizer = Adam(plain.parameters(), lr=0.01)
+    rounds = [[0, 2], [1, 3], [4], [5]]  # of two ranks, with 2 and 4 inputs
+    for numbers in rounds:
+        optimizer.zero_grad()
+        sum(plain(many[number]).square().sum() for number in numbers).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    def rank(group: ThreadGroup) -> dict[str, Tensor]:
+        strategy = Zero1(tower(), lambda params: Adam(params, lr=0.01), group)
+        own = many[:2] if group.rank == 0 else many[2:]
+        for place in range(4):
+            strategy.optimizer.zero_grad()
+            if place < len(own):
+                strategy.module(own[place]).square().sum().backward()
+            else:
+                strategy.backward_without_samples()
+            strategy.optimizer.step()
+        return strategy.full_params()
+
+    for params in on_threads(2, rank):
+        torch.testing.assert_close(params, dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+def test_state_that_is_made_at_once_is_sharded_too() -> None:
+    plain_model = tower()
+    plain = Adagrad(plain_model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+    run(plain_model, plain, 1)
+
+    def rank(group: ThreadGroup) -> tuple[dict[str, Tensor], Any]:
+        """Made and trained before it is sharded."""
+        model = tower()
+        optimizer = Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+        run(model, optimizer, 1)
+        sharded = ShardedOptimizer(optimizer, group)
+        state = sharded.state_dict()["state"]
+        return run(model, sharded, 2), state
+
+    saved = copy.deepcopy(plain.state_dict()["state"])
+    expected = run(plain_model, plain, 2)
+    for params, state in on_threads(2, rank):
+        assert_equal(state, saved)
+        assert_equal(params, expected)

@@ -1,0 +1,145 @@
+"""Optimizers that are not Adam, from the run's settings to its state: whole tensors, counters in groups, MuonAdamW."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from tests.api.test_loop import train_loop
+from tests.parallel.test_group_settings import Counting
+from tests.ranks import Silent
+from tests.train.test_apply_strategy import assert_same_optimizer
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, assert_exact, loss_and_count, mean_loss, train
+from uneven import MuonAdamW, fit
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError
+
+
+def make_muon(params: Any) -> MuonAdamW:
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for param in params:
+        by_kind[param.dim() == 2 and 3 not in param.shape].append(param)  # the last layer is AdamW's
+    return MuonAdamW(
+        [
+            {"params": by_kind[True], "kind": "muon", "lr": 0.02},
+            {"params": by_kind[False], "kind": "adamw", "lr": 1e-2},
+        ]
+    )
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.05),
+    "counting": Counting,
+    "muon": make_muon,
+}
+
+
+@pytest.fixture(autouse=True)
+def _makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in {"sgd": OPTIMIZERS["sgd"], **MAKERS}.items():
+        monkeypatch.setitem(OPTIMIZERS, name, make)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "counting"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero1-flat", "zero2"])
+def test_what_is_not_elementwise_equals_one_device(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    common: dict[str, Any] = {
+        "optimizer": name,
+        "global_batch_size": 24,
+        "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
+    }
+    dense = train(1, **common)[0]
+    said: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda _, lines: said.extend(lines))
+    ours = train(3, strategy=strategy, shares=(5, 0, 2), memory_shares=(1, 3, 0), **common)
+    assert_exact(ours, dense, name, torch.float64)
+    assert_same_optimizer(ours[0].state, dense.state)
+    kind = type(MAKERS[name]([nn.Parameter(torch.ones(1))])).__name__
+    line = f"  {strategy}: bytes as given, 25 : 75 : 0 %, in whole tensors: {kind} is not known to be elementwise"
+    assert said == [line] * 3
+
+
+def test_a_trial_step_leaves_no_trace_in_a_counter() -> None:
+    """balanced measures each rank with real steps; what they counted in the group must not stay."""
+    dense = train(1, optimizer="counting", global_batch_size=24)[0]
+    ours = train(2, optimizer="counting", policy="balanced", global_batch_size=24)
+    assert_exact(ours, dense, "counting", torch.float64)
+    assert [group["k"] for group in ours[0].state.param_groups] == [group["k"] for group in dense.state.param_groups]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "sequence"])
+def test_pieces_are_refused_before_a_rank_starts(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.launch.run.train_on_ranks", None)
+    with pytest.raises(InputError, match=rf"strategy='{strategy}' gives .* Adafactor .* strategy='zero1' or 'zero2'"):
+        fit(
+            model=lambda: Net(torch.float32),
+            optimizer=MAKERS["adafactor"],
+            step=mean_loss,
+            dataset=TensorData(X, Y),
+            batch_size=8,
+            epochs=1,
+            devices="cpu,cpu",
+            strategy=strategy,
+            progress="off",
+        )
+
+
+@pytest.fixture
+def _muon_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch orthogonalises in bf16, where the last bit of a gradient decides: exact parity needs exact numbers."""
+
+    def polar(grad: Tensor, *_: Any) -> Tensor:
+        left, _, right = torch.linalg.svd(grad, full_matrices=False)
+        return left @ right
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", polar)
+
+
+@pytest.mark.usefixtures("_muon_in_fp64")
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"accumulate": 3}, {"step": loss_and_count}])
+@pytest.mark.parametrize("strategy", [None, "zero1", "ddp-flat"])
+def test_muon_over_the_ranks_equals_one_device(strategy: str | None, options: dict[str, Any]) -> None:
+    common: dict[str, Any] = {
+        "optimizer": "muon",
+        "global_batch_size": 24,
+        "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
+        **options,
+    }
+    dense = train(1, **common)[0]
+    ours = train(3, shares=(5, 0, 2), strategy=strategy, **common)
+    assert_exact(ours, dense, "muon", torch.float64)
+    assert_same_optimizer(ours[0].state, dense.state)
+
+
+def test_muon_runs_its_three_phases_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicated it would update both matrices on both ranks, and an all-reduce would have summed the gradients."""
+    updated: list[int] = []
+    plain = torch.optim.Muon.step
+
+    def count(self: Any, closure: Any = None) -> Any:
+        updated.append(sum(len(group["params"]) for group in self.param_groups))
+        return plain(self, closure)
+
+    monkeypatch.setattr(torch.optim.Muon, "step", count)
+    monkeypatch.setattr("uneven.train.apply_strategy.make_replicated", None)
+    train(2, optimizer="muon", shares=(1, 1), global_batch_size=35, epochs=1)
+    assert updated == [1, 1] * 2, "two slots, and each rank orthogonalises the matrix that it owns"
+
+
+@pytest.mark.usefixtures("_muon_in_fp64")
+def test_muon_in_a_loop_of_ones_own() -> None:
+    OPTIMIZERS["sgd"] = make_muon  # what the loop of these tests makes; undone by the fixture
+    dense = train_loop(1, batch_size=24)[0]
+    for state in train_loop(2, batch_size=12):
+        assert {"first.weight.momentum_buffer", "second.bias.exp_avg"} <= state.optimizer.keys()
+        for key, value in dense.params.items():
+            torch.testing.assert_close(state.params[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_muon_under_a_strategy_that_divides_more_is_refused() -> None:
+    with pytest.raises(InputError, match=r"strategy='zero2' with MuonAdamW.*leave the strategy out, or use 'zero1'"):
+        train(2, optimizer="muon", strategy="zero2")
