@@ -115,6 +115,8 @@ TYPED = {
     "max_staleness": ("4", 4),
     "optimizer_state": ("average", "average"),
     "verify": (None, True),
+    "shuffle": (None, True),
+    "drop_last": (None, True),
     "precision": ("bf16", "bf16"),
     "compile": ("graph", "graph"),
     "num_workers": ("1", 1),

@@ -3,12 +3,14 @@
 `fit` is the same in one call. The methods of single settings are in api/settings.py, made from the fields of RunConfig.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.instances import as_factories
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Evaluation, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, Task, TrainStep, resolve
+from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.launch.context import command_line_settings
 from uneven.launch.run import Run, launch
@@ -28,13 +30,29 @@ class Builder(SettingMethods):
         self._factories = (make_model, make_optimizer, train_step)
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: tuple[Any, EvalStep, int, int | None, Callable[..., Any] | None] | None = None
         self._before_step: Callable[..., Any] | None = None
+        self._loading = Loading()
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
-        """The training set: a TensorData, a TensorDataset or any map-style data set."""
+        """The training set: a TensorData, a TensorDataset, any map-style data set, or a DataLoader of one."""
         self._dataset = dataset
+        return self
+
+    def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> "Self":
+        """collate_fn(list of samples) -> a batch, as in a DataLoader; for a test set that is none, too."""
+        self._loading = replace(self._loading, collate_fn=collate_fn)
+        return self
+
+    def sampler(self, sampler: Iterable[int]) -> "Self":
+        """The order of each epoch in place of a permutation; as in a DataLoader, but drawn alike on every device."""
+        self._loading = replace(self._loading, sampler=sampler)
+        return self
+
+    def batch_sampler(self, batch_sampler: Iterable[Sequence[int]]) -> "Self":
+        """Batches of sample numbers, each of which is one optimizer step; in place of batch_size."""
+        self._loading = replace(self._loading, batch_sampler=batch_sampler)
         return self
 
     def scheduler(self, make_scheduler: Callable[..., Any]) -> "Self":
@@ -43,13 +61,22 @@ class Builder(SettingMethods):
         return self
 
     def evaluate(
-        self, test_set: Any, eval_step: EvalStep, every: str | int = "epoch", batch_size: int | None = None
+        self,
+        test_set: Any,
+        eval_step: EvalStep,
+        every: str | int = "epoch",
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> "Self":
-        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time."""
+        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time.
+
+        The test set may be a DataLoader, which is read as it says. Any other is read with the builder's `collate_fn`,
+        unless it is given one here.
+        """
         epochs = 1 if every == "epoch" else every
         if not isinstance(epochs, int) or epochs < 1:
             raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
-        self._evaluation = Evaluation(test_set, eval_step, epochs, batch_size)
+        self._evaluation = (test_set, eval_step, epochs, batch_size, collate_fn)
         return self
 
     def before_step(self, function: Callable[..., Any]) -> "Self":
@@ -64,14 +91,22 @@ class Builder(SettingMethods):
 
     def run(self) -> Run:
         """Check everything and start; returns at once. `.join()` on the result waits for the trained state."""
+        overrides = command_line_settings()
+        dataset, loading, settings = take_apart(
+            self._dataset, self._loading, cast("dict[str, Any]", self._settings), overrides
+        )
+        evaluation = None
+        if self._evaluation is not None:
+            evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
         make_model, make_optimizer, train_step = self._factories
         task = Task(
             *as_factories(make_model, make_optimizer),
             train_step,
-            self._dataset,
+            dataset,
             self._make_scheduler,
-            self._evaluation,
+            evaluation,
+            loading,
             before_step=self._before_step,
         )
-        config = resolve(cast("dict[str, Any]", self._settings), command_line_settings())
+        config = resolve(settings, overrides)
         return launch(task, config, on_epoch=self._on_epoch)

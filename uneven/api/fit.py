@@ -6,7 +6,7 @@ Invariant: the same script runs on one device (plain training in this process), 
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,8 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Evaluation, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, resolve
+from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -44,6 +45,9 @@ def fit(
     scheduler: Callable[..., Any] | None = None,
     evaluate: tuple[Any, EvalStep] | None = None,
     before_step: Callable[..., Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
@@ -53,6 +57,7 @@ def fit(
     scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
     before_step(model) is called before every update, with the summed gradients in the params' .grad.
+    dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -69,11 +74,23 @@ def fit(
     builder = Ddp.builder(model, optimizer, step).dataset(dataset)
     if scheduler is not None:
         builder.scheduler(scheduler)
+    if collate_fn is not None:
+        builder.collate_fn(collate_fn)
+    if sampler is not None:
+        builder.sampler(sampler)
+    if batch_sampler is not None:
+        builder.batch_sampler(batch_sampler)
     if evaluate is not None:
         builder.evaluate(*evaluate)
     if before_step is not None:
         builder.before_step(before_step)
     return builder.settings(**settings).run().join()
+
+
+ROWS_MOVE = (
+    "  shuffle=False: samples come in order, but rows move between devices as shares follow the speeds; a state "
+    "carried from batch to batch needs policy='sync' or shares=..., and drop_last=True"
+)
 
 
 class Ddp:
@@ -97,28 +114,27 @@ class Ddp:
         scheduler: Any = None,
         evaluate: tuple[Any, EvalStep] | None = None,
         before_step: Callable[..., Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
         optimizer is one of the model's params, or a function that makes it; scheduler likewise. Several models and
-        optimizers are dicts or lists. On several devices the script is started by `uneven run` or torchrun; the group
-        forms here.
+        optimizers are dicts or lists. `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what
+        they mean there. On several devices the script is started by `uneven run` or torchrun; the group forms here.
         """
-        config = resolve(cast("dict[str, Any]", settings), command_line_settings())
+        overrides = command_line_settings()
+        given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
+        dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
+        config = resolve(taken, overrides)
         module = as_module(model)
-        evaluation = None if evaluate is None else Evaluation(*evaluate)
+        evaluation = None if evaluate is None else take_test_set(*evaluate, 1, None, None, collate_fn)
         make_optimizer = optimizer_factory(module, optimizer)
         make_scheduler = scheduler_factory(scheduler, optimizer, config)
-        task = Task(
-            lambda: module,
-            make_optimizer,
-            lambda *_: None,
-            dataset,
-            make_scheduler,
-            evaluation,
-            before_step=before_step,
-        )
+        objects = (dataset, make_scheduler, evaluation, loading)
+        task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, before_step=before_step)
         return _start_loop(task, optimizer, config)
 
     @staticmethod
@@ -139,7 +155,7 @@ class Ddp:
 
 
 def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
-    context = process_context()
+    context, loading = process_context(), task.loading
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -150,6 +166,9 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
     check_loop(config, len(devices), optimizer)
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
+    has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
+    if has_own_order and len(devices) > 1 and not config.keeps_rows:
+        reporter.say([ROWS_MOVE])
     if context.is_alone and needs_ranks(devices):
         raise InputError(
             f"devices={config.devices!r}: a loop of your own on several devices, or a slice, needs one process each: "
@@ -161,7 +180,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
+        return context.make_worker(replace(task, loading=loading), config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0

@@ -25,6 +25,7 @@ from uneven.comm.group import SoloGroup
 from uneven.config import EvalStep, Task
 from uneven.data.feed import make_feed
 from uneven.data.tensors import Batch
+from uneven.data.user_loader import take_test_set
 from uneven.errors import InputError, RankError
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
@@ -110,7 +111,7 @@ class Loop:
         In cadence and async, inside an epoch, it is the place on the axis that this rank has reached.
         """
         engine = self.worker.engine
-        return engine.trained - sum(-(-samples // engine.axis.slot_size) for _, samples in engine.skipped)
+        return engine.trained - engine.skipped_slots
 
     @property
     def samples(self) -> int:
@@ -225,7 +226,9 @@ class Loop:
         the devices after every epoch, pass `evaluate=` to Ddp.setup.
         """
         worker, config = self.worker, self.worker.config
-        feed = make_feed(dataset, self.device, config.seed, batch_size or config.batch_size)
+        test = take_test_set(dataset, eval_step, 1, batch_size, None, worker.task.loading.collate_fn)
+        size = test.batch_size or config.batch_size
+        feed = make_feed(test.dataset, self.device, config.seed, size, loading=test.loading)
         with self.pause("evaluation"):
             return evaluate(self.model, eval_step, feed, worker.engine.eager.precision, SoloGroup())
 

@@ -56,6 +56,8 @@ class Settings(TypedDict, total=False):
     verify: bool
     precision: Precision
     compile: Compile
+    shuffle: bool
+    drop_last: bool
     num_workers: int
     checkpoint_every: int | None
     out: str | Path | None
@@ -190,6 +192,14 @@ class SettingMethods:
     def compile(self, compile: Compile) -> "Self":
         """Use torch.compile (default), one CUDA graph per step (graph), or neither (off)."""
         return self.settings(compile=compile)
+
+    def shuffle(self, shuffle: bool = True) -> "Self":
+        """A new order of the samples in every epoch; otherwise the data set's own order."""
+        return self.settings(shuffle=shuffle)
+
+    def drop_last(self, drop_last: bool = True) -> "Self":
+        """Leave out the last step of an epoch where it would have fewer samples."""
+        return self.settings(drop_last=drop_last)
 
     def num_workers(self, num_workers: int) -> "Self":
         """DataLoader processes per device, for data sets that are not tensors."""

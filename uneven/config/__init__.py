@@ -24,7 +24,7 @@ from uneven.config.run_config import (
     resolve,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import EvalStep, Evaluation, Task, TrainStep, check_task
+from uneven.config.task import EvalStep, Evaluation, Loading, Task, TrainStep, check_task
 
 __all__ = [
     "CHOICES",
@@ -42,6 +42,7 @@ __all__ = [
     "EvalStep",
     "Evaluation",
     "LRScale",
+    "Loading",
     "OptimizerState",
     "Policy",
     "Precision",

@@ -211,6 +211,12 @@ class RunConfig:
     compile: Compile = field(
         default="off", metadata=about("Use torch.compile (default), one CUDA graph per step (graph), or neither (off).")
     )
+    shuffle: bool = field(
+        default=True, metadata=about("A new order of the samples in every epoch; otherwise the data set's own order.")
+    )
+    drop_last: bool = field(
+        default=False, metadata=about("Leave out the last step of an epoch where it would have fewer samples.")
+    )
     num_workers: int = field(
         default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
     )
@@ -334,6 +340,11 @@ class RunConfig:
     def has_fixed_shares(self) -> bool:
         """Whether the shares are known beforehand, so that nothing has to be measured."""
         return self.shares is not None or self.replay is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a device trains the same rows of every step, so that a state may be carried from batch to batch."""
+        return self.policy == "sync" or (self.policy == "balanced" and self.shares is not None)
 
     def evaluates(self, epoch: int, every: int) -> bool:
         """Whether an evaluation every so many epochs is due at the end of this one; the last is always evaluated."""

@@ -1,6 +1,6 @@
 """What to train: the user's factories, train step and data, checked before anything starts. Pure: imports no torch."""
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,24 @@ EvalStep = Callable[["nn.Module", Any], tuple[Mapping[str, Any], int]]
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How samples become batches, beside the settings batch_size, shuffle, drop_last and num_workers.
+
+    Names and meanings are those of torch's DataLoader, from which data/user_loader.py takes them. A `sampler` or
+    `batch_sampler` decides the order of an epoch in place of `shuffle`.
+    """
+
+    collate_fn: Callable[[list[Any]], Any] | None = None  # None: torch's default_collate
+    sampler: Iterable[int] | None = None
+    batch_sampler: Iterable[Sequence[int]] | None = None  # each batch is one slot
+    generator: Any = None  # of the DataLoader that the sampler came with: it draws one number an epoch from it
+    worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    timeout: float = 0.0
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """`eval_step(model, batch)` returns sums and a count; a metric is the total sum over the total count."""
 
@@ -22,6 +40,8 @@ class Evaluation:
     eval_step: EvalStep
     every: int = 1  # epochs; the last epoch is always evaluated
     batch_size: int | None = None
+    loading: Loading = Loading()
+    num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class Task:
     dataset: Any
     make_scheduler: Callable[..., Any] | None = None
     evaluation: Evaluation | None = None
+    loading: Loading = Loading()
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
 
 

@@ -8,23 +8,23 @@ A feed yields *inputs* for each micro-batch, a pytree of device tensors, and `op
 They are separate so that a captured CUDA graph can contain the gather and the augmentation.
 """
 
-import pickle
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Protocol
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
-from uneven.data.loader_context import LoaderContext, end_with_parent
-from uneven.data.sample_order import permutation, sample_keys
+from uneven.config import Loading
+from uneven.data.batches import Collate, to_device
+from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved
+from uneven.data.keyed_dataset import KeyedDataset, WorkerStart
+from uneven.data.loader_context import LoaderContext
+from uneven.data.sample_order import sample_keys
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
 
@@ -56,23 +56,34 @@ class Feed(Protocol):
 
 
 def make_feed(
-    dataset: Any, device: torch.device, seed: int, batch_size: int, num_workers: int = 0, *, is_rank: bool = False
+    dataset: Any,
+    device: torch.device,
+    seed: int,
+    batch_size: int,
+    num_workers: int = 0,
+    *,
+    is_rank: bool = False,
+    loading: Loading = Loading(),  # noqa: B008, immutable
+    order: EpochOrder | None = None,
 ) -> Feed:
-    """The feed for `dataset`. In a rank process (`is_rank`) loader processes are not forked: see LoaderContext."""
-    if isinstance(dataset, TensorDataset):
+    """The feed for `dataset`: the one place where the kind of source is chosen. Without `order` it is shuffled.
+
+    In a rank process (`is_rank`) loader processes are not forked: see LoaderContext.
+    """
+    order = PlainOrder(len(dataset), seed, is_shuffled=True) if order is None else order
+    if isinstance(dataset, TensorDataset) and loading.collate_fn is None:
         dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
-    if isinstance(dataset, TensorData):
-        return TensorFeed(dataset, device, seed, batch_size)
-    return LoaderFeed(
-        dataset, device, seed, batch_size, num_workers, LoaderContext() if num_workers and is_rank else None
-    )
+    if isinstance(dataset, TensorData) and loading.collate_fn is None:
+        return TensorFeed(dataset, device, seed, batch_size, order)
+    return LoaderFeed(dataset, device, seed, batch_size, num_workers, order, loading, is_rank=is_rank)
 
 
 class TensorFeed:
     """A TensorData that is resident on the device, or on the host if the model would have too little memory left."""
 
-    def __init__(self, data: TensorData, device: torch.device, seed: int, batch_size: int) -> None:
+    def __init__(self, data: TensorData, device: torch.device, seed: int, batch_size: int, order: EpochOrder) -> None:
         self._device = device
+        self._order = order
         self._seed = seed
         self._batch_size = batch_size
         self._resident = device.type != "cuda" or data.num_bytes <= RESIDENT_FRACTION * _free_bytes(device)
@@ -104,11 +115,11 @@ class TensorFeed:
         for indices in all_indices.split(self._batch_size):
             if len(indices):
                 batch = self._data.take(indices, None)
-                yield (batch if self._resident else _to_device(batch, self._device)), len(indices)
+                yield (batch if self._resident else to_device(batch, self._device)), len(indices)
 
     def _start_epoch(self, epoch: int) -> None:
-        order = permutation(self._seed, epoch, len(self._data))
-        keys = sample_keys(self._seed, epoch, len(self._data))
+        order = self._order.indices(epoch)
+        keys = sample_keys(self._seed, epoch, len(order))
         picks = torch.from_numpy(np.stack([order, keys]))
         self._picks = picks.to(self._device) if self._resident else picks
         self._epoch = epoch
@@ -117,7 +128,7 @@ class TensorFeed:
         if self._resident:
             return picks
         rows = tuple(t.index_select(0, picks[0]).pin_memory() for t in self._data.tensors)
-        return _to_device((rows, picks[1].pin_memory()), self._device)
+        return to_device((rows, picks[1].pin_memory()), self._device)
 
 
 class LoaderFeed:
@@ -134,17 +145,25 @@ class LoaderFeed:
         seed: int,
         batch_size: int,
         num_workers: int,
-        context: LoaderContext | None = None,
+        order: EpochOrder,
+        loading: Loading,
+        *,
+        is_rank: bool,
     ) -> None:
-        self._dataset = dataset
-        # A forked process shares the data set's memory and needs no pickling.
-        self._context = context or ("fork" if num_workers else None)
+        self._dataset = KeyedDataset(dataset)
+        self._num_samples = len(dataset)
         self._device = device
         self._seed = seed
         self._batch_size = batch_size
         self._num_workers = num_workers
+        self._order = order
+        self._loading = loading
+        self._plan: list[list[Any]] = []  # of the evaluation that is on, for a DataLoader that is kept
+        self._kept: DataLoader[Any] | None = None
+        # A forked process shares the data set's memory and needs no pickling.
+        self._context = (LoaderContext() if is_rank else "fork") if num_workers else None
         self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
-        self.lookahead = 2 * num_workers  # DataLoader's prefetch_factor is 2
+        self.lookahead = (2 if loading.prefetch_factor is None else loading.prefetch_factor) * num_workers
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
         requested: deque[Part] = deque()
@@ -152,23 +171,24 @@ class LoaderFeed:
         while (batch := self._next(batches)) is not _END:
             part = requested.popleft()
             rest = [self._next(batches) for _ in part.sizes[1:]]
-            moved = [_to_device(value, self._device) for value in (batch, *rest)]
+            moved = [to_device(value, self._device) for value in (batch, *rest)]
             yield part, list(zip(moved, part.sizes, strict=False))  # an empty part has one batch: None
 
     def open(self, inputs: Inputs) -> Batch:
         return inputs
 
     def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        indices = range(len(self._dataset))[first:stop]
+        indices = range(self._num_samples)[first:stop]
         plan = [indices[start : start + self._batch_size] for start in range(0, len(indices), self._batch_size)]
-        batches = iter(self._loader([(index, None) for index in indices] for indices in plan))
+        batches = self._iterate([[(index, None) for index in indices] for indices in plan])
         for indices in plan:
-            yield _to_device(self._next(batches), self._device), len(indices)
+            yield to_device(self._next(batches), self._device), len(indices)
 
-    def _next(self, batches: Iterator[Batch]) -> Batch:
+    def _next(self, batches: Iterator[Any]) -> Any:
         # Seeding per sample in this process must not change the random numbers of training (dropout).
-        with _rng_states_preserved() if self._num_workers == 0 else nullcontext():
-            return next(batches, _END)
+        with random_states_preserved() if self._num_workers == 0 else nullcontext():
+            loaded: Any = next(batches, _END)
+        return _END if loaded is _END else loaded.batch
 
     def _sample_plan(self, parts: Iterable[Part], requested: deque[Part]) -> Iterator[list[tuple[int, int]]]:
         """The (index, key) pairs of each batch, for the DataLoader; appends each part to `requested` as it is read."""
@@ -176,8 +196,8 @@ class LoaderFeed:
         for part in parts:
             if part.slot.epoch != epoch:
                 epoch = part.slot.epoch
-                order = permutation(self._seed, epoch, len(self._dataset))
-                keys = sample_keys(self._seed, epoch, len(self._dataset))
+                order = self._order.indices(epoch)
+                keys = sample_keys(self._seed, epoch, len(order))
             requested.append(part)
             span = slice(part.first, part.stop)
             picks = iter(zip(order[span].tolist(), keys[span].tolist(), strict=True))
@@ -185,59 +205,29 @@ class LoaderFeed:
             for size in part.sizes or [0]:
                 yield list(islice(picks, size))
 
-    def _loader(self, plan: Iterable[list[Any]]) -> DataLoader[Any]:
+    def _iterate(self, plan: list[list[Any]]) -> Iterator[Any]:
+        """Over the batches of an evaluation; with `persistent_workers` by the processes of the last one."""
+        if not self._loading.persistent_workers or not self._num_workers:
+            return iter(self._loader(plan))
+        self._plan[:] = plan
+        self._kept = self._kept or self._loader(self._plan, persistent_workers=True)
+        return iter(self._kept)
+
+    def _loader(self, plan: Iterable[list[Any]], *, persistent_workers: bool = False) -> DataLoader[Any]:
+        loading, has_workers = self._loading, self._num_workers > 0
         return DataLoader(
-            _KeyedDataset(self._dataset),
+            self._dataset,
             batch_sampler=plan,
-            collate_fn=_collate,
+            collate_fn=Collate(loading.collate_fn),
             num_workers=self._num_workers,
             generator=torch.Generator().manual_seed(self._seed),  # otherwise it would draw from the default generator
             pin_memory=self._device.type == "cuda",
             multiprocessing_context=self._context,
-            worker_init_fn=end_with_parent if isinstance(self._context, LoaderContext) else None,
+            worker_init_fn=WorkerStart(loading.worker_init_fn, isinstance(self._context, LoaderContext)),
+            prefetch_factor=loading.prefetch_factor if has_workers else None,
+            timeout=loading.timeout if has_workers else 0.0,
+            persistent_workers=persistent_workers,
         )
-
-
-class _KeyedDataset(Dataset[Any]):
-    """Reads sample `index` after seeding every random generator with `key` (None: not seeded)."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, pick: tuple[int, int | None]) -> Any:
-        index, key = pick
-        if key is not None:
-            random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)
-            torch.default_generator.manual_seed(key)
-        return self._dataset[index]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The data set's class may be defined in the user's script, which a loader process does not import.
-        return _unpickle_keyed, (cloudpickle.dumps(self._dataset),)
-
-
-def _unpickle_keyed(pickled: bytes) -> _KeyedDataset:
-    return _KeyedDataset(pickle.loads(pickled))
-
-
-def _collate(samples: list[Any]) -> Any:
-    return default_collate(samples) if samples else None
-
-
-@contextmanager
-def _rng_states_preserved() -> Iterator[None]:
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_state)
-
-
-def _to_device(tree: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ train several times: each run forms a group of its own, under keys of its own in
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -160,10 +160,12 @@ class ProcessContext:
         rank_info = self.make_rank_info(devices)
 
         def join(model: nn.Module) -> Group:
-            return self.join(model, rank_info, config, len(task.dataset))
+            axis, order = worker.engine.axis, worker.engine.order
+            data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
+            return self.join(model, rank_info, config, data)
 
-        self._worker = Worker(task, config, rank_info, join, stop, report, is_own_loop=is_own_loop)
-        return self._worker
+        worker = self._worker = Worker(task, config, rank_info, join, stop, report, is_own_loop=is_own_loop)
+        return worker
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
         """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
@@ -171,25 +173,29 @@ class ProcessContext:
             devices = self._devices or (Device("cpu"),) * self.environment.world_size
         return RankInfo(self.environment.rank, devices, member=self.member)
 
-    def join(self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, samples: int = 0) -> Group:
-        """Compare settings and model with the other ranks, then form the group, which `rank_info` holds from then on.
+    def join(
+        self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, data: Sequence[str] = ()
+    ) -> Group:
+        """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
         InputError on every rank where they differ. Without `config` the model is trained by hand, over Gloo.
         """
         self._refuse_second_group()
         is_single = rank_info.world_size == 1
-        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, samples))
+        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data))
         self._rank_info = rank_info
         if self.environment.launcher == "torchrun" and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
             self._peers = PeerWatch(store, rank_info.rank, rank_info.devices, self._show)
         return rank_info.group
 
-    def _form_group(self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None, samples: int) -> Group:
+    def _form_group(
+        self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None, data: Sequence[str]
+    ) -> Group:
         self._runs += 1
         store = self.environment.connect(f"run/{self._runs}")
         rank, world_size = rank_info.rank, rank_info.world_size
-        lines = [] if config is None else [f"samples = {samples}"]
+        lines = list(data)
         given = {} if config is None else config.to_json()
         lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
         agree(store, rank, world_size, lines, what="was given other settings", where="settings")

@@ -1,7 +1,8 @@
 """The payload: a task on its way from the launcher to the rank processes of the same machine.
 
 The factories are pickled (by value where they come from `__main__` or a notebook, so that no script is run again);
-large tensors are written once, beside the pickle, and mapped by every rank, so N ranks hold one copy. The folder is
+large tensors and arrays are written once, beside the pickle, and mapped by every rank, so N ranks hold one copy; files
+that a data set has mapped itself are mapped again. The folder is
 private to the user. Nothing that arrives over a network is ever unpickled.
 """
 
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-MAPPED_BYTES = 1 << 20  # tensors from this size on are shared
+from uneven.data.pickling import MAPPED_BYTES, give_mapped, key_of_memmap
 
 
 def write_payload(content: Any, folder: Path) -> None:
@@ -38,17 +41,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, folder: Path) -> None:
         super().__init__(file)
         self._folder = folder
-        self._seen: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._seen: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, np.memmap):
+            return key_of_memmap(value)
+        if type(value) is np.ndarray and value.nbytes >= MAPPED_BYTES and not value.dtype.hasobject:
+            return self._mapped(value, "array", value.dtype.str, np.ascontiguousarray(value))
         is_large = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
         if not is_large or value.layout != torch.strided or value.numel() * value.element_size() < MAPPED_BYTES:
             return None
+        return self._mapped(value, "tensor", value.dtype, value.contiguous().view(torch.uint8).numpy())
+
+    def _mapped(self, value: Any, kind: str, dtype: Any, content: NDArray[Any]) -> tuple[Any, ...]:
         if id(value) not in self._seen:
             name = f"tensor-{len(self._seen)}"
-            value.contiguous().view(torch.uint8).numpy().tofile(self._folder / name)
-            # The tensor is kept, too: its id must not be given to another while we pickle.
-            self._seen[id(value)] = (value, (name, value.dtype, tuple(value.shape)))
+            content.tofile(self._folder / name)
+            # The value is kept, too: its id must not be given to another while we pickle.
+            self._seen[id(value)] = (value, (kind, name, 0, dtype, tuple(value.shape)))
         return self._seen[id(value)][1]
 
 
@@ -57,8 +67,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._folder = folder
 
-    def persistent_load(self, key: Any) -> Tensor:
-        name, dtype, shape = key
+    def persistent_load(self, key: Any) -> Any:
+        kind, name, place, dtype, shape = key
+        if kind != "tensor":
+            return give_mapped((kind, name if kind == "file" else str(self._folder / name), place, dtype, shape))
         count = 1
         for length in shape:
             count *= length

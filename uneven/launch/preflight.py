@@ -12,6 +12,8 @@ import torch
 
 from uneven.comm.group import has_nccl
 from uneven.config import SHARDED, RunConfig, Task, check_task
+from uneven.data.check_batch import check_batch
+from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
@@ -47,8 +49,11 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     local = context.of_this_machine(devices)
     config, notes = settle(config, devices, local)
     _check_before_step(task, config, len(devices))
+    order = make_order(task, config)
+    axis = make_axis(order, config, len(devices))
+    check_batch(task, config, order)
     if config.replay is not None:
-        config = _check_replay(task, config, len(devices))
+        config = _check_replay(axis, config, len(devices))
     _check_optimizer(task, config, len(devices))
     is_lead = context.rank == 0
     if config.out is not None and is_lead:
@@ -56,7 +61,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
-        reporter.say([*describe(task, config, devices, found), *notes])
+        reporter.say([*describe(axis, config, devices, found), *notes])
     if context.note:
         reporter.say([f"  {context.note}"])
     return Prepared(config, devices, reporter)
@@ -78,15 +83,14 @@ def settle(
     return config, [*precision_notes, *backend_notes]
 
 
-def describe(task: Task, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
+def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
     """The resolved configuration as it is printed at the start; `found` is the sentence about the devices."""
-    steps = -(-len(task.dataset) // config.slot_size(len(devices)))
     batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
     lines = [
-        f"uneven {__version__}: {len(task.dataset):,} samples, {config.epochs} epochs of {steps:,} steps",
+        f"uneven {__version__}: {axis.samples:,} samples, {config.epochs} epochs of {axis.slots_per_epoch:,} steps",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]
@@ -126,12 +130,11 @@ def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
         raise InputError(f"before_step with strategy={config.strategy!r}: gradients are in shards; use 'zero1'")
 
 
-def _check_replay(task: Task, config: RunConfig, ranks: int) -> RunConfig:
+def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:
     """InputError where the log does not fit this run; the ranks read it again by themselves."""
     assert config.replay is not None, "called for a replay only"
     if config.out is not None and config.out.resolve() == config.replay.resolve():
         raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
-    axis = Axis(len(task.dataset), config.slot_size(ranks), config.epochs)
     read_log(config.replay, axis, ranks, config.to_json(), config.is_local)
     return replace(config, replay=config.replay.resolve())
 

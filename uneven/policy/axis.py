@@ -5,7 +5,7 @@ of an epoch may be short, and every sample of an epoch lies in exactly one slot.
 All other rooms count progress with it: policies, feeds, checkpoints, LR schedules.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -81,9 +81,12 @@ class Axis:
         epoch, place = divmod(index, self.slots_per_epoch)
         return epoch * self.samples + place * self.slot_size
 
-    def schedule_position(self, index: int) -> int:
-        """The step of an LR schedule in this slot: global samples counted in full slots."""
-        return self.samples_before(index) // self.slot_size
+    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
+        """The step of an LR schedule in this slot: global samples counted in full slots.
+
+        `skipped`: slots and samples before it that were left out.
+        """
+        return (self.samples_before(index) - skipped[1]) // self.slot_size
 
     @property
     def schedule_length(self) -> int:
@@ -93,3 +96,35 @@ class Axis:
     def epoch_end(self, epoch: int) -> int:
         """The slot index at which an epoch has been trained in full."""
         return (epoch + 1) * self.slots_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAxis(Axis):
+    """An axis whose slots are the batches of a batch sampler: `batches` an epoch, of any sizes.
+
+    `offsets(epoch)` gives the position at which each batch begins, and the epoch's end. Every epoch has as many
+    batches and samples; `slot_size` is the size that costs are measured at. LR schedules count batches.
+    """
+
+    batches: int
+    offsets: Callable[[int], Sequence[int]]
+
+    @property
+    def slots_per_epoch(self) -> int:
+        return self.batches
+
+    def slot(self, index: int) -> Slot:
+        epoch, place = divmod(index, self.batches)
+        first, stop = self.offsets(epoch)[place : place + 2]
+        return Slot(index, epoch, first, stop - first)
+
+    def samples_before(self, index: int) -> int:
+        epoch, place = divmod(index, self.batches)
+        return epoch * self.samples + (self.offsets(epoch)[place] if place else 0)
+
+    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
+        return index - skipped[0]
+
+    @property
+    def schedule_length(self) -> int:
+        return self.total

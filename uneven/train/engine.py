@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
+from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Inputs, Micros, make_feed
 from uneven.data.tensors import Batch
 from uneven.hardware.device import needs_ranks
@@ -23,7 +24,7 @@ from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState
-from uneven.policy.axis import Axis, Part
+from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
@@ -57,7 +58,8 @@ class Engine:
         self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
     ) -> None:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
-        self.axis = Axis(len(task.dataset), config.slot_size(rank_info.world_size), config.epochs)
+        self.order = make_order(task, config)
+        self.axis = make_axis(self.order, config, rank_info.world_size)
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
@@ -98,6 +100,8 @@ class Engine:
             config.batch_size,
             config.num_workers,
             is_rank=needs_ranks(rank_info.devices),
+            loading=task.loading,
+            order=self.order,
         )
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
@@ -115,7 +119,8 @@ class Engine:
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
         self.trained = 0  # the slot after the last one trained
         self.samples = 0
-        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
+        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out ...
+        self.skipped_slots = 0  # ... and the steps that these would have been
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
         """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
@@ -173,7 +178,8 @@ class Engine:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis, samples = self.axis, self.samples_before(slot)
         grown = ramp(scale, samples, axis.samples, axis.samples * axis.epochs)
-        self.schedule.move_to(samples // axis.slot_size, grown)
+        skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
+        self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
 
     def samples_before(self, slot: int) -> int:
         """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""
@@ -182,6 +188,9 @@ class Engine:
     def skip_epoch(self, epoch: int, trained_samples: int) -> None:
         """The rest of an epoch is left out, of which all ranks together have trained so many samples."""
         if left := self.axis.samples - trained_samples:
+            is_local = self.config.is_local and self.rank_info.world_size > 1  # there each rank knows its own slots
+            steps = -(-left // self.axis.slot_size) if is_local else self.axis.epoch_end(epoch) - self.trained
+            self.skipped_slots += steps
             self.skipped.append((epoch, left))
             self.recorder.event("skip", epoch=epoch + 1, samples=left)
         self.trained = self.axis.epoch_end(epoch)

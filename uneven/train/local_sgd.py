@@ -97,17 +97,17 @@ class LocalSGD:
         self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
-        axis, batch = self.engine.axis, self.engine.config.batch_size
+        axis = self.engine.axis
         last = min(self.engine.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
             if index is None:  # a round is due before the next slot: an empty part lets `train` run it
                 slot = axis.slot(last)
-                yield Part(slot, slot.first, 0, batch)
+                yield Part(slot, slot.first, 0, 1)
                 continue
             slot = axis.slot(index)
             last = index
-            yield Part(slot, slot.first, slot.samples, batch)
+            yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
 
     def train(self, part: Part, micros: Micros) -> bool:
         """Train the part, if it has samples, then enter and merge the rounds that are due."""

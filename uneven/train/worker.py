@@ -19,6 +19,7 @@ from uneven.comm.group import Group
 from uneven.config import Evaluation, RunConfig, Task
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.errors import NotFiniteError
+from uneven.hardware.device import needs_ranks
 from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
@@ -106,6 +107,7 @@ class Worker:
         finally:
             self.recorder.close()
             self._sampler.stop()
+            self._test_feed = None  # ends loader processes that it kept
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
@@ -238,7 +240,15 @@ class Worker:
     def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
         batch_size = evaluation.batch_size or self.config.batch_size
         if self._test_feed is None:
-            self._test_feed = make_feed(evaluation.dataset, self.engine.device, self.config.seed, batch_size)
+            self._test_feed = make_feed(
+                evaluation.dataset,
+                self.engine.device,
+                self.config.seed,
+                batch_size,
+                evaluation.num_workers,
+                is_rank=needs_ranks(self.rank_info.devices),
+                loading=evaluation.loading,
+            )
         model, precision = self.engine.model, self.engine.eager.precision
         if self.config.is_model_parallel:
             return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
