@@ -91,6 +91,7 @@ def test_the_builder_has_no_other_methods_of_settings() -> None:
 TYPED = {
     "batch_size": ("8", 8),
     "epochs": ("3", 3),
+    "max_steps": ("100", 100),
     "policy": ("async", "async"),
     "devices": ("cpu,cpu@0.4", "cpu,cpu@0.4"),
     "backend": ("cpu", "cpu"),
@@ -120,6 +121,8 @@ TYPED = {
     "precision": ("bf16", "bf16"),
     "compile": ("graph", "graph"),
     "num_workers": ("1", 1),
+    "eval_every": ("500 steps", "500 steps"),
+    "monitor": ("loss", "loss"),
     "checkpoint_every": ("2", 2),
     "out": ("runs/a", "runs/a"),
     "replay": ("runs/b", "runs/b"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Settings(TypedDict, total=False):
-    """How to train; all have defaults but batch_size and epochs. See docs/settings.md."""
+    """How to train; all have defaults but batch_size and epochs (or max_steps). See docs/settings.md."""
 
 '''
 
@@ -111,7 +111,7 @@ def render_page(page: str) -> str:
 def _row(setting: Setting) -> str:
     alias = "" if setting.alias is None else f" (`{setting.alias}`)"
     if setting.is_required:
-        default = "required"
+        default = setting.default_text or "required"
     elif setting.default is None:
         default = f"None: {setting.default_text}"
     else:

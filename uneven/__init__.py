@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 from uneven.version import __version__ as __version__
 
 _HOMES = {
+    "Callback": "uneven.train.callbacks",
+    "CallbackInfo": "uneven.train.callbacks",
     "Ddp": "uneven.api.fit",
+    "EarlyStopping": "uneven.api.callbacks",
     "FlowBuilder": "uneven.graph.flow",
+    "KeepBest": "uneven.api.callbacks",
     "fit": "uneven.api.fit",
     "Run": "uneven.launch.run",
     "TrainedState": "uneven.results.state",
@@ -22,9 +26,13 @@ _HOMES = {
     "RankError": "uneven.errors",
 }
 __all__ = [
+    "Callback",
+    "CallbackInfo",
     "Ddp",
+    "EarlyStopping",
     "FlowBuilder",
     "InputError",
+    "KeepBest",
     "MachineError",
     "MuonAdamW",
     "NotFiniteError",
@@ -36,6 +44,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from uneven.api.callbacks import EarlyStopping, KeepBest
     from uneven.api.fit import Ddp, fit
     from uneven.data.tensors import TensorData
     from uneven.errors import InputError, MachineError, NotFiniteError, RankError
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
     from uneven.launch.run import Run
     from uneven.parallel.muon_adamw import MuonAdamW
     from uneven.results.state import TrainedState
+    from uneven.train.callbacks import Callback, CallbackInfo
 
 
 def __getattr__(name: str) -> Any:

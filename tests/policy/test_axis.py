@@ -40,6 +40,33 @@ def test_an_epoch_ends_after_its_last_slot(axis: Axis) -> None:
         assert axis.slot(axis.epoch_end(epoch) - 1).stop == axis.samples
 
 
+limited = st.builds(
+    Axis,
+    samples=st.integers(1, 300),
+    slot_size=st.integers(1, 70),
+    epochs=st.integers(1, 4),
+    max_slots=st.integers(1, 400),
+)
+
+
+@given(limited)
+def test_a_limit_leaves_the_first_slots_of_the_axis_and_ends_its_last_epoch(axis: Axis) -> None:
+    whole = Axis(axis.samples, axis.slot_size, 400)
+    assert axis.total == min(axis.max_slots or 0, axis.epochs * axis.slots_per_epoch)
+    assert list(axis.slots()) == list(whole.slots(0, axis.total))
+    assert axis.total_samples == sum(slot.samples for slot in axis.slots())
+    assert axis.slot(axis.total - 1).epoch == axis.epochs - 1
+    assert axis.epoch_end(axis.epochs - 1) == axis.total
+    assert [axis.schedule_position(slot.index) for slot in axis.slots()] == list(range(axis.schedule_length))
+
+
+@given(axes | limited)
+def test_epochs_are_over_at_their_ends(axis: Axis) -> None:
+    ends = [axis.epoch_end(epoch) for epoch in range(axis.epochs)]
+    for index in range(axis.total + 1):
+        assert axis.epochs_before(index) == sum(end <= index for end in ends)
+
+
 def test_an_empty_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         Axis(samples=0, slot_size=1, epochs=1)

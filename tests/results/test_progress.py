@@ -64,6 +64,34 @@ def test_a_run_in_progress_is_shown_by_device_with_share_and_speed(last_frame) -
     assert slow.endswith(" 350")
 
 
+def test_a_run_with_max_steps_counts_them(last_frame, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    limit = {"steps": 400, "has_max_steps": True}
+    whole, *_ = last_frame(pair(3600, 1400, **limit))
+    assert "samples/s  step 200/400  loss 0.2500" in whole
+    inside = ENTRY | {"step": 200, "samples": 5000, "is_inside_epoch": True}
+    whole, *_ = last_frame(pair(3600, 1400, history=[inside], **limit))
+    assert "50 %" in whole
+    whole, *_ = last_frame(pair(3600, 1400, history=[inside, ENTRY | {"step": 400}], **limit))
+    assert "step 400/400" in whole
+    whole, *_ = last_frame(pair(3600, 1400, steps=400))
+    assert "step" not in whole
+    monkeypatch.setenv("COLUMNS", "120")
+    reporter = Reporter("bar", "solo")
+    reporter.started(Axis(TOTAL, 100, 9, max_slots=150), "cpu")
+    reporter.stepped(5000, 5000, 2.0, 0.125)
+    reporter.close()
+    *_, bar = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert "33 % 2,500 samples/s  step 50/150  loss 0.1250" in bar
+
+
+def test_an_evaluation_inside_an_epoch_is_a_line_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter("lines")
+    reporter.started(Axis(TOTAL, 10, 3), "cpu")
+    reporter.epoch_done(ENTRY | {"epoch": 2, "step": 1500, "is_inside_epoch": True, "accuracy": 0.5})
+    line = "epoch 2/3, step 1,500  train_loss 0.5000  accuracy 0.5000  2,500 samples/s  4.0 s"
+    assert capsys.readouterr().err.strip() == line
+
+
 def test_a_local_policy_shows_where_each_device_is_among_the_rounds(last_frame) -> None:  # type: ignore[no-untyped-def]
     rounds = {"round": 12, "staleness": 3, "anchor": 13.6, "delay": 0.44}
     _, fast, slow = last_frame(

@@ -41,10 +41,31 @@ def test_a_default_argument_is_the_users_own() -> None:
     assert schedule.rates == pytest.approx([0.1])
 
 
-@pytest.mark.parametrize("make", [lr_scheduler.ReduceLROnPlateau, lambda opt: None])
-def test_a_scheduler_that_is_no_function_of_progress_is_refused(make: object) -> None:
-    with pytest.raises(InputError, match="progress alone"):
-        Schedule(make, sgd(), 10)  # type: ignore[arg-type]
+def test_what_is_no_scheduler_is_refused() -> None:
+    with pytest.raises(InputError, match="made a NoneType; it must make a torch LRScheduler"):
+        Schedule(lambda opt: None, sgd(), 10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.7])
+def test_a_plateau_is_stepped_by_its_metric_alone_and_the_scale_does_not_enter_it(scale: float) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> lr_scheduler.ReduceLROnPlateau:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, min_lr=0.02)
+
+    theirs, optimizer = two_groups(), two_groups()
+    plain, schedule = make(theirs), Schedule(make, optimizer, 100)
+    assert schedule.needs_metric
+    assert not Schedule(None, sgd(), 10).needs_metric
+    seen = set()
+    for position, metric in enumerate([3.0, 2.0, 2.0, 2.0, 2.5, 2.5, 2.5, 2.5, 1.0]):
+        schedule.move_to(position, scale)
+        schedule.move_to(position + 1, scale)
+        plain.step(metric)
+        schedule.step_metric(metric)
+        wanted = [group["lr"] for group in theirs.param_groups]
+        assert schedule.plain == wanted
+        assert schedule.rates == [scale * rate for rate in wanted]
+        seen.add(tuple(wanted))
+    assert len(seen) >= 3, "the rate has fallen"
 
 
 LENGTH = 40

@@ -94,7 +94,7 @@ def test_every_chart_is_drawn(tab: Tab) -> None:
     assert sorted(names) == sorted(OVER_TIME + OVER_SAMPLES)
     assert all(width > 300 for width in tab.ask(f"{names}.map((name) => fig(name).inner_width)"))
     seen = tab.ask("[...new Set(fig('lanes').renderers.map((one) => one.name))]")
-    states = [f"state-{state}" for state in STATES if state != "checkpoint"]
+    states = [f"state-{state}" for state in STATES if state not in ("checkpoint", "user")]
     assert {*states, "gaps", "merges", "round-collecting", "round-summing", "moments"} <= set(seen)
     labels = tab.ask("[...fig('lanes').left[0].major_label_overrides.values()]")
     assert labels == ["0: cpu@0", "1: cpu@1"]

@@ -78,9 +78,10 @@ def dense(
     scale: float,
     epochs: int = 3,
     skipped: Collection[int] = (),
+    max_steps: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Local SGD written down once more, in one process: replicas in turn, averages by samples at the windows' ends."""
-    axis = Axis(len(X), 8 * accumulate, epochs)
+    axis = Axis(len(X), 8 * accumulate, epochs, max_slots=max_steps)
     models = [Net(torch.float64) for _ in counts]
     optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
     schedulers = [scheduler(one) if scheduler else None for one in optimizers]
@@ -106,7 +107,7 @@ def dense(
                         schedulers[rank].step()
                     positions[rank] = axis.schedule_position(index)
                     plain[rank] = [group["lr"] for group in own.param_groups]
-                factor = ramp(scale, axis.samples_before(index), axis.samples, axis.samples * epochs)
+                factor = ramp(scale, axis.samples_before(index), axis.samples, axis.total_samples)
                 for group in own.param_groups:
                     group["lr"] *= factor
                 if index in skipped:

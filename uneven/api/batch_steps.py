@@ -48,7 +48,7 @@ class BatchSteps:
     """
 
     def __init__(self) -> None:
-        self.is_no_sync = False
+        self.no_sync_depth = 0  # of blocks that the user is inside
         self.began_ns = 0  # when the batch was handed out; what the user's own code took is added
         self.samples = 1  # of the last batch handed out
         self.is_last = False  # whether that is the last of its step
@@ -77,7 +77,7 @@ class BatchSteps:
     @property
     def _syncs(self) -> bool:
         """Whether `step` on the present batch steps the optimizer."""
-        return self._due is not None and self._due.is_last and not self.is_no_sync
+        return self._due is not None and self._due.is_last and not self.no_sync_depth
 
     @property
     def is_trained(self) -> bool:
@@ -184,7 +184,7 @@ class BatchSteps:
             assert isinstance(synchronizer, GradientSync), "only there ranks update together"
             check_status([RankStatus(int(StepStats(*row).status)) for row in left.rows], due.part.slot.index)
             self.drop()
-            synchronizer.follow_skip()
+            return synchronizer.follow_skip()
         return False
 
     def _slow_down(self) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.instances import as_factories
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Loading, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, Task, TrainStep, read_every, resolve
+from uneven.config.every import ALLOWED
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.launch.context import command_line_settings
@@ -30,9 +31,10 @@ class Builder(SettingMethods):
         self._factories = (make_model, make_optimizer, train_step)
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
-        self._evaluation: tuple[Any, EvalStep, int, int | None, Callable[..., Any] | None] | None = None
+        self._evaluation: tuple[Any, EvalStep, int | str, int | None, Callable[..., Any] | None] | None = None
         self._before_step: Callable[..., Any] | None = None
         self._loading = Loading()
+        self._callbacks: list[Any] = []
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
 
     def dataset(self, dataset: Any) -> "Self":
@@ -68,15 +70,19 @@ class Builder(SettingMethods):
         batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> "Self":
-        """Evaluate every epoch or every N epochs, and always after the last; not counted as training time.
+        """Evaluate every N epochs, or as in "500 steps", and always at the end; not counted as training time.
 
-        The test set may be a DataLoader, which is read as it says. Any other is read with the builder's `collate_fn`,
-        unless it is given one here.
+        The setting `eval_every` says the same and takes precedence. The test set may be a DataLoader, which is read as
+        it says. Any other is read with the builder's `collate_fn`, unless it is given one here.
         """
-        epochs = 1 if every == "epoch" else every
-        if not isinstance(epochs, int) or epochs < 1:
-            raise InputError(f"every={every!r} must be 'epoch' or a number of epochs of at least 1")
-        self._evaluation = (test_set, eval_step, epochs, batch_size, collate_fn)
+        if read_every(every) is None:
+            raise InputError(f"every={every!r} must be 'epoch', {ALLOWED}")
+        self._evaluation = (test_set, eval_step, every, batch_size, collate_fn)
+        return self
+
+    def callbacks(self, *callbacks: Any) -> "Self":
+        """Objects with on_start, on_step, on_round, on_eval, on_save, on_end or some of them; see `uneven.Callback`."""
+        self._callbacks += callbacks
         return self
 
     def before_step(self, function: Callable[..., Any]) -> "Self":
@@ -106,6 +112,7 @@ class Builder(SettingMethods):
             self._make_scheduler,
             evaluation,
             loading,
+            callbacks=tuple(self._callbacks),
             before_step=self._before_step,
         )
         config = resolve(settings, overrides)

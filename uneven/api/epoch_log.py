@@ -5,7 +5,7 @@ log different names, and a rank without samples none, so what travels is text an
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,24 +40,29 @@ class EpochLog:
             entry[0] = entry[0] + value * weight
             entry[1] += weight
 
-    def collect(self, group: Group) -> dict[int, dict[str, float]]:
-        """The means of every epoch that has new numbers; a collective."""
+    def collect(self, group: Group, history: Sequence[dict[str, Any]], epoch: int | None = None) -> dict[str, float]:
+        """The means of an epoch that ends here; new numbers of earlier ones go into their entries. A collective."""
         own = {e: {n: [float(total), weight] for n, (total, weight) in v.items()} for e, v in self._new.items()}
         self._new = {}
         texts = [json.dumps(own).encode()] if group.world_size == 1 else gather_bytes(group, json.dumps(own).encode())
         changed = set()
         for text in texts:
-            for epoch, values in json.loads(text).items():
-                changed.add(int(epoch))
+            for key, values in json.loads(text).items():
+                changed.add(int(key))
                 for name, (total, weight) in values.items():
-                    entry = self._totals.setdefault(int(epoch), {}).setdefault(name, [0.0, 0.0])
+                    entry = self._totals.setdefault(int(key), {}).setdefault(name, [0.0, 0.0])
                     entry[0] += total
                     entry[1] += weight
-        return {
-            epoch: {name: total / weight if weight else float("nan") for name, (total, weight) in entries.items()}
-            for epoch, entries in self._totals.items()
-            if epoch in changed
+        means = {
+            which: {name: total / weight if weight else float("nan") for name, (total, weight) in entries.items()}
+            for which, entries in self._totals.items()
+            if which in changed
         }
+        ending = means.pop(-1 if epoch is None else epoch, {})
+        for past in history:
+            if not past.get("is_inside_epoch"):
+                past.update(means.get(past["epoch"] - 1, {}))
+        return ending
 
 
 def common_metric(group: Group, metric: Any) -> float:

@@ -19,7 +19,7 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_list, resolve
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.hardware.device import Device, needs_ranks
@@ -48,6 +48,7 @@ def fit(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: "Unpack[Settings]",
 ) -> TrainedState:
     """Train a model and return its state.
@@ -58,6 +59,7 @@ def fit(
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
     before_step(model) is called before every update, with the summed gradients in the params' .grad.
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
+    callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -84,7 +86,7 @@ def fit(
         builder.evaluate(*evaluate)
     if before_step is not None:
         builder.before_step(before_step)
-    return builder.settings(**settings).run().join()
+    return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
 
 
 ROWS_MOVE = (
@@ -117,6 +119,7 @@ class Ddp:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
+        callbacks: Sequence[Any] = (),
         **settings: "Unpack[Settings]",
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
@@ -124,17 +127,18 @@ class Ddp:
         optimizer is one of the model's params, or a function that makes it; scheduler likewise. Several models and
         optimizers are dicts or lists. `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what
         they mean there. On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        When a callback stops the run, `batches` has no more of them.
         """
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        config = resolve(taken, overrides)
+        config, own = resolve(taken, overrides), check_list(callbacks)
         module = as_module(model)
         evaluation = None if evaluate is None else take_test_set(*evaluate, 1, None, None, collate_fn)
         make_optimizer = optimizer_factory(module, optimizer)
         make_scheduler = scheduler_factory(scheduler, optimizer, config)
         objects = (dataset, make_scheduler, evaluation, loading)
-        task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, before_step=before_step)
+        task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
         return _start_loop(task, optimizer, config)
 
     @staticmethod
@@ -180,7 +184,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        return context.make_worker(replace(task, loading=loading), config, devices, stop, reporter, is_own_loop=True)
+        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0

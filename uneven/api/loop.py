@@ -50,11 +50,12 @@ class Loop:
         self._save, self._end_run = save, end_run
         self._steps = BatchSteps()
         self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss))
-        worker.epoch_metrics = self._collect_log
+        self._log = EpochLog()
+        worker.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
         self._iterated: int | None = None  # the epoch inside whose batches the user is
         self._skipped = 0  # epochs that were left out in part
-        self._log = EpochLog()
         self._broken: str | None = None
+        self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
@@ -71,6 +72,8 @@ class Loop:
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
         atexit.register(self._finish_at_exit)
+        if worker.callbacks.is_active:
+            self._start_callbacks()
 
     @property
     def model(self) -> nn.Module:
@@ -106,12 +109,8 @@ class Loop:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps of the whole run until here, one per slot; never a rank's own count.
-
-        In cadence and async, inside an epoch, it is the place on the axis that this rank has reached.
-        """
-        engine = self.worker.engine
-        return engine.trained - engine.skipped_slots
+        """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
+        return self.worker.engine.trained - self.worker.engine.skipped_slots
 
     @property
     def samples(self) -> int:
@@ -134,6 +133,8 @@ class Loop:
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
+        if self._is_stopped:
+            return iter(())
         self._check_usable()
         worker = self.worker
         due = self._synchronizer.epoch
@@ -167,15 +168,12 @@ class Loop:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `step(loss)` is only `backward(loss)`: nothing is summed over ranks and no optimizer steps.
-
-        A step belongs to every last batch of `accumulate`: the batches of one step are set there, not here.
-        """
-        before, self._steps.is_no_sync = self._steps.is_no_sync, True
+        """Inside, `step(loss)` is only `backward(loss)`; the batches of one step are set by `accumulate`, not here."""
+        self._steps.no_sync_depth += 1
         try:
             yield
         finally:
-            self._steps.is_no_sync = before
+            self._steps.no_sync_depth -= 1
 
     def skip_rest(self) -> None:
         """Leave out the rest of this epoch, on all ranks: a batch without its step, and all that follow.
@@ -215,8 +213,7 @@ class Loop:
         self._check_usable()
         if self._iterated is not None:
             self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
-        value = common_metric(self.worker.group, metric)
-        self.worker.engine.schedule.step_metric(value)
+        self.worker.engine.schedule.step_metric(value := common_metric(self.worker.group, metric))
         return value
 
     def evaluate(self, dataset: Any, eval_step: EvalStep, batch_size: int | None = None) -> dict[str, float]:
@@ -234,10 +231,7 @@ class Loop:
 
     @contextmanager
     def pause(self, what: str = "user code") -> Iterator[None]:
-        """Around long work of your own inside an epoch, such as an evaluation on rank 0: no training time, no deadline.
-
-        `what` names it in the timeline. Other ranks may go on, or wait in their next step; they do the same or not.
-        """
+        """Around long work of your own inside an epoch, such as an evaluation: no training time, no deadline."""
         recorder = self.worker.recorder
         if self._iterated is None or recorder.state == "user":  # between epochs all time is the user's already
             yield
@@ -266,7 +260,7 @@ class Loop:
             if training:
                 self._raise_for_all(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
         # All ranks have passed their last epoch together: who waits here waits for code of the user's own.
-        self._collect_log(None)
+        self._log.collect(worker.group, worker.history)
         return self._complete(was_interrupted=False)
 
     def __enter__(self) -> "Loop":
@@ -288,11 +282,15 @@ class Loop:
                 part, micros = next(self._stream)
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._run(partial(self._steps.train, part, []))
+                    if self._is_stopped:
+                        return
                     continue
                 self._synchronizer.set_lr(part.slot.index)
                 worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
                 for place in range(len(micros)):
                     yield self._steps.hand_out(part, micros, place)
+                    if self._has_ended():
+                        return
                     self._check_usable()
                     if not self._steps.is_trained:
                         self._fail(
@@ -300,6 +298,8 @@ class Loop:
                             "ddp.backward and no_sync are for batches before the last one of accumulate=k"
                         )
                     self._run(self._steps.end_slot)
+                    if self._has_ended():
+                        return
                     worker.recorder.enter("data")
                     if self._synchronizer.epoch > epoch:
                         break  # the rest was left out, in the middle of a step's batches
@@ -319,26 +319,32 @@ class Loop:
         self._check_usable()
         try:
             is_stopped = action()
+            if is_stopped:
+                self._complete(was_interrupted=True)
         except InputError as error:
             self._fail(str(error))
         except RankError as error:
             self._raise_for_all(str(error), type(error))
         skipped = len(self.worker.engine.skipped)
-        if skipped > self._skipped:  # what the feed has read ahead was left out
+        if skipped > self._skipped and not is_stopped:  # what the feed has read ahead was left out
             self._skipped = skipped
             self._steps.drop()
             self._stream = self.worker.engine.feed.stream(self._synchronizer.parts())
-        if is_stopped:
-            self._complete(was_interrupted=True)
+        if is_stopped and not self._is_stopped:
             raise KeyboardInterrupt
 
-    def _collect_log(self, epoch: int | None) -> dict[str, float]:
-        """What was logged, over all ranks: an epoch's own at its end, that of earlier ones into the history."""
-        found = self._log.collect(self.worker.group)
-        own = found.pop(-1 if epoch is None else epoch, {})
-        for earlier, values in found.items():
-            self.worker.history[earlier].update(values)
-        return own
+    def _has_ended(self) -> bool:
+        return self._is_stopped
+
+    def _start_callbacks(self) -> None:
+        try:
+            is_stopped = self.worker.start_callbacks()
+            if is_stopped:
+                self._complete(was_interrupted=True)
+        except BaseException:
+            self._leave()
+            raise
+        self._user_since_ns = self.worker.recorder.enter("user")
 
     def _leave_epoch(self, why: str) -> None:
         if self._broken is not None or self._state is not None:
@@ -369,8 +375,10 @@ class Loop:
     def _complete(self, was_interrupted: bool) -> TrainedState:
         worker = self.worker
         self._synchronizer.finalize()
+        worker.end_callbacks()
         self._open.close()
-        self._state = self._save(worker, was_interrupted)
+        self._is_stopped = worker.stopped is not None
+        self._state = self._save(worker, was_interrupted and not self._is_stopped)
         self._leave()
         return self._state
 

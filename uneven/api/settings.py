@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class Settings(TypedDict, total=False):
-    """How to train; all have defaults but batch_size and epochs. See docs/settings.md."""
+    """How to train; all have defaults but batch_size and epochs (or max_steps). See docs/settings.md."""
 
     batch_size: int
     epochs: int
     num_epochs: int
+    max_steps: int | None
     policy: Policy
     devices: str
     backend: Backend
@@ -59,7 +60,9 @@ class Settings(TypedDict, total=False):
     shuffle: bool
     drop_last: bool
     num_workers: int
-    checkpoint_every: int | None
+    eval_every: int | str | None
+    monitor: str | None
+    checkpoint_every: int | str | None
     out: str | Path | None
     replay: str | Path | None
     deadline: float | Deadline | None
@@ -88,6 +91,10 @@ class SettingMethods:
     def num_epochs(self, num_epochs: int) -> "Self":
         """The same as `epochs`."""
         return self.settings(epochs=num_epochs)
+
+    def max_steps(self, max_steps: int | None) -> "Self":
+        """The run ends after so many steps, or after its epochs, whichever comes first."""
+        return self.settings(max_steps=max_steps)
 
     def policy(self, policy: Policy) -> "Self":
         """Sum gradients in every step (sync, balanced) or average params in rounds (cadence, async)."""
@@ -205,8 +212,16 @@ class SettingMethods:
         """DataLoader processes per device, for data sets that are not tensors."""
         return self.settings(num_workers=num_workers)
 
-    def checkpoint_every(self, checkpoint_every: int | None) -> "Self":
-        """Save the state every N epochs, under out."""
+    def eval_every(self, eval_every: int | str | None) -> "Self":
+        """Evaluate every N epochs, or as in '500 steps'; the end of the run is always evaluated."""
+        return self.settings(eval_every=eval_every)
+
+    def monitor(self, monitor: str | None) -> "Self":
+        """The evaluated metric that a ReduceLROnPlateau follows."""
+        return self.settings(monitor=monitor)
+
+    def checkpoint_every(self, checkpoint_every: int | str | None) -> "Self":
+        """Save the state every N epochs, or as in '500 steps', under out."""
         return self.settings(checkpoint_every=checkpoint_every)
 
     def out(self, out: str | Path | None) -> "Self":

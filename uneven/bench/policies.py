@@ -20,7 +20,10 @@ from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # a loss within this fraction of the lowest counts as equally good, since there is one run per policy
-_NOT_METRICS = ("epoch", "samples", "dropped", "train_loss", "lr", "train_seconds", "samples_per_s")
+_NOT_METRICS = (
+    *("epoch", "step", "is_inside_epoch", "samples", "dropped"),
+    *("train_loss", "lr", "train_seconds", "samples_per_s"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

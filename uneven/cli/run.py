@@ -43,6 +43,8 @@ def parse_option(setting: Setting, value: Any) -> Any:
             return entries
         whole = tuple(int(entry) if entry.is_integer() else entry for entry in entries)
         return whole if len(whole) > 1 else whole[0]
+    if int in setting.members and value.isdecimal():
+        return int(value)
     return number_or_word(value) if float in setting.members else value
 
 
@@ -76,6 +78,7 @@ def _metavar(setting: Setting) -> str | None:
         words = ["FOLDER"]
     elif setting.is_list or int in setting.members:
         words = [*(["N"] if int in setting.members else []), *(["N,N,..."] if setting.is_list else [])]
+        words += ["'N steps'"] if str in setting.members else []
     return "|".join(words) or None
 
 

@@ -1,5 +1,6 @@
 """What a run trains (Task) and how (RunConfig): the names other rooms import. Neither torch nor numpy."""
 
+from uneven.config.every import Every, read_every
 from uneven.config.run_config import (
     CHOICES,
     EXACT_POLICIES,
@@ -24,11 +25,12 @@ from uneven.config.run_config import (
     resolve,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import EvalStep, Evaluation, Loading, Task, TrainStep, check_task
+from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task
 
 __all__ = [
     "CHOICES",
     "EXACT_POLICIES",
+    "HOOKS",
     "LOCAL_POLICIES",
     "MODEL_PARALLEL",
     "POLICIES",
@@ -41,6 +43,7 @@ __all__ = [
     "Deadline",
     "EvalStep",
     "Evaluation",
+    "Every",
     "LRScale",
     "Loading",
     "OptimizerState",
@@ -52,8 +55,10 @@ __all__ = [
     "Strategy",
     "Task",
     "TrainStep",
+    "check_list",
     "check_settings",
     "check_task",
+    "read_every",
     "resolve",
     "settings_of",
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from uneven.config.every import about_every
 from uneven.config.setting import about, check_names, settings_of
 from uneven.errors import InputError
 
@@ -41,7 +42,20 @@ class RunConfig:
 
     batch_size: int = field(metadata=about("Samples per device and micro-batch.", least=1))
     epochs: int = field(
-        metadata=about("Passes over the data; each trains every sample exactly once.", least=1, alias="num_epochs")
+        metadata=about(
+            "Passes over the data; each trains every sample exactly once.",
+            least=1,
+            alias="num_epochs",
+            default="required, unless max_steps is given",
+        )
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata=about(
+            "The run ends after so many steps, or after its epochs, whichever comes first.",
+            least=1,
+            default="no limit",
+        ),
     )
     policy: Policy = field(
         default="balanced",
@@ -220,8 +234,23 @@ class RunConfig:
     num_workers: int = field(
         default=0, metadata=about("DataLoader processes per device, for data sets that are not tensors.", least=0)
     )
-    checkpoint_every: int | None = field(
-        default=None, metadata=about("Save the state every N epochs, under out.", least=1, default="at the end alone")
+    eval_every: int | str | None = field(
+        default=None,
+        metadata=about_every(
+            "Evaluate every N epochs, or as in '500 steps'; the end of the run is always evaluated.", "every epoch"
+        ),
+    )
+    monitor: str | None = field(
+        default=None,
+        metadata=about(
+            "The evaluated metric that a ReduceLROnPlateau follows.",
+            allowed="the name of a metric, as in 'loss'",
+            default="'loss', or the only metric",
+        ),
+    )
+    checkpoint_every: int | str | None = field(
+        default=None,
+        metadata=about_every("Save the state every N epochs, or as in '500 steps', under out.", "at the end alone"),
     )
     out: Path | None = field(
         default=None,
@@ -346,15 +375,6 @@ class RunConfig:
         """Whether a device trains the same rows of every step, so that a state may be carried from batch to batch."""
         return self.policy == "sync" or (self.policy == "balanced" and self.shares is not None)
 
-    def evaluates(self, epoch: int, every: int) -> bool:
-        """Whether an evaluation every so many epochs is due at the end of this one; the last is always evaluated."""
-        return epoch + 1 == self.epochs or (epoch + 1) % every == 0
-
-    def checkpoints(self, epoch: int) -> bool:
-        """Whether the state is saved after this epoch; after the last it is the result."""
-        every = self.checkpoint_every
-        return every is not None and epoch + 1 != self.epochs and (epoch + 1) % every == 0
-
     def to_json(self) -> dict[str, Any]:
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         cap = self.memory_cap
@@ -383,7 +403,11 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = MappingP
     known = settings_of(RunConfig)
     given = {_ALIASES.get(name, name): value for name, value in {**settings, **overrides}.items()}
     check_names(given, known)
+    if given.get("max_steps") is not None and given.get("epochs") is None:
+        known["max_steps"].check(given["max_steps"])
+        given["epochs"] = given["max_steps"]  # more than enough: an epoch has at least one step; the axis ends them
     for name, setting in known.items():
         if setting.is_required and name not in given:
-            raise InputError(f"{name} is missing: pass {name}=... (it has no default)")
+            other = ", or max_steps=..." if name == "epochs" else ""
+            raise InputError(f"{name} is missing: pass {name}=...{other} (it has no default)")
     return RunConfig(**{name: known[name].convert(value) for name, value in given.items()})

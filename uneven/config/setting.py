@@ -7,7 +7,7 @@ written by tools/settings.py) and the checks of names, choices and ranges. tests
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -28,11 +28,14 @@ def about(
     why_not: str | None = None,
     default: str | None = None,
     alias: str | None = None,
+    accepts: Callable[[Any], bool] | None = None,
+    allowed: str | None = None,
 ) -> dict[str, Any]:
     """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
 
     `least` is the smallest whole number allowed, `below` the bound of a number above 0. `policies` are those the
     setting belongs to (None: all); `why_not` explains a refusal with another one. `default` describes what None means.
+    `accepts` and its words `allowed` narrow text down to what can be read.
     """
     return {
         "help": help,
@@ -42,6 +45,8 @@ def about(
         "why_not": why_not,
         "default_text": default,
         "alias": alias,
+        "accepts": accepts,
+        "allowed_text": allowed,
     }
 
 
@@ -59,6 +64,8 @@ class Setting:
     why_not: str | None
     default_text: str | None
     alias: str | None
+    accepts: Callable[[Any], bool] | None
+    allowed_text: str | None
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -93,6 +100,8 @@ class Setting:
     @property
     def allowed(self) -> str:
         """What a value must be, in words."""
+        if self.allowed_text is not None:
+            return self.allowed_text
         phrases = []
         if int in self.members:
             phrases.append(f"a whole number of at least {self.least}")
@@ -127,7 +136,8 @@ class Setting:
         """InputError with the allowed range where the value cannot be right, whatever the other settings are."""
         if value is None and type(None) in get_args(self.type):
             return
-        if not any(self._accepts(member, value) for member in self.members):
+        is_read = self.accepts is None or self.accepts(value)
+        if not is_read or not any(self._accepts(member, value) for member in self.members):
             raise InputError(f"{self.name}={value!r} must be {self.allowed}")
 
     def check_policy(self, value: Any, policy: str) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 TrainStep = Callable[["nn.Module", Any], Any]
+HOOKS = ("on_start", "on_step", "on_round", "on_eval", "on_save", "on_end")  # what a callback may have
 EvalStep = Callable[["nn.Module", Any], tuple[Mapping[str, Any], int]]
 
 
@@ -38,7 +39,7 @@ class Evaluation:
 
     dataset: Any
     eval_step: EvalStep
-    every: int = 1  # epochs; the last epoch is always evaluated
+    every: int | str = 1  # epochs, or as in "500 steps"; the setting eval_every takes precedence
     batch_size: int | None = None
     loading: Loading = Loading()
     num_workers: int = 0
@@ -55,6 +56,7 @@ class Task:
     make_scheduler: Callable[..., Any] | None = None
     evaluation: Evaluation | None = None
     loading: Loading = Loading()
+    callbacks: tuple[Any, ...] = ()
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
 
 
@@ -80,3 +82,30 @@ def check_task(task: Task) -> None:
         )
     if len(task.dataset) == 0:
         raise InputError("dataset is empty: there is nothing to train on")
+    check_callbacks(task.callbacks, task.evaluation is not None)
+
+
+def check_list(callbacks: Any) -> tuple[Any, ...]:
+    """The callbacks as a tuple; InputError where it is a single one."""
+    if callbacks is None or isinstance(callbacks, list | tuple):
+        return tuple(callbacks or ())
+    raise InputError(
+        f"callbacks must be a list, got {type(callbacks).__name__}; pass callbacks=[{type(callbacks).__name__}(...)]"
+    )
+
+
+def check_callbacks(callbacks: Sequence[Any], has_evaluation: bool) -> None:
+    """InputError for what would never be called."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, type):
+            raise InputError(
+                f"callbacks=[{callback.__name__}] is a class; pass an object of it: {callback.__name__}(...)"
+            )
+        found = [word for word in dir(callback) if word.startswith("on_") and callable(getattr(callback, word))]
+        unknown = [word for word in found if word not in HOOKS]
+        if unknown or not found:
+            what = f"{name} has {unknown[0]}, which is never called" if unknown else f"{name} has no method to call"
+            raise InputError(f"callbacks: {what}; a callback has one or more of {', '.join(HOOKS)}")
+        if getattr(callback, "needs_evaluation", False) and not has_evaluation:
+            raise InputError(f"callbacks: {name} follows an evaluated metric; pass evaluate=(test_set, eval_step), too")

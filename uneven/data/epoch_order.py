@@ -158,14 +158,15 @@ def make_axis(order: EpochOrder, config: RunConfig, ranks: int) -> Axis:
     """The slots of a run over this order; with `drop_last` the short slot at the end of an epoch is no part of it."""
     slot_size = config.slot_size(ranks)
     if isinstance(order, DrawnOrder) and order.is_batches:
-        return BatchAxis(order.samples, slot_size, config.epochs, order.batches, order.offsets)
+        limit = config.max_steps
+        return BatchAxis(order.samples, slot_size, config.epochs, order.batches, order.offsets, max_slots=limit)
     samples = order.samples - order.samples % slot_size if config.drop_last else order.samples
     if not samples:
         raise InputError(
             f"drop_last=True leaves nothing to train: an epoch has {order.samples} samples and a step {slot_size}; "
             "make batch_size smaller, or leave drop_last out"
         )
-    return Axis(samples, slot_size, config.epochs)
+    return Axis(samples, slot_size, config.epochs, max_slots=config.max_steps)
 
 
 def seed_generators(key: int) -> None:

@@ -17,9 +17,9 @@ from uneven.policy.recorded import RecordedShares, Round
 
 # Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
 _FIXED_SETTINGS = (
-    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "seed", "shuffle", "drop_last"),
-    *("max_grad_norm", "max_grad_value", "precision", "compile", "sync_batchnorm", "optimizer_state"),
-    *("strategy", "bucket_mb"),
+    *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
+    *("shuffle", "drop_last", "max_grad_norm", "max_grad_value"),
+    *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
 )
 
 

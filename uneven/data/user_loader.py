@@ -62,7 +62,7 @@ def take_apart(
 def take_test_set(
     test_set: Any,
     eval_step: EvalStep,
-    every: int,
+    every: int | str,
     batch_size: int | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     train_collate_fn: Callable[[list[Any]], Any] | None,

@@ -85,7 +85,8 @@ class HeartbeatReport:
 
     def started(self, axis: Any, place: str) -> None:
         del place
-        self._add(total=axis.samples * axis.epochs, epochs=axis.epochs, handles_stop=True)
+        self._add(total=axis.total_samples, epochs=axis.epochs, steps=axis.total, handles_stop=True)
+        self._add(has_max_steps=axis.max_slots is not None)
 
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
         self._add(samples=samples, own=own_samples, seconds=training_s, loss=loss)

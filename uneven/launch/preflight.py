@@ -51,7 +51,9 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     _check_before_step(task, config, len(devices))
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
+    config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
     check_batch(task, config, order)
+    _check_evaluation(task, config)
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices))
     _check_optimizer(task, config, len(devices))
@@ -89,8 +91,10 @@ def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
+    steps = f"{axis.slots_per_epoch:,} steps"
+    steps += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
     lines = [
-        f"uneven {__version__}: {axis.samples:,} samples, {config.epochs} epochs of {axis.slots_per_epoch:,} steps",
+        f"uneven {__version__}: {axis.samples:,} samples, {axis.epochs} epochs of {steps}",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]
@@ -128,6 +132,19 @@ def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
         raise InputError("before_step with compile='graph': a captured step calls no function; use 'off' or 'default'")
     if ranks > 1 and not config.is_replicated:
         raise InputError(f"before_step with strategy={config.strategy!r}: gradients are in shards; use 'zero1'")
+
+
+def _check_evaluation(task: Task, config: RunConfig) -> None:
+    """InputError for settings of an evaluation that there is none of."""
+    for name in ("eval_every", "monitor"):
+        value = getattr(config, name)
+        if value is not None and task.evaluation is None:
+            raise InputError(
+                f"{name}={value!r} without an evaluation: pass evaluate=(test_set, eval_step) to fit, or leave it out; "
+                "in a loop of your own you evaluate yourself"
+            )
+    if config.monitor is not None and task.make_scheduler is None:
+        raise InputError(f"monitor={config.monitor!r} is for scheduler=ReduceLROnPlateau; pass one, or leave it out")
 
 
 def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:

@@ -74,9 +74,9 @@ class Run:
         self._stop.set()
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """One entry per epoch, as soon as it is finished; ends with the run. `join()` still has to follow.
+        """The entries of the history as they come, one per epoch and per evaluation; ends with the run.
 
-        Under `uneven run` and torchrun every rank has its own.
+        `join()` still has to follow. Under `uneven run` and torchrun every rank has its own.
         """
         try:
             while (entry := self._epochs.get()) is not None:
@@ -155,11 +155,16 @@ def launch(
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
     context = process_context()
     prepared = prepare(task, config, context, title)
-    prepared.reporter.listeners += on_epoch
+    prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
     starts_ranks = context.is_alone and needs_ranks(devices)
     train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
     return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, context)
+
+
+def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:
+    if not entry.get("is_inside_epoch"):
+        callback(entry)
 
 
 def _train_in_process(
@@ -204,7 +209,8 @@ def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
 def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:
     """How the run went: totals, and where each rank's time was spent. Nothing is derived from a disturbed speed."""
     training_s = max(account.training_s for account in timeline.accounts)
-    done = "trained" if state.finished else "stopped: trained"
+    stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
+    done = "trained" if state.finished else f"{stopped}: trained"
     speed = state.samples / training_s if training_s else 0.0
     lines = [f"{done} {state.samples:,} samples in {training_s:.1f} s ({speed:,.0f} samples/s)"]
     if state.dropped:

@@ -1,12 +1,13 @@
 """The axis: a run's progress as one integer, the slot.
 
 A slot is the position of one optimizer step in the whole run. Invariant: slots never cross an epoch, so the last slot
-of an epoch may be short, and every sample of an epoch lies in exactly one slot. Pure arithmetic: no torch, no clock.
-All other rooms count progress with it: policies, feeds, checkpoints, LR schedules.
+of an epoch may be short, and every sample of an epoch lies in exactly one slot. Where `max_slots` ends the run inside
+an epoch, that epoch is the last and is left unfinished. Pure arithmetic: no torch, no clock. All other rooms count
+progress with it: policies, feeds, checkpoints, LR schedules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,21 @@ def part_of(slot: Slot, shares: Sequence[int], rank: int, batch: int) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """All slots of a run over `samples` samples an epoch, `slot_size` samples a slot."""
+    """All slots of a run over `samples` samples an epoch, `slot_size` samples a slot; at most `max_slots` of them.
+
+    `epochs` becomes the number of epochs that are begun.
+    """
 
     samples: int
     slot_size: int
     epochs: int
+    max_slots: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.slot_size, self.epochs) < 1:
+        if min(self.samples, self.slot_size, self.epochs, self.max_slots or 1) < 1:
             raise ValueError(f"samples, slot_size and epochs of an axis must be at least 1, got {self}")
+        if self.max_slots is not None:
+            object.__setattr__(self, "epochs", min(self.epochs, -(-self.max_slots // self.slots_per_epoch)))
 
     @property
     def slots_per_epoch(self) -> int:
@@ -66,7 +73,13 @@ class Axis:
 
     @property
     def total(self) -> int:
-        return self.slots_per_epoch * self.epochs
+        slots = self.slots_per_epoch * self.epochs
+        return slots if self.max_slots is None else min(slots, self.max_slots)
+
+    @property
+    def total_samples(self) -> int:
+        """Of all epochs together."""
+        return self.samples_before(self.total)
 
     def slot(self, index: int) -> Slot:
         epoch, place = divmod(index, self.slots_per_epoch)
@@ -82,20 +95,26 @@ class Axis:
         return epoch * self.samples + place * self.slot_size
 
     def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
-        """The step of an LR schedule in this slot: global samples counted in full slots.
+        """The step of an LR schedule in this slot: global samples counted in full slots, or with `max_slots` slots.
 
         `skipped`: slots and samples before it that were left out.
         """
+        if self.max_slots is not None:
+            return index - skipped[0]
         return (self.samples_before(index) - skipped[1]) // self.slot_size
 
     @property
     def schedule_length(self) -> int:
         """The number of steps of an LR schedule over the whole run."""
-        return -(-self.samples * self.epochs // self.slot_size)
+        return -(-self.samples * self.epochs // self.slot_size) if self.max_slots is None else self.total
 
     def epoch_end(self, epoch: int) -> int:
-        """The slot index at which an epoch has been trained in full."""
-        return (epoch + 1) * self.slots_per_epoch
+        """The slot index at which an epoch is over: trained in full, or the last one up to the end of the run."""
+        return min((epoch + 1) * self.slots_per_epoch, self.total)
+
+    def epochs_before(self, index: int) -> int:
+        """How many epochs are over when all slots before `index` are done."""
+        return self.epochs if index >= self.total else index // self.slots_per_epoch
 
 
 @dataclass(frozen=True, slots=True)

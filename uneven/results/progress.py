@@ -24,7 +24,10 @@ from rich.text import Text
 
 from uneven.policy.axis import Axis
 
-_NOT_METRICS = ("epoch", "epochs", "samples", "dropped", "lr", "train_seconds", "samples_per_s")
+_NOT_METRICS = (
+    *("epoch", "epochs", "step", "is_inside_epoch", "samples", "dropped", "lr"),
+    *("train_seconds", "samples_per_s"),
+)
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
 _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
@@ -69,7 +72,8 @@ class Reporter:
         del place
         self._epochs = axis.epochs
         if self.style == "bar":
-            self._open(axis.samples * axis.epochs, [self._title])
+            self._open(axis.total_samples, [self._title])
+            self._bar_steps(None if axis.max_slots is None else axis.total)
 
     def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
         """The last heartbeat of each rank, in rank order; {} for a rank that has not sent one yet."""
@@ -126,15 +130,22 @@ class Reporter:
         self._tasks = [self._bar.add_task(title, total=total, speed="", loss="") for title in titles]
         self._bar.start()
 
+    def _bar_steps(self, steps: int | None) -> None:
+        """Count steps in the run's bar, where the run has a number of them."""
+        assert self._bar is not None, "opened by the caller"
+        self._bar.update(self._tasks[0], steps=steps)
+
     def _draw_ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
         assert self._bar is not None, "opened by the caller"
         total, trained = statuses[0]["total"], sum(status["own"] for status in statuses)
         if len(self._tasks) == 1:
             self._bar.reset(self._tasks[0], total=total)  # the time until now was the start's
+            self._bar_steps(statuses[0]["steps"] if statuses[0].get("has_max_steps") else None)
             names = _names([status.get("device", "rank") for status in statuses])
             self._tasks += [self._bar.add_task(f"  {name}", total=total, speed="", part=(0.0, 0.0)) for name in names]
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
-        is_over = len(statuses[0].get("history", [])) == statuses[0]["epochs"]
+        last = statuses[0].get("history", [{}])[-1]
+        is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
         done = total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
         self._bar.update(
@@ -177,6 +188,8 @@ def epoch_line(entry: Mapping[str, Any], epochs: int) -> str | None:
     if entry["epoch"] < last:
         return None
     name = f"epoch {last}/{epochs}" if first == last else f"epochs {first}-{last} of {epochs}"
+    if entry.get("is_inside_epoch"):
+        name = f"{name}, step {entry['step']:,}"
     metrics = {metric: _figure(value) for metric, value in entry.items() if metric not in _NOT_METRICS}
     if first < last:
         metrics["train_loss"] += " (over both)" if last == first + 1 else f" (over all {last - first + 1})"
@@ -253,7 +266,9 @@ def _remaining_columns(task: Task) -> str:
     spent = _clock(task.finished_time if task.finished else task.elapsed)
     if task.total is None:
         return f"starting  {spent}"
-    words = ["samples/s"] * (task.fields["speed"] not in ("", "-")) + [task.fields["loss"], spent]
+    steps = task.fields.get("steps")
+    place = "" if steps is None else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
+    words = ["samples/s"] * (task.fields["speed"] not in ("", "-")) + [place, task.fields["loss"], spent]
     return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * (not task.finished))
 
 

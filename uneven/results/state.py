@@ -36,12 +36,14 @@ class TrainedState:
     tied: dict[str, str] = field(default_factory=dict)  # further name -> the name it shares its tensor with
     optimizer: dict[str, Tensor] = field(default_factory=dict)  # "param.key", and "random.*"
     param_groups: list[dict[str, Any]] = field(default_factory=list)
-    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per finished epoch
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per epoch and per evaluation inside one
     config: dict[str, Any] = field(default_factory=dict)
     slot: int = 0  # slots trained
     samples: int = 0  # samples trained, without those dropped
     dataset_samples: int = 0  # samples of one epoch
     finished: bool = True
+    stopped: str | None = None  # why the run ended early, where a callback asked for it
+    best: dict[str, Any] | None = None  # the entry of the history that params and optimizer are from; None: the last
     timeline: Timeline | None = None
     log: list[list[tuple[int, int, int]]] = field(default_factory=list)  # per rank: (slot, first, samples)
     # (slot, rank, first, samples) of those parts in `log` that were not finite: skipped, their samples not trained
@@ -77,6 +79,8 @@ class TrainedState:
         record = {
             "version": VERSION,
             "finished": self.finished,
+            "stopped": self.stopped,
+            "best": self.best,
             "slot": self.slot,
             "samples": self.samples,
             "dataset_samples": self.dataset_samples,
@@ -122,6 +126,8 @@ class TrainedState:
             samples=record["samples"],
             dataset_samples=record.get("dataset_samples", 0),
             finished=record["finished"],
+            stopped=record.get("stopped"),
+            best=record.get("best"),
             dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
             folder=folder,
             structure=record.get("structure"),

@@ -1,6 +1,7 @@
 """Evaluation, a collective: each rank evaluates its own range of the data set, and sums and counts are all-reduced."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from uneven.comm.group import Group
 from uneven.config import EvalStep
 from uneven.data.feed import Feed
+from uneven.errors import InputError
 from uneven.step.precision import Precision
 
 
@@ -52,3 +54,13 @@ def evaluate(
     if num_stopped:
         return {}
     return {name: value / count for name, value in zip(names, values, strict=True)}
+
+
+def monitored(metrics: Mapping[str, float], name: str | None) -> float:
+    """The metric that a ReduceLROnPlateau follows; InputError, the same on all ranks, where it is not clear."""
+    if name is None:
+        name = "loss" if "loss" in metrics else next(iter(metrics)) if len(metrics) == 1 else None
+    if name is None or name not in metrics:
+        what = "a ReduceLROnPlateau needs one metric to follow" if name is None else f"monitor={name!r}"
+        raise InputError(f"{what}: the evaluation has {', '.join(metrics)}; pass monitor='{min(metrics)}', for example")
+    return metrics[name]

@@ -1,4 +1,7 @@
-"""A torch LR scheduler that is stepped by global progress instead of local steps, times a scale."""
+"""A torch LR scheduler that is stepped by global progress instead of local steps, times a scale.
+
+ReduceLROnPlateau is stepped by `step_metric` instead, with a metric that all ranks know: they all keep the same rates.
+"""
 
 import inspect
 import warnings
@@ -19,67 +22,67 @@ class Schedule:
     Schedulers compute a rate from the previous one, so the scale is removed before they step and applied afterwards.
     """
 
-    def __init__(
-        self,
-        make_scheduler: Callable[..., Any] | None,
-        optimizer: Optimizer,
-        schedule_length: int,
-        *,
-        takes_metric: bool = False,
-    ) -> None:
-        """`takes_metric`: the caller calls `step_metric`, which ReduceLROnPlateau needs."""
+    def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
         self._optimizer = optimizer
-        self._plateau: ReduceLROnPlateau | None = None
         self._position = 0
         self._scheduler: LRScheduler | None = None
+        self._plateau: ReduceLROnPlateau | None = None
+        self._scale = 1.0
         self.plain = self.rates  # without the scale
         self._written = self.rates
         if make_scheduler is None:
             return
         takes_length = required_arguments(make_scheduler) == 2
         made = make_scheduler(optimizer, schedule_length) if takes_length else make_scheduler(optimizer)
-        if isinstance(made, ReduceLROnPlateau) and takes_metric:
+        if isinstance(made, ReduceLROnPlateau):
             self._plateau = made
-            return
-        if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler):
+        elif isinstance(made, LRScheduler):
+            self._scheduler = made
+        else:
             raise InputError(
-                f"scheduler made a {type(made).__name__}; it must make a torch LRScheduler that "
-                "depends on progress alone, not on a metric: LambdaLR, MultiStepLR, OneCycleLR, ..."
+                f"scheduler made a {type(made).__name__}; it must make a torch LRScheduler: "
+                "LambdaLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau, ..."
             )
-        self._scheduler = made
         self.plain = self._written = self.rates
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether the rates follow a metric, which `step_metric` must be given."""
+        return self._plateau is not None
+
+    def step_metric(self, metric: float) -> None:
+        """Step a ReduceLROnPlateau by an evaluated metric, the same on all ranks; its rates count from now on."""
+        if self._plateau is None:
+            raise InputError("a metric was given to a run without scheduler=lambda optimizer: ReduceLROnPlateau(...)")
+        self._remove_scale()
+        self._plateau.step(metric)
+        self._apply_scale(self._scale)
 
     def move_to(self, position: int, scale: float = 1.0) -> None:
         """Set the learning rates for this position (global samples // slot size), times the scale."""
         if self._scheduler is None and scale == 1.0 and self.plain == self._written:
             return
-        now = self.rates
-        # A rate other than the one written here was set by the user: it replaces the schedule's.
-        pairs = zip(now, self._written, self.plain, strict=True)
-        self._write([plain if rate == written else rate for rate, written, plain in pairs])
+        self._remove_scale()
         if self._scheduler is not None:
             with _no_order_warning() if self._position == 0 else nullcontext():
                 for _ in range(position - self._position):
                     self._scheduler.step()
         self._position = max(position, self._position)
-        self.plain = self.rates
-        self._write([scale * rate for rate in self.plain])
-        self._written = self.rates
-
-    def step_metric(self, metric: float) -> None:
-        """Step a ReduceLROnPlateau by an evaluated metric; the same on all ranks."""
-        if self._plateau is None:
-            raise InputError("a metric was given to a run without scheduler=lambda optimizer: ReduceLROnPlateau(...)")
-        scale = [rate / plain if plain else 1.0 for rate, plain in zip(self._written, self.plain, strict=True)]
-        self._write(self.plain)
-        self._plateau.step(metric)
-        self.plain = self.rates
-        self._write([factor * rate for factor, rate in zip(scale, self.plain, strict=True)])
-        self._written = self.rates
+        self._apply_scale(scale)
 
     @property
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _remove_scale(self) -> None:
+        # A rate other than the one written here was set by the user: it replaces the schedule's.
+        pairs = zip(self.rates, self._written, self.plain, strict=True)
+        self._write([plain if rate == written else rate for rate, written, plain in pairs])
+
+    def _apply_scale(self, scale: float) -> None:
+        self._scale, self.plain = scale, self.rates
+        self._write([scale * rate for rate in self.plain])
+        self._written = self.rates
 
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

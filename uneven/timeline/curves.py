@@ -37,7 +37,7 @@ MAX_POINTS = 1_000  # of a curve: about one per pixel of a wide screen
 BIN_NS = 100_000_000  # the interval of the sampler
 
 # Keys of an epoch's entry in metrics.jsonl that are not metrics.
-NOT_METRICS = {"epoch", "samples", "dropped", "train_loss", "lr", "train_seconds", "samples_per_s"}
+NOT_METRICS = {"epoch", "step", "samples", "dropped", "train_loss", "lr", "train_seconds", "samples_per_s"}
 
 
 def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
@@ -157,8 +157,13 @@ def anchor_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
     return chart
 
 
-def metric_charts(history: Sequence[Mapping[str, Any]], ends: Epochs, axis: TimeAxis) -> list[Chart]:
-    """Loss and other metrics, each over time (left) and over samples (right); empty if no epoch has ended."""
+def metric_charts(
+    history: Sequence[Mapping[str, Any]], times: Mapping[tuple[int, int], float], axis: TimeAxis
+) -> list[Chart]:
+    """Loss and other metrics, each over time (left) and over samples (right); empty if no epoch has ended.
+
+    `times` holds the second of each entry by its epoch and step.
+    """
     names = sorted({name for entry in history for name, value in entry.items() if _is_number(value)} - NOT_METRICS)
     losses = [name for name in names if name.endswith("loss")]
     others = [name for name in names if name not in losses]
@@ -175,11 +180,16 @@ def metric_charts(history: Sequence[Mapping[str, Any]], ends: Epochs, axis: Time
             for place, name in enumerate(series):
                 points = [entry for entry in history if _is_number(entry.get(name))]
                 if fig is over_time:
-                    points = [entry for entry in points if entry["epoch"] in ends]
-                xs = [ends[entry["epoch"]] if fig is over_time else float(entry["samples"]) for entry in points]
+                    points = [entry for entry in points if entry_key(entry) in times]
+                xs = [times[entry_key(entry)] if fig is over_time else float(entry["samples"]) for entry in points]
                 _draw_metric(chart, place, name, xs, points)
             charts.append(chart)
     return charts
+
+
+def entry_key(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """What an entry of the history is found by; the entries of older runs have no step."""
+    return int(entry["epoch"]), int(entry.get("step", 0))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ LANE = (0.30, 0.78)
 ROUNDS = (0.10, 0.22)
 
 # Events that are drawn elsewhere and get no marker of their own.
-_DRAWN_ELSEWHERE = {"epoch", "round", "shares", "share", "counts", "anchor", "memory"}
+_DRAWN_ELSEWHERE = {"epoch", "evaluated", "round", "shares", "share", "counts", "anchor", "memory"}
 
 
 def lane_chart(

@@ -22,6 +22,7 @@ from uneven.timeline.timeline import Timeline, rank_rounds
 if TYPE_CHECKING:
     from uneven.timeline.charts import Chart
 
+ENTRIES = ("epoch", "evaluated")  # events that carry an entry of the history: epoch ends, and evaluations inside one
 MAX_CAUSES = 12  # columns of the table; with many ranks the smallest causes are summed in a last column
 
 _HINT = (
@@ -60,7 +61,7 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     from bokeh.resources import Resources
 
     from uneven.timeline.charts import Chart, TimeAxis
-    from uneven.timeline.curves import anchor_chart, busy_chart, metric_charts, shares_chart
+    from uneven.timeline.curves import anchor_chart, busy_chart, entry_key, metric_charts, shares_chart
     from uneven.timeline.lanes import lane_chart, lane_label
 
     axis = TimeAxis.until(
@@ -72,7 +73,8 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     lanes = lane_chart(timeline, long_gaps, rank_rounds(timeline.events), ends, axis)
     busy = busy_chart(timeline, ends, axis)
     shares_and_anchor = [shares_chart(timeline, ends, axis), anchor_chart(timeline, ends, axis)]
-    metrics = metric_charts(history, ends, axis)
+    entries = [event for event in timeline.events if event.kind in ENTRIES and "epoch" in event.fields]
+    metrics = metric_charts(history, {entry_key(event.fields): event.t_ns / 1e9 for event in entries}, axis)
     charts = [lanes, busy, *(chart for chart in shares_and_anchor if isinstance(chart, Chart)), *metrics]
     script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
     html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}

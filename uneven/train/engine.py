@@ -17,6 +17,7 @@ from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Inputs, Micros, make_feed
 from uneven.data.tensors import Batch
+from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
@@ -25,6 +26,7 @@ from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Part
+from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
@@ -60,6 +62,7 @@ class Engine:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
         self.order = make_order(task, config)
         self.axis = make_axis(self.order, config, rank_info.world_size)
+        self.events = find_events(self.axis, config, task.evaluation, is_own_loop)
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
@@ -75,9 +78,12 @@ class Engine:
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
         self.optimizer = task.make_optimizer(self.model.parameters())
-        self.schedule = Schedule(
-            task.make_scheduler, self.optimizer, self.axis.schedule_length, takes_metric=is_own_loop
-        )
+        self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        if self.schedule.needs_metric and task.evaluation is None and not is_own_loop:
+            raise InputError(
+                "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
+                "eval_step), too, or a scheduler that depends on progress alone"
+            )
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
@@ -135,9 +141,7 @@ class Engine:
     ) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer
-        self.schedule = Schedule(
-            self.task.make_scheduler, optimizer, self.axis.schedule_length, takes_metric=self.is_own_loop
-        )
+        self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
         self.full_state = full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
@@ -177,7 +181,7 @@ class Engine:
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis, samples = self.axis, self.samples_before(slot)
-        grown = ramp(scale, samples, axis.samples, axis.samples * axis.epochs)
+        grown = ramp(scale, samples, axis.samples, axis.total_samples)
         skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
         self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
 
@@ -187,13 +191,13 @@ class Engine:
 
     def skip_epoch(self, epoch: int, trained_samples: int) -> None:
         """The rest of an epoch is left out, of which all ranks together have trained so many samples."""
-        if left := self.axis.samples - trained_samples:
+        end = self.axis.epoch_end(epoch)
+        if left := self.axis.samples_before(end) - epoch * self.axis.samples - trained_samples:
             is_local = self.config.is_local and self.rank_info.world_size > 1  # there each rank knows its own slots
-            steps = -(-left // self.axis.slot_size) if is_local else self.axis.epoch_end(epoch) - self.trained
-            self.skipped_slots += steps
+            self.skipped_slots += -(-left // self.axis.slot_size) if is_local else end - self.trained
             self.skipped.append((epoch, left))
             self.recorder.event("skip", epoch=epoch + 1, samples=left)
-        self.trained = self.axis.epoch_end(epoch)
+        self.trained = end
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
         """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""

@@ -1,4 +1,4 @@
-"""What LocalSGD starts from: the events on the axis, the window settings and the slot schedule; and what it prints."""
+"""What LocalSGD starts from: window settings and slot schedule, with the events on the axis; and what it prints."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +14,6 @@ from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
-
-
-def find_events(engine: Engine) -> Callable[[int], int]:
-    """Returns next_event(slot): the first slot after it that needs all ranks at once.
-
-    That is an evaluation, a checkpoint, the end of the run and, in the user's own loop, the end of every epoch.
-    """
-    axis, config, evaluation = engine.axis, engine.config, engine.task.evaluation
-    has_any = engine.is_own_loop or evaluation is not None or config.checkpoint_every is not None
-
-    def is_event_after(epoch: int) -> bool:
-        is_evaluated = evaluation is not None and config.evaluates(epoch, evaluation.every)
-        return engine.is_own_loop or is_evaluated or config.checkpoints(epoch)
-
-    def next_event(slot: int) -> int:
-        epoch = slot // axis.slots_per_epoch if has_any else axis.epochs - 1
-        while epoch < axis.epochs - 1 and not is_event_after(epoch):
-            epoch += 1
-        return min(axis.epoch_end(epoch), axis.total)
-
-    return next_event
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
@@ -56,7 +35,7 @@ def make_slot_schedule(
 ) -> tuple[Windows, SlotSchedule] | tuple[RecordedWindows, RecordedSchedule]:
     """This rank's slot schedule and its copy of the window controller; a replay reads both from the log."""
     config, axis, rank = engine.config, engine.axis, engine.rank_info.rank
-    next_event = find_events(engine)
+    next_event = engine.events.next_event
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
         log = read_log(config.replay, axis, engine.rank_info.world_size, config.to_json(), is_local=True)

@@ -30,7 +30,7 @@ from uneven.train.apply_strategy import apply_strategy
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import EpochEnd
+from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
 
 class StepStats(NamedTuple):
@@ -57,6 +57,8 @@ class GradientSync:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
+        self.after_step: AfterSlot = no_callback
+        self.after_round: AfterSlot = no_callback
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
@@ -127,9 +129,15 @@ class GradientSync:
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
         is_stopped = self.step(part, micros)
-        engine, slot = self.engine, part.slot
-        if self._is_skipping or engine.trained == engine.axis.epoch_end(slot.epoch):
-            self._finish_epoch(slot.epoch)
+        engine, epoch = self.engine, part.slot.epoch
+        if self._is_skipping:
+            return self._reach_event(epoch)
+        self._free_ns += self.after_step(engine.trained)
+        if engine.rank_info.world_size == 1:
+            is_stopped = self._is_stopping()  # also where a callback has just asked for it
+        is_over = engine.trained == engine.axis.epoch_end(epoch)
+        if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
+            is_stopped |= self._reach_event(epoch, None if is_over else engine.trained)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
         return is_stopped
@@ -142,15 +150,15 @@ class GradientSync:
         engine = self.engine
         if engine.rank_info.world_size > 1:
             check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.trained)
-        self.follow_skip()
-        return False
+        return self.follow_skip()
 
-    def follow_skip(self) -> None:
-        """End the epoch here, as a rank asked for in the last exchange."""
+    def follow_skip(self) -> bool:
+        """End the epoch here, as a rank asked for in the last exchange; returns whether the run stops."""
         self._is_skipping = True
-        self._finish_epoch(self.epoch)
+        return self._reach_event(self.epoch)
 
-    def _finish_epoch(self, epoch: int) -> None:
+    def _reach_event(self, epoch: int, step: int | None = None) -> bool:
+        """The end of an epoch, or an event at a step inside it; returns whether a callback stops the run."""
         engine = self.engine
         if self._is_skipping:
             self._is_skipping = False
@@ -159,8 +167,10 @@ class GradientSync:
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-        self.end_epoch(epoch, engine.meter.take(self.group), first=epoch, last=epoch)
+        loss = engine.meter.take(self.group)
+        is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
         self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
+        return is_stopped
 
     def step(self, part: Part, micros: Micros) -> bool:
         """One optimizer step; returns whether any rank was asked to stop."""
@@ -210,7 +220,7 @@ class GradientSync:
 
     @property
     def epoch(self) -> int:
-        return self.engine.trained // self.engine.axis.slots_per_epoch
+        return self.engine.axis.epochs_before(self.engine.trained)
 
     def ratio(self) -> tuple[int, ...]:
         return self.policy.shares(self.engine.trained, self.engine.axis.slot(0).samples)

@@ -25,7 +25,7 @@ from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
 from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import EpochEnd
+from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
 
 class LocalSGD:
@@ -34,13 +34,14 @@ class LocalSGD:
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
+        self.after_step: AfterSlot = no_callback
+        self.after_round: AfterSlot = no_callback
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
-        self._skips = False  # this rank or another leaves out the rest of the epoch
-        self._epoch_samples = 0  # trained by all ranks in this epoch, as far as rounds have told
+        self._skips, self._epoch_samples = False, 0  # a rank leaves out the rest of the epoch; trained of it by all
         self._costs = RoundReport()  # what this rank's last round cost
         self._samples = 0  # since this rank last entered a round ...
         self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
@@ -85,15 +86,14 @@ class LocalSGD:
         self._free_ns = self.engine.recorder.enter("data")
 
     def note_user_time(self, ns: int) -> None:
-        self._user_ns += ns
-        self._free_ns += ns
+        self._user_ns, self._free_ns = self._user_ns + ns, self._free_ns + ns
 
     def use_segments(self, segment_end: Callable[[int], int]) -> None:
         """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
 
         For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
         """
-        self.end_epoch = lambda *_, **__: None
+        self.end_epoch = lambda *_, **__: False
         self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
@@ -114,6 +114,7 @@ class LocalSGD:
         if part.samples:
             self._step(part, micros)
             self.slot_schedule.trained()
+            self.after_step(part.slot.index + 1)
         while not self._is_ended:
             if self.slot_schedule.in_flight:
                 if not self._may_merge():
@@ -192,9 +193,8 @@ class LocalSGD:
     def _status(self) -> RankStatus:
         if self._has_failed:
             return RankStatus.NOT_FINITE
-        if self._stops:
-            return RankStatus.STOP_REQUESTED
-        return RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
+        going = RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
+        return RankStatus.STOP_REQUESTED if self._stops else going
 
     def _may_merge(self) -> bool:
         return (
@@ -310,9 +310,11 @@ class LocalSGD:
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
             self._set_lr_scale()
-        if self.windows.is_over or self.windows.event != event:
+        is_event = self.windows.is_over or self.windows.event != event
+        if is_event:
             self.engine.reach_slot(due)
-        self._end_epochs(rows)
+        self.after_round(due)
+        self._end_epochs(rows, due if is_event else None)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
 
     def _pass_event(self, event: int, rows: Sequence[RoundReport]) -> list[RoundReport]:
@@ -324,25 +326,28 @@ class LocalSGD:
         self.engine.skip_epoch(self.epoch, self._epoch_samples)
         return [row._replace(next_slot=max(row.next_slot, float(event))) for row in rows]
 
-    def _end_epochs(self, rows: Sequence[RoundReport]) -> None:
-        """End every epoch that all ranks have passed, with the losses that arrived until now.
+    def _end_epochs(self, rows: Sequence[RoundReport], event: int | None) -> None:
+        """End every epoch that all ranks have passed, with the losses that arrived until now, and the event's part.
 
         A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
-        mean, and `first` and `last` say over which epochs it was taken.
+        mean, and `first` and `until` say over which slots it was taken.
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first, stop = self.engine.axis, self.epoch, self.epoch
-        while stop < axis.epochs and min(row.next_slot for row in rows) >= axis.epoch_end(stop):
-            stop += 1
-        if stop > first:
+        axis, first = self.engine.axis, self.epoch
+        stop = max(first, axis.epochs_before(int(min(row.next_slot for row in rows))))
+        until = axis.epoch_end(stop - 1) if event is None else event
+        is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
+        if stop > first or is_inside:
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
+            loss = loss_sum / count if count else float("nan")
             for epoch in range(first, stop):
-                loss = loss_sum / count if count else float("nan")
-                self.end_epoch(epoch, loss, first=first, last=stop - 1)
+                self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
                 self.epoch += 1
                 self._epoch_samples = 0
                 self._set_lr_scale()
+            if is_inside:
+                self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)
         self.engine.recorder.enter("other")
 
     def _set_lr_scale(self) -> None:

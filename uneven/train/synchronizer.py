@@ -1,6 +1,6 @@
 """The contract between the worker's loop and how ranks stay in step: GradientSync (exact) or LocalSGD (rounds)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from uneven.data.feed import Micros
@@ -8,21 +8,31 @@ from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
 from uneven.train.status import RankStatus
 
+AfterSlot = Callable[[int], int]  # called with the slots trained; returns the ns that it took
+
+
+def no_callback(slot: int) -> int:
+    """What is called after a step or round where there are no callbacks."""
+    del slot
+    return 0
+
 
 class EpochEnd(Protocol):
-    """Called on every rank when all ranks have passed an epoch.
+    """Called on every rank when all ranks have passed an epoch, or an event at slot `step` inside it.
 
-    `first` and `last` name the epochs over which the loss is known: a window of a local policy may span several
-    epochs, and then only their common mean is known.
+    The loss is the mean since the last call, from epoch `first` up to slot `until`: a window of a local policy may
+    span several epochs, and then only their common mean is known. Returns whether all ranks stop here.
     """
 
-    def __call__(self, epoch: int, loss: float, *, first: int, last: int) -> None: ...
+    def __call__(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool: ...
 
 
 class Synchronizer(Protocol):
     """Life cycle: `initialize` once, then `train` for every part that `parts` yields, then `finalize`."""
 
     notes: list[str]  # lines for the user, printed once
+    after_step: AfterSlot  # after every step of this rank
+    after_round: AfterSlot  # after a round was merged, with its slot
 
     @property
     def epoch(self) -> int:

@@ -8,6 +8,7 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
-from uneven.config import Evaluation, RunConfig, Task
+from uneven.config import Evaluation, RunConfig, Task, read_every
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.errors import NotFiniteError
 from uneven.hardware.device import needs_ranks
@@ -25,12 +26,13 @@ from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
 from uneven.results.state import TrainedState, capture_state, join_state
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import evaluate
+from uneven.step.evaluation import evaluate, monitored
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
+from uneven.train.callbacks import Agreed, CallbackRunner
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
@@ -62,7 +64,10 @@ class Worker:
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
+        self.callbacks = CallbackRunner(task.callbacks, self.engine)
         self.history: list[dict[str, Any]] = []
+        self._span = ((0, 0.0), (0, 0.0))  # the history's last entry: (slots, training seconds) before and after it
+        self._kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors a callback kept, and their entry
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self._reported_notes = 0
@@ -88,14 +93,19 @@ class Worker:
             if make_step is not None:
                 self.engine.use_step(make_step(self))
             self.report.started(self.axis, self.engine.feed.place)
-            synchronizer.reset_timer()
-            for part, micros in self.engine.feed.stream(synchronizer.parts()):
-                if self.train_part(synchronizer, part, micros):
-                    break
-                self.recorder.enter("data")
+            if not self.start_callbacks():
+                self._train_slots(synchronizer)
             synchronizer.finalize()
             self._report_notes(synchronizer)
+            self.end_callbacks()
         return self.result()
+
+    def _train_slots(self, synchronizer: Synchronizer) -> None:
+        synchronizer.reset_timer()
+        for part, micros in self.engine.feed.stream(synchronizer.parts()):
+            if self.train_part(synchronizer, part, micros):
+                break
+            self.recorder.enter("data")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -125,11 +135,15 @@ class Worker:
         info.join(self.join(engine.model))
         is_local = self.config.is_local and info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
-        synchronizer: Synchronizer = kind(engine, self.stop.is_set, self._end_epoch)
+        synchronizer: Synchronizer = kind(engine, self._is_stopping, self._end_epoch)
+        if self.callbacks.is_any:
+            synchronizer.after_step = lambda slot: self._call_back("on_step", slot)
+            synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
         self.recorder.enter("communication")
         broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
-        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap))
-        synchronizer.initialize([Cost(*row) for row in rows])
+        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap, float(self.callbacks.is_any)))
+        self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
+        synchronizer.initialize([Cost(*row[:3]) for row in rows])
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
         self.synchronizer = synchronizer
@@ -159,7 +173,7 @@ class Worker:
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         device = str(self.rank_info.device)
         timeline = Timeline.of(self.recorder, device, self._sampler.samples, engine.run_ahead.busy)
-        state, dropped = self._state(), list(engine.dropped.parts)
+        state, dropped = self._result_state(), list(engine.dropped.parts)
         self._check_finite(state.params)
         return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped)
 
@@ -178,55 +192,110 @@ class Worker:
             self.report.say(synchronizer.notes[self._reported_notes :])
             self._reported_notes = len(synchronizer.notes)
 
-    def _end_epoch(self, epoch: int, loss: float, *, first: int, last: int) -> None:
-        """All ranks have passed this epoch and, where it is evaluated or saved, hold the same params.
+    def start_callbacks(self) -> bool:
+        """on_start; returns whether a callback has stopped the run already."""
+        self._call_back("on_start", 0)
+        return self._agree().stopped is not None
 
-        Where loss and speed are known only over several epochs, `first` to `last`, the entry says so in "epochs".
+    def end_callbacks(self) -> None:
+        """After the last step on every rank: the reason of a stop is known to all, then on_end."""
+        self._agree()
+        self._call_back("on_end", self.engine.trained)
+        self._agree()
+
+    def _call_back(self, hook: str, step: int, path: Path | None = None) -> int:
+        """Run this hook of the callbacks; returns the ns that they took."""
+        return self.callbacks.run(hook, step, self.history, path)
+
+    def _agree(self) -> Agreed:
+        """Exchange what callbacks asked for, where all ranks come; raises on all ranks where one has failed."""
+        return self.callbacks.agree(self.group)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ends early, where callbacks asked for it and all ranks know."""
+        return self.callbacks.stopped
+
+    def _is_stopping(self) -> bool:
+        return self.stop.is_set() or self.callbacks.is_stopping()
+
+    def _end_epoch(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
+        """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
+        hold the same params. Adds an entry to the history; returns whether callbacks have stopped the run.
+
+        Where loss and speed are known only over several epochs, from `first` to that of `until`, the entry says so in
+        "epochs".
         """
+        assert self.synchronizer is not None, "an epoch ends after round 0"
         self.recorder.enter("other")
-        seconds = self.history[first]["train_seconds"] if epoch > first else self.recorder.account().training_s
-        before = self.history[first - 1]["train_seconds"] if first else 0.0
-        skipped = dict(self.engine.skipped)
-        samples = (last - first + 1) * self.axis.samples - skipped.get(epoch, 0)
+        slot, last = self.axis.epoch_end(epoch) if step is None else step, self.axis.slot(until - 1).epoch
+        if epoch == first:
+            self._span = (self._span[1], (until, self.recorder.account().training_s))
+        (slots, seconds), (_, now_s) = self._span
+        skipped = {} if step is not None else dict(self.engine.skipped)
+        samples = self.axis.samples_before(until) - self.axis.samples_before(slots) - skipped.get(epoch, 0)
         entry = {
             "epoch": epoch + 1,
+            "step": slot,
+            **({} if step is None else {"is_inside_epoch": True}),
             **({"epochs": [first + 1, last + 1]} if last > first else {}),
-            "samples": (epoch + 1) * self.axis.samples - sum(skipped.values()),
+            "samples": self.engine.samples_before(slot),
             **({"skipped": skipped[epoch]} if epoch in skipped else {}),
             "train_loss": loss,
             "lr": self.engine.schedule.rates[0],
-            "train_seconds": seconds,
-            "samples_per_s": samples / max(seconds - before, 1e-9),
+            "train_seconds": now_s,
+            "samples_per_s": samples / max(now_s - seconds, 1e-9),
         }
-        if self.epoch_metrics is not None:
+        if self.epoch_metrics is not None and step is None:
             entry |= self.epoch_metrics(epoch)
         if dropped := self.engine.dropped.take_unreported():
             entry["dropped"] = dropped  # samples of all ranks
-        assert self.synchronizer is not None, "an epoch ends after round 0"
         self._report_notes(self.synchronizer)
         evaluation = self.task.evaluation
-        if evaluation is not None and self.config.evaluates(epoch, evaluation.every):
+        metrics: dict[str, float] = {}
+        if evaluation is not None and self.engine.events.evaluates(slot):
             self.recorder.enter("evaluation")
             self.synchronizer.average_buffers()
-            entry |= self._evaluate(evaluation, self.synchronizer.ratio())
+            metrics = self._evaluate(evaluation, self.synchronizer.ratio())
+            entry |= metrics
         self.history.append(entry)
-        if self.config.checkpoints(epoch):
-            self._save_checkpoint(epoch)
+        is_stopped = self._after_evaluation(entry, metrics) if metrics else False
+        if self.engine.events.saves(slot):
+            is_stopped |= self._save_checkpoint(slot)
         self.recorder.enter("other")
-        self.recorder.event("epoch", **entry)
+        self.recorder.event("epoch" if step is None else "evaluated", **entry)
         self.report.epoch_done(entry)
+        return is_stopped
 
-    def _save_checkpoint(self, epoch: int) -> None:
+    def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
+        """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
+        if self.engine.schedule.needs_metric:
+            self.engine.schedule.step_metric(monitored(metrics, self.config.monitor))
+        self.callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
+        self._call_back("on_eval", entry["step"])
+        agreed = self._agree()
+        if agreed.keeps:
+            self.recorder.enter("checkpoint")
+            self._kept = self._tensors(), entry
+        return agreed.stopped is not None
+
+    def _save_checkpoint(self, slot: int) -> bool:
+        """Write a checkpoint, on rank 0; returns whether a callback stops the run here."""
         assert self.synchronizer is not None, "an epoch ends after round 0"
+        assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
+        every = read_every(self.config.checkpoint_every)
+        is_in_epochs = every is not None and every.unit == "epochs"
+        name = f"epoch-{self.axis.epochs_before(slot)}" if is_in_epochs else f"step-{slot}"
         is_rank_0 = self.rank_info.rank == 0
         is_sharded = self.engine.full_state is not None  # gathering shards is a collective: all ranks take part
-        state = self._state() if is_rank_0 or is_sharded else None
+        state = self._state(self._tensors()) if is_rank_0 or is_sharded else None
         self._check_finite(dict(self.engine.model.named_parameters()) if state is None else state.params)
         if is_rank_0 and state is not None:
-            assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
-            state.save(self.config.out / f"epoch-{epoch + 1}")
+            state.save(self.config.out / name)
+        self._call_back("on_save", slot, self.config.out / name)
+        return self._agree().stopped is not None
 
     def _check_finite(self, params: Mapping[str, Tensor]) -> None:
         """NotFiniteError before params are saved that an update has spoilt; on all ranks alike, which hold the same."""
@@ -260,17 +329,27 @@ class Worker:
         batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
         return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)
 
-    def _state(self) -> TrainedState:
+    def _result_state(self) -> TrainedState:
+        """What the run returns: its last tensors, or those that a callback has kept."""
+        if self._kept is None:
+            return self._state(self._tensors())
+        tensors, entry = self._kept
+        return self._state(tensors, entry)
+
+    def _state(self, tensors: dict[str, Any], best: dict[str, Any] | None = None) -> TrainedState:
         trained = self.engine.trained
+        is_finished = trained == self.axis.total
         return TrainedState(
-            **self._tensors(),
+            **tensors,
             history=list(self.history),
             config=self.config.to_json(),
             slot=trained,
             samples=self.engine.samples_before(trained) - self.engine.dropped.samples,
             skipped=list(self.engine.skipped),
             dataset_samples=self.axis.samples,
-            finished=trained == self.axis.total,
+            finished=is_finished,
+            stopped=None if is_finished else self.stopped,
+            best=best,
             structure=self.engine.structure,
         )
 

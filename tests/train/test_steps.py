@@ -1,0 +1,243 @@
+"""Steps beside epochs: max_steps, evaluations and checkpoints at slots, ReduceLROnPlateau; against plain loops."""
+
+import threading
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
+from tests.train.test_local_sgd import SEED, dense, train_slot
+from uneven.config import Evaluation, Task, resolve
+from uneven.data.sample_order import prove_exactly_once
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError
+from uneven.hardware.device import parse_devices
+from uneven.policy.axis import Axis
+from uneven.results.state import TrainedState
+from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.worker import Worker
+
+AXIS = Axis(len(X), 24, 100)  # 3 slots an epoch, the last of 22 samples
+LOCAL = {"batch_size": 8, "policy": "cadence", "anchor": 2, "global_batch_size": None}  # 9 slots an epoch
+
+
+def eval_step(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+    return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="sum")}, len(batch[1])
+
+
+EVALUATION = Evaluation(TensorData(X[:37].double(), Y[:37]), eval_step)
+
+
+def train(
+    size: int,
+    *,
+    scheduler: Any = None,
+    evaluation: Evaluation | None = None,
+    callbacks: Any = (),
+    is_whole: bool = True,
+    stop: threading.Event | None = None,
+    **changes: Any,
+) -> list[RankResult]:
+    """Workers on threads; `callbacks` is a list of them, the same objects on all ranks, or a function of the rank."""
+    config = resolve({"batch_size": 16, "global_batch_size": 24, "seed": SEED, **changes})
+    data = TensorData(X.double(), Y)
+    devices = parse_devices(["cpu"] * size)
+
+    def rank(group: ThreadGroup) -> RankResult:
+        own = tuple(callbacks(group.rank) if callable(callbacks) else callbacks)
+        task = Task(
+            partial(Net, torch.float64), OPTIMIZERS["sgd"], mean_loss, data, scheduler, evaluation, callbacks=own
+        )
+        info = RankInfo(group.rank, devices)
+        return Worker(task, config, info, lambda _: group, stop or threading.Event(), Silent()).train()
+
+    results = on_threads(size, rank)
+    axis = Axis(len(X), config.slot_size(size), config.epochs, max_slots=config.max_steps)
+    prove_exactly_once(axis, [result.log for result in results], axis.total if is_whole else None)
+    for result in results[1:]:
+        assert all(torch.equal(value, results[0].state.params[name]) for name, value in result.state.params.items())
+    return results
+
+
+class Plain:
+    """A plain loop over the same batches: its model after so many steps, with a scheduler of torch's own."""
+
+    def __init__(self, make_scheduler: Any = None, follow: int | None = None) -> None:
+        """`follow`: step a ReduceLROnPlateau after so many steps, by the test loss."""
+        self.model = Net(torch.float64)
+        self.optimizer = OPTIMIZERS["sgd"](self.model.parameters())
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self.follow = follow
+
+    def train(self, start: int, stop: int) -> "Plain":
+        for slot in AXIS.slots(start, stop):
+            train_slot(self.model, self.optimizer, slot.epoch, slot.first, slot.samples, mean_loss, None)
+            if isinstance(self.scheduler, LRScheduler) and not isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step()
+            if self.follow is not None and (slot.index + 1) % self.follow == 0:
+                self.scheduler.step(self.loss())
+        return self
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            sums, count = eval_step(self.model, (X[:37].double(), Y[:37]))
+        return float(sums["loss"]) / count
+
+    def assert_equal(self, state: TrainedState) -> None:
+        wanted = {name: param.detach() for name, param in self.model.named_parameters()}
+        start = {name: param.detach() for name, param in Net(torch.float64).named_parameters()}
+        assert max(float((wanted[name] - start[name]).abs().max()) for name in wanted) > 0.01
+        for name, value in state.params.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+lengths: list[int] = []
+
+
+def falling(optimizer: Any, total_steps: int) -> LambdaLR:
+    lengths.append(total_steps)
+    return LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, "balanced"), (2, "sync"), (3, "balanced")])
+def test_max_steps_equals_the_plain_loop_stopped_there(size: int, policy: str) -> None:
+    """Seven steps: two epochs of three and the first step of the third. The schedule has seven steps, too."""
+    lengths.clear()
+    results = train(size, policy=policy, max_steps=7, scheduler=falling)
+    assert set(lengths) == {7}
+    for result in results:
+        state = result.state
+        assert (state.finished, state.slot, state.samples, state.stopped) == (True, 7, 164, None)
+        seen = [(entry["epoch"], entry["step"], entry["samples"]) for entry in state.history]
+        assert seen == [(1, 3, 70), (2, 6, 140), (3, 7, 164)]
+    Plain(partial(falling, total_steps=7)).train(0, 7).assert_equal(results[0].state)
+
+
+def test_epochs_and_max_steps_end_at_whichever_comes_first() -> None:
+    for settings, steps in (({"epochs": 1, "max_steps": 100}, 3), ({"epochs": 5, "max_steps": 4}, 4)):
+        state = train(1, **settings)[0].state
+        assert (state.slot, state.finished) == (steps, True)
+    assert len(train(1, epochs=5, max_steps=6)[0].state.history) == 2
+
+
+def test_max_steps_with_cadence_equals_a_dense_computation() -> None:
+    ours = train(2, max_steps=20, lr_scale=1.3, shares=(5, 2), **LOCAL)
+    assert [entry["step"] for entry in ours[1].state.history][-1] == 20
+    for name, value in dense((5, 2), optimizer="sgd", scale=1.3, epochs=3, max_steps=20).items():
+        torch.testing.assert_close(ours[0].state.params[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("max_steps", [1, 9, 20])
+def test_all_ranks_of_async_end_at_max_steps(size: int, max_steps: int) -> None:
+    for result in train(size, max_steps=max_steps, **(LOCAL | {"policy": "async"})):
+        assert (result.state.finished, result.state.slot) == (True, max_steps)
+        last = result.state.history[-1]
+        assert (last["step"], last["epoch"]) == (max_steps, -(-max_steps // 9))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_evaluation_in_steps_sees_the_params_of_that_step(size: int) -> None:
+    history = train(size, epochs=4, eval_every="5 steps", evaluation=EVALUATION)[0].state.history
+    assert [entry["step"] for entry in history] == [3, 5, 6, 9, 10, 12]
+    assert [entry["epoch"] for entry in history] == [1, 2, 2, 3, 4, 4]
+    assert [entry.get("is_inside_epoch", False) for entry in history] == [False, True, False, False, True, False]
+    plain, done = Plain(), 0
+    for entry in history:
+        if entry["step"] in (5, 10, 12):
+            plain.train(done, entry["step"])
+            done = entry["step"]
+            assert entry["loss"] == pytest.approx(plain.loss(), rel=1e-10)
+        else:
+            assert "loss" not in entry
+
+
+def test_an_entry_tells_of_the_steps_since_the_last_one() -> None:
+    """Its loss is their mean, its speed theirs, and its time and samples are those of the run."""
+    often = train(1, epochs=2, eval_every="1 step", evaluation=EVALUATION)[0].state.history
+    seldom = train(1, epochs=2)[0].state.history
+    assert [entry["step"] for entry in often] == [1, 2, 3, 4, 5, 6]
+    for place, entry in enumerate(seldom):
+        own = often[3 * place : 3 * place + 3]
+        mean = sum(one["train_loss"] * many for one, many in zip(own, (24, 24, 22), strict=True)) / 70
+        assert entry["train_loss"] == pytest.approx(mean, rel=1e-10)
+    assert all(one["train_seconds"] < two["train_seconds"] for one, two in pairwise(often))
+    for before, entry in pairwise(often):
+        took = entry["train_seconds"] - before["train_seconds"]
+        assert entry["samples_per_s"] == pytest.approx((entry["samples"] - before["samples"]) / took)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("anchor", [2, 40])
+def test_an_evaluation_in_steps_is_an_event_of_the_local_policies(policy: str, anchor: int) -> None:
+    options = LOCAL | {"policy": policy, "anchor": anchor}
+    results = train(2, epochs=3, eval_every="6 steps", evaluation=EVALUATION, **options)
+    for result in results:
+        evaluated = {entry["step"]: entry["loss"] for entry in result.state.history if "loss" in entry}
+        assert list(evaluated) == [6, 12, 18, 24, 27]
+        assert set(evaluated) <= {due for due, *_ in result.rounds}
+        assert [entry["step"] for entry in result.state.history if "is_inside_epoch" not in entry] == [9, 18, 27]
+        assert all(entry["train_loss"] > 0 for entry in result.state.history)
+        assert evaluated == {e["step"]: e["loss"] for e in results[0].state.history if "loss" in e}
+    # Where a window holds the end of an epoch and an event of the next one, both entries have the figures of all.
+    shared = [entry for entry in results[0].state.history if "epochs" in entry]
+    if anchor == 40:
+        assert [(entry["step"], entry["epochs"]) for entry in shared] == [(9, [1, 2]), (12, [1, 2])]
+        assert shared[0]["train_loss"] == shared[1]["train_loss"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plateau_follows_the_evaluated_metric(size: int) -> None:
+    def make(optimizer: Any) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
+
+    options = {"max_steps": 12, "eval_every": "2 steps", "evaluation": EVALUATION, "scheduler": make}
+    results = train(size, **options)
+    plain = Plain(make, follow=2).train(0, 12)
+    plain.assert_equal(results[0].state)
+    rate = plain.optimizer.param_groups[0]["lr"]
+    assert rate < 0.05, "it fell"
+    assert [result.state.param_groups[0]["lr"] for result in results] == [rate] * size
+
+
+def test_a_plateau_on_each_rank_of_a_local_policy_holds_the_same_rate() -> None:
+    def make(optimizer: Any) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+    results = train(2, epochs=3, evaluation=EVALUATION, scheduler=make, lr_scale=1.0, **LOCAL)
+    assert [result.state.param_groups[0]["lr"] for result in results] == [0.05 / 4] * 2
+
+
+def test_a_plateau_needs_one_metric_to_follow() -> None:
+    def two(model: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+        return {"right": 1.0, "wrong": 2.0}, 1
+
+    common = {"max_steps": 1, "scheduler": ReduceLROnPlateau}
+    with pytest.raises(InputError, match="pass evaluate="):
+        train(1, **common)
+    many = Evaluation(EVALUATION.dataset, two)
+    with pytest.raises(InputError, match="needs one metric to follow: the evaluation has right, wrong; pass monitor="):
+        train(2, evaluation=many, **common)
+    with pytest.raises(InputError, match="monitor='loss': the evaluation has right, wrong"):
+        train(1, evaluation=many, monitor="loss", **common)
+    assert train(2, evaluation=many, monitor="wrong", **common)[1].state.history[-1]["wrong"] == 2.0
+
+
+@pytest.mark.parametrize("options", [{}, LOCAL])
+def test_checkpoints_in_steps(options: dict[str, Any], tmp_path: Path) -> None:
+    results = train(2, epochs=2, checkpoint_every="4 steps", out=tmp_path, **options)
+    total = results[0].state.slot
+    steps = list(range(4, total, 4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in steps)
+    saved = TrainedState.load(tmp_path / "step-4")
+    assert (saved.slot, saved.finished, saved.history[-1]["step"]) == (4, False, 4)
+    if not options:
+        Plain().train(0, 4).assert_equal(saved)

@@ -1,0 +1,221 @@
+"""The user's callbacks on one rank: called at fixed points of the run, and unable to hang or kill the other ranks.
+
+Every rank calls its own copies of them, in its own process. [Note: what a callback asks for] A callback runs no
+collective. What it asks for (a stop, to keep this state) and what it raises is only noted, and ranks exchange their
+notes where all of them come: a stop request travels with the next step or round, and the rest in `agree`, after
+on_start, evaluations and checkpoints and at the end of the run. So an exception on one rank ends the run on all ranks.
+Called by train/worker.py; tests/train/test_callbacks.py.
+"""
+
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.config import HOOKS
+from uneven.errors import InputError, RankError
+from uneven.train.engine import Engine
+
+
+class Callback:
+    """What a run calls. Override any of the methods; an object that has only some of them serves as well.
+
+    Each rank calls its own copy in its own process: `info.is_lead` is true on one of them. A callback must not wait
+    for other ranks. Attributes that it sets stay in the rank's process where a run has several devices.
+    """
+
+    def on_start(self, info: "CallbackInfo") -> None:
+        """Before the first step."""
+
+    def on_step(self, info: "CallbackInfo") -> None:
+        """After a step: on every rank with the exact policies, with the local ones on the rank that trained it."""
+
+    def on_round(self, info: "CallbackInfo") -> None:
+        """After an average was merged: local policies on several devices alone."""
+
+    def on_eval(self, info: "CallbackInfo") -> None:
+        """After an evaluation, on every rank, with the same metrics on all."""
+
+    def on_save(self, info: "CallbackInfo") -> None:
+        """After a checkpoint was written to `info.path`, on every rank."""
+
+    def on_end(self, info: "CallbackInfo") -> None:
+        """After the last step, when all ranks hold the same params. A run that fails does not come here."""
+
+
+@dataclass(frozen=True)
+class CallbackInfo:
+    """Where the run is. Read-only; what a callback wants changed it asks for by `stop` and `keep_state`."""
+
+    step: int  # slots of the axis that are trained; never a rank's own count
+    epoch: int  # the one that the step lies in; the first is 1
+    samples: int  # of all ranks together
+    total_steps: int
+    metrics: Mapping[str, float]  # of the last evaluation, with its train_loss; the same on all ranks
+    history: Sequence[Mapping[str, Any]]
+    rank: int
+    world_size: int
+    path: Path | None  # on_save: the folder of the checkpoint
+    stopped: str | None  # on_end: why the run ended early, where a callback asked for it
+    _engine: Engine = field(repr=False)
+    _requests: "_Requests" = field(repr=False)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0: the one to print or to write a file."""
+        return self.rank == 0
+
+    @property
+    def loss(self) -> float:
+        """This rank's mean training loss since the last entry of the history; on CUDA it may lag a little."""
+        return self._engine.meter.glance()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first param group."""
+        return self._engine.schedule.rates[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's own model, in the middle of training; with a sharded strategy it holds shards."""
+        return self._engine.model
+
+    def stop(self, reason: str = "") -> None:
+        """Ask for the end of the run: all ranks stop after the same step. The state then says why in `stopped`.
+
+        After on_eval and on_save that is this step, after on_step and on_round on several devices a later one.
+        """
+        self._requests.stop(reason)
+
+    def keep_state(self) -> None:
+        """In on_eval: the run's result is to hold the tensors of this moment, unless a later call replaces them."""
+        self._requests.keep()
+
+
+class Agreed(NamedTuple):
+    """What the callbacks of all ranks have asked for."""
+
+    stopped: str | None = None
+    keeps: bool = False
+
+
+class _Requests:
+    """What the callbacks of this rank have asked for and not yet agreed upon with the other ranks."""
+
+    def __init__(self) -> None:
+        self.hook, self.caller = "", ""
+        self.stopped: str | None = None
+        self.keeps = False
+        self.failure: dict[str, str] | None = None
+        self.error: Exception | None = None
+
+    def stop(self, reason: str) -> None:
+        if self.stopped is None:
+            self.stopped = f"{self.caller}: {reason}" if reason else f"{self.caller} asked for it"
+
+    def keep(self) -> None:
+        if self.hook != "on_eval":
+            raise InputError(
+                f"keep_state() was called in {self.hook}: only in on_eval do all ranks hold the same params"
+            )
+        self.keeps = True
+
+    def fail(self, error: Exception, step: int) -> None:
+        frame = next(reversed(traceback.extract_tb(error.__traceback__)), None)
+        where = "" if frame is None else f" ({Path(frame.filename).name}, line {frame.lineno})"
+        is_input = isinstance(error, InputError)
+        cause = f"{error}" if is_input else f"{type(error).__name__}: {error}{where}"
+        self.error = error
+        self.failure = {"who": f"{self.caller}.{self.hook}", "when": f"at step {step}", "cause": cause}
+        self.failure["kind"] = "input" if is_input else "other"
+
+
+class CallbackRunner:
+    """Life cycle: made with the worker; `run` at every point of the run, `agree` where all ranks come."""
+
+    def __init__(self, callbacks: Sequence[Any], engine: Engine) -> None:
+        self._engine = engine
+        self._hooks = {hook: [(type(c).__name__, f) for c in callbacks if (f := _hook(c, hook))] for hook in HOOKS}
+        self._requests = _Requests()
+        self.is_any = any(self._hooks.values())
+        self.is_active = self.is_any  # whether any rank has callbacks: then all ranks take part in `agree`
+        self.metrics: Mapping[str, float] = {}  # of the last evaluation
+        self.stopped: str | None = None  # why the run ends early: agreed by all ranks
+
+    def has(self, hook: str) -> bool:
+        return bool(self._hooks[hook]) and self._requests.failure is None
+
+    def run(self, hook: str, step: int, history: Sequence[Mapping[str, Any]], path: Path | None = None) -> int:
+        """Call every callback that has this hook; returns the ns they took. After a failure none is called."""
+        if not self.has(hook):
+            return 0
+        began_ns = self._engine.recorder.enter("user")
+        info = self._info(step, history, path)
+        for name, function in self._hooks[hook]:
+            self._requests.hook, self._requests.caller = hook, name
+            try:
+                function(info)
+            except Exception as error:  # the other ranks must hear of it: `agree` raises it on all of them
+                self._requests.fail(error, info.step)
+                break
+        return self._engine.recorder.enter("other") - began_ns
+
+    def _info(self, step: int, history: Sequence[Mapping[str, Any]], path: Path | None) -> CallbackInfo:
+        axis, rank_info = self._engine.axis, self._engine.rank_info
+        return CallbackInfo(
+            step=step,
+            epoch=axis.slot(max(0, step - 1)).epoch + 1,
+            samples=axis.samples_before(step),
+            total_steps=axis.total,
+            metrics=MappingProxyType(self.metrics),
+            history=tuple(history),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            path=path,
+            stopped=self.stopped,
+            _engine=self._engine,
+            _requests=self._requests,
+        )
+
+    def is_stopping(self) -> bool:
+        """Whether a callback of this rank has asked for the end of the run, or failed."""
+        return self._requests.stopped is not None or self._requests.failure is not None
+
+    def agree(self, group: Group) -> Agreed:
+        """Exchange what was asked for; a collective. Raises on every rank where a callback of any rank failed."""
+        if not self.is_active:
+            return Agreed()
+        own, self._requests.keeps = self._requests.keeps, False
+        asked = torch.tensor([self.is_stopping(), own], dtype=torch.float64)
+        is_ending, keeps = group.all_reduce_max(asked).wait().tolist() if group.world_size > 1 else asked.tolist()
+        if not is_ending:
+            return Agreed(None, bool(keeps))
+        note = {"stopped": self._requests.stopped, "failure": self._requests.failure}
+        notes = [json.loads(data) for data in gather_bytes(group, json.dumps(note).encode())]
+        for rank, other in enumerate(notes):
+            if other["failure"] is not None:
+                self._raise(rank, group, other["failure"])
+        self.stopped = next(other["stopped"] for other in notes if other["stopped"] is not None)
+        return Agreed(self.stopped, bool(keeps))
+
+    def _raise(self, rank: int, group: Group, failure: Mapping[str, str]) -> None:
+        message = f"callback {failure['who']} failed on rank {rank} {failure['when']}: {failure['cause']}"
+        # The launcher shows the rank that failed by itself, not a peer of it: launch/watch.py.
+        seen = "" if rank == group.rank else f" (seen by its peer, rank {group.rank})"
+        kind = InputError if failure["kind"] == "input" else RankError
+        raise kind(message + seen) from (self._requests.error if rank == group.rank else None)
+
+
+def _hook(callback: Any, hook: str) -> Callable[[CallbackInfo], None] | None:
+    """The callback's method, or None where it has none of its own."""
+    function = getattr(callback, hook, None)
+    is_inherited = getattr(function, "__func__", None) is getattr(Callback, hook)
+    return function if callable(function) and not is_inherited else None
