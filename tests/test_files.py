@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from uneven import MachineError
-from uneven.files import make_out_folder, write_atomically
+from uneven import InputError, MachineError
+from uneven.files import make_out_folder, release_out_folder, write_atomically
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,14 +22,76 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_older_run_is_moved_aside(tmp_path: Path) -> None:
+def test_an_earlier_runs_files_are_moved_aside_and_no_others(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for number in range(3):
+        moved = make_out_folder(out)
+        (out / "log.json").write_text(str(number))
+        (out / "epoch-1").mkdir()
+        (out / "epoch-1" / "state.json").write_text('{"slot": 1, "samples": 2, "param_groups": []}')
+        (out / "notes.txt").write_text("mine")
+        assert moved == (None if number == 0 else tmp_path / f"run.{number}")
+    assert [(folder / "log.json").read_text() for folder in (tmp_path / "run.1", tmp_path / "run.2", out)] == list(
+        "012"
+    )
+    assert (tmp_path / "run.1" / "epoch-1").is_dir()
+    assert not (tmp_path / "run.1" / "notes.txt").exists()
+    assert make_out_folder(tmp_path / "run.1") == tmp_path / "run.1.1"  # moved or not, it is a run's own
+
+
+def test_a_folder_that_is_not_a_runs_own_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proj").mkdir()
+    (tmp_path / "proj" / "thesis.tex").write_text("years of work")
+    (tmp_path / "link").symlink_to(tmp_path / "proj")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path / "proj")
+    for out in ("../proj", ".", "/", "../link"):
+        with pytest.raises(InputError, match=r"no run of uneven wrote \(.*overwrite=True \(--overwrite\)"):
+            make_out_folder(Path(out))
+    for out, words in (
+        ("../file", "is a file; name a folder"),
+        ("../nowhere", "to nothing"),
+        ("../loop", "to nothing"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make_out_folder(Path(out))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_overwrite_touches_only_files_of_ours(tmp_path: Path) -> None:
+    out = tmp_path / "proj"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    (out / "epoch-notes").mkdir()
+    with pytest.raises(InputError, match="holds epoch-notes, which no run of uneven wrote"):
+        make_out_folder(out, overwrite=True)
+    (out / "epoch-notes").rename(out / "notes")
+    for _ in range(2):
+        assert make_out_folder(out, overwrite=True) is None
+        (out / "state.json").write_text("{}")
+        (out / "epoch-notes").mkdir(exist_ok=True)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *(".uneven", "epoch-notes", "notes", "state.json", "thesis.tex"),
+    ]
+    make_out_folder(out, overwrite=True)
+    assert not (out / "state.json").exists()
+    assert (out / "epoch-notes").is_dir()
+
+
+def test_a_run_that_wrote_nothing_takes_its_folder_away_again(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    for out in (there, tmp_path / "runs" / "one"):
         make_out_folder(out)
-        (out / "result").write_text(str(number))
-    assert (out / "result").read_text() == "2"
-    assert (tmp_path / "run.1" / "result").read_text() == "0"
-    assert (tmp_path / "run.2" / "result").read_text() == "1"
+        release_out_folder(out)
+    assert list(tmp_path.iterdir()) == [there]
+    make_out_folder(there)
+    (there / "state.json").write_text("{}")
+    release_out_folder(there)
+    assert (there / "state.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ TYPED = {
     "monitor": ("loss", "loss"),
     "checkpoint_every": ("2", 2),
     "out": ("runs/a", "runs/a"),
+    "overwrite": (None, True),
     "replay": ("runs/b", "runs/b"),
     "deadline": ("none", None),
     "progress": ("off", "off"),

@@ -24,6 +24,7 @@ _HOMES = {
     "MachineError": "uneven.errors",
     "NotFiniteError": "uneven.errors",
     "RankError": "uneven.errors",
+    "StreamSource": "uneven.data.source",
 }
 __all__ = [
     "Callback",
@@ -38,6 +39,7 @@ __all__ = [
     "NotFiniteError",
     "RankError",
     "Run",
+    "StreamSource",
     "TensorData",
     "TrainedState",
     "fit",
@@ -46,6 +48,7 @@ __all__ = [
 if TYPE_CHECKING:
     from uneven.api.callbacks import EarlyStopping, KeepBest
     from uneven.api.fit import Ddp, fit
+    from uneven.data.source import StreamSource
     from uneven.data.tensors import TensorData
     from uneven.errors import InputError, MachineError, NotFiniteError, RankError
     from uneven.graph.flow import FlowBuilder

@@ -4,11 +4,24 @@ Called wherever results are written. Invariant: a file under its final name is c
 """
 
 import errno
+import json
 import os
+import shutil
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
-from uneven.errors import MachineError
+from uneven.errors import InputError, MachineError
+
+MARK = ".uneven"  # in every folder that a run writes to
+# What runs and benchmarks write to such a folder; a folder of that name is ours where it holds a state of ours.
+RUN_FILES = (
+    *(MARK, "state.json", "state.safetensors", "optimizer.safetensors", "log.json", "epoch-*", "step-*", "best"),
+    *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
+    *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
+)
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
@@ -39,22 +52,90 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def make_out_folder(path: Path) -> None:
-    """Make an empty folder for a run's results; an older run there is renamed to NAME.1, NAME.2, ...
+def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
+    """Make the folder of a run's results and mark it as ours; returns where an earlier run's files were moved to.
 
-    Writes a file at once: a folder that cannot be written to must fail before training, not after it.
+    Invariant: only files of ours are moved, replaced or removed. An earlier run's files go to NAME.1, NAME.2, ...; with
+    `overwrite` they are removed. A folder with other files in it is refused without `overwrite` and kept with it.
+    Writing the mark shows at once whether the folder can be written to: that must fail before training, not after it.
     """
     try:
-        if path.is_dir() and any(path.iterdir()):
-            number = 1
-            while (aside := path.with_name(f"{path.name}.{number}")).exists():
-                number += 1
-            path.rename(aside)
+        if path.is_symlink() and not path.exists():
+            raise InputError(f"out={str(path)!r} is a symbolic link to nothing; remove it, or choose another folder")
+        if path.exists() and not path.is_dir():
+            raise InputError(f"out={str(path)!r} is a file; name a folder, as in out='runs/my-run'")
+        earlier = _files_of_ours(path, overwrite) if path.is_dir() else []
+        moved = _move_aside(path, earlier) if earlier and not overwrite else None
+        for entry in earlier if overwrite else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        made = sum(not folder.exists() for folder in (path, *path.parents))
         path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / ".writable", b"")
-        (path / ".writable").unlink()
+        mark_as_run(path, made)
     except OSError as error:
         raise folder_error(path, error) from error
+    return moved
+
+
+def mark_as_run(folder: Path, made: int = 0) -> None:
+    """Mark a folder as one that runs write their results to; `made` of its path's folders did not exist before."""
+    write_atomically(folder / MARK, json.dumps({"written by": "uneven", "made": made}).encode())
+
+
+def release_out_folder(path: Path) -> None:
+    """Remove the folder of a run that failed before it wrote anything, as far as `make_out_folder` made it."""
+    with suppress(OSError, ValueError, KeyError):
+        if [entry.name for entry in path.iterdir()] == [MARK]:
+            made = json.loads((path / MARK).read_text())["made"]
+            (path / MARK).unlink()
+            for folder in [path, *path.parents][:made]:
+                folder.rmdir()
+
+
+def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
+    """What earlier runs wrote to a folder; InputError where the folder is not a run's own or empty."""
+    entries = sorted(path.iterdir())
+    named_as_ours = [entry for entry in entries if any(fnmatch(entry.name, name) for name in RUN_FILES)]
+    if (path / MARK).is_file() or _is_state(path / "state.json"):
+        return [entry for entry in named_as_ours if not entry.is_dir() or _is_state(entry / "state.json")]
+    if not entries:
+        return []
+    if not overwrite:
+        raise InputError(
+            f"out={str(path)!r} holds files that no run of uneven wrote ({_listed(entries)}): choose an empty or new "
+            "folder, or pass overwrite=True (--overwrite) to write beside them"
+        )
+    if named_as_ours:
+        raise InputError(
+            f"out={str(path)!r} holds {named_as_ours[0].name}, which no run of uneven wrote: it would be replaced; "
+            "move it away, or choose another folder"
+        )
+    return []
+
+
+def _is_state(path: Path) -> bool:
+    """Whether a state.json is one that a run of uneven wrote."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and {"slot", "samples", "param_groups"} <= record.keys()
+
+
+def _move_aside(path: Path, entries: Sequence[Path]) -> Path:
+    """Move an earlier run's files to a new folder NAME.1, NAME.2, ... beside `path`."""
+    place = path.resolve()
+    number = 1
+    while (aside := place.with_name(f"{place.name}.{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for entry in entries:
+        entry.rename(aside / entry.name)
+    return aside
+
+
+def _listed(entries: Sequence[Path]) -> str:
+    names = ", ".join(entry.name for entry in entries[:3])
+    return f"{names} and {len(entries) - 3} more" if len(entries) > 3 else names
 
 
 def folder_error(path: Path, error: OSError) -> MachineError:
@@ -74,4 +155,6 @@ def why_not_written(error: OSError) -> str:
         errno.EDQUOT: "the disk quota is used up",
         errno.ENOTDIR: "a part of the path is a file",
         errno.EEXIST: "it is a file, not a folder",
+        errno.ELOOP: "it is a symbolic link to itself",
+        errno.ENAMETOOLONG: "the name is too long",
     }.get(error.errno or 0, error.strerror or str(error))

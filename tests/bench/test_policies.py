@@ -93,7 +93,7 @@ def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) 
 
 
 def test_a_failing_policy_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit('no data here')")
+    (tmp_path / "train.py").write_text("import uneven\nraise SystemExit('no data here')")
     trial = Trial()
     order = PoliciesOrder(script=tmp_path / "train.py", devices="cpu", policies=("sync",), out=tmp_path / "out")
     try_policies(order, trial, lambda _: None)

@@ -89,7 +89,7 @@ def test_policies_end_as_their_runs_did(
         return Ended(code, "", "uneven: rank 1 failed")
 
     monkeypatch.setattr("uneven.bench.policies.run_uneven", run)
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text("import uneven")
     done = call("policies", tmp_path / "train.py", "--policies", "sync", "--out", tmp_path / "out")
     assert getattr(done.exception, "exit_code", done.exit_code) == expected
 

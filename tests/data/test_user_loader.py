@@ -289,11 +289,15 @@ def test_equal_values_and_the_command_line_are_no_conflict() -> None:
             {"collate_fn": lambda samples: samples[99]},
             "^collate_fn failed on 4 samples of dataset with IndexErr",
         ),
-        (SAMPLES, {"collate_fn": pad, "evaluate": ([1, "a"], None)}, "^collate_fn failed on 2 samples of the test set"),
-        (SAMPLES, {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, collate_fn=pad), None)}, None),
         (
             SAMPLES,
-            {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, 9), None)},
+            {"collate_fn": pad, "evaluate": ([1, "a"], loss_of)},
+            "^collate_fn failed on 2 samples of the test set",
+        ),
+        (SAMPLES, {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, collate_fn=pad), loss_of)}, None),
+        (
+            SAMPLES,
+            {"collate_fn": pad, "evaluate": (DataLoader(SAMPLES, 9), loss_of)},
             "^the test set: samples of different",
         ),
         (

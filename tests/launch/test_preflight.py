@@ -161,7 +161,11 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
     def rank(number: int, progress: str) -> str:
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
         context: Any = SimpleNamespace(
-            rank=number, note=None, devices=lambda _: devices, of_this_machine=lambda all_of_them: all_of_them[:1]
+            rank=number,
+            note=None,
+            is_alone=False,
+            devices=lambda _: devices,
+            of_this_machine=lambda all_of_them: all_of_them[:1],
         )
         preflight.prepare(TASK, config, context)
         return capsys.readouterr().err

@@ -35,7 +35,7 @@ from uneven import Ddp
 Path(sys.argv[1], f"rank-{Ddp.rank()}").write_text(json.dumps({"pid": os.getpid(), **os.environ}))
 """
 WAIT = """
-import os, signal
+import os, signal, uneven
 print("rank", os.getpid(), flush=True)
 signal.pause()
 """

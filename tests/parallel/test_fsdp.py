@@ -1,6 +1,7 @@
 """FSDP by itself: what is whole when, which order units have, types, checkpoints, and who holds how much."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
+from uneven.errors import InputError
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
 from uneven.parallel.units import blocks_of, params_by_unit
@@ -26,6 +28,28 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
         return hidden
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+    note: str = ""
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Holding(nn.Module):
+    """A block whose output is an object with a tensor in it."""
+
+    def __init__(self, block: nn.Module, kind: Any) -> None:
+        super().__init__()
+        self.block, self.kind = block, kind
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(self.block(x.value if isinstance(x, Hidden | Opaque) else x))
 
 
 class Tower(nn.Module):
@@ -89,6 +113,34 @@ def dense() -> dict[str, Tensor]:
 def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, saves: bool) -> None:
     for found in on_threads(2, lambda group: train(wrapped(group, Tower(saves=saves), shares=shares), group)):
         torch.testing.assert_close(found, dense(), rtol=1e-10, atol=1e-12)
+
+
+def held(kind: Any) -> Tower:
+    model = Tower()
+    model.blocks = nn.ModuleList(Holding(block, kind) for block in model.blocks)
+    model.last = nn.Sequential(Unheld(), model.last)
+    return model
+
+
+class Unheld(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        value: Tensor = x.value
+        return value
+
+
+def test_blocks_may_return_dataclasses_and_other_objects_are_refused() -> None:
+    def run(group: ThreadGroup) -> dict[str, Tensor]:
+        model = held(Hidden)
+        return train(wrapped(group, model, units=list(model.blocks)), group)
+
+    for whole in on_threads(2, run):
+        names = {name.replace("block.", "").replace("last.1", "last"): value for name, value in whole.items()}
+        for name, value in dense().items():
+            torch.testing.assert_close(names[name], value, rtol=1e-10, atol=1e-10)
+    model = held(Opaque)
+    strategy = wrapped(SoloGroup(), model, units=list(model.blocks))
+    with pytest.raises(InputError, match="returns a Opaque, in which no tensor is found; return tensors"):
+        strategy.module(batch(0))
 
 
 def test_units_are_whole_only_while_they_compute() -> None:

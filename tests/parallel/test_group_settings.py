@@ -85,6 +85,18 @@ def test_counters_and_keys_added_later(kind: type[Counting], changes: bool) -> N
             assert [one["k"] for one in saved] == [4, 4]
 
 
+def test_a_scheduler_of_the_optimizer_that_was_made_before_still_counts() -> None:
+    param = nn.Parameter(torch.ones(2))
+    plain = torch.optim.SGD([param], lr=1.0)
+    scheduler = LambdaLR(plain, lambda position: 0.5**position)
+    optimizer = ShardedOptimizer(plain, SoloGroup())
+    for expected in (0.0, -0.5):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+        assert_equal(param.detach(), torch.full((2,), expected))
+
+
 def test_a_loaded_counter_goes_on() -> None:
     def make() -> ShardedOptimizer:
         return ShardedOptimizer(Counting([nn.Parameter(torch.ones(2))]), SoloGroup())

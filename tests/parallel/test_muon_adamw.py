@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
-from uneven.parallel.ddp import DDPBucketed
+from uneven.errors import InputError
+from uneven.parallel.ddp import DDPBucketed, Zero2
 from uneven.parallel.muon_adamw import MuonAdamW
 
 ROWS, STEPS = 12, 3
@@ -119,6 +120,17 @@ def test_gradients_that_a_ddp_has_summed_are_not_summed_again() -> None:
 
     for params in on_threads(2, rank):
         torch.testing.assert_close(params, dense(), rtol=1e-8, atol=1e-10)
+
+
+def test_gradients_are_not_summed_twice_nor_sharded_twice() -> None:
+    def rank(group: ThreadGroup) -> None:
+        model = Net()
+        with pytest.raises(InputError, match="make it with sums_gradients=False"):
+            DDPBucketed(model, MuonAdamW(groups(model), group), group)
+        with pytest.raises(InputError, match="MuonAdamW divides its state among the ranks by itself"):
+            Zero2(model, MuonAdamW(groups(model), group), group)
+
+    on_threads(2, rank)
 
 
 def test_all_sums_start_before_anything_is_updated_and_sent() -> None:

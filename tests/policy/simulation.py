@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
+from uneven.policy.axis import Axis
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import UNKNOWN, StreamAxis
+from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
 
 NEVER = float("inf")
@@ -37,6 +40,7 @@ class Cluster:
     epoch: int | None = None  # slots, where every epoch's end is an event
     slot_size: int = 64
     short: int = 64  # samples of an epoch's last slot
+    hides_ends: bool = False  # a stream without length: a rank is told of an epoch's end when it asks for a slot there
 
     @property
     def ranks(self) -> int:
@@ -45,6 +49,14 @@ class Cluster:
     def next_event(self, slot: int) -> int:
         epoch = self.epoch or self.total
         return min((slot // epoch + 1) * epoch, self.total)
+
+    @property
+    def epochs(self) -> int:
+        return -(-self.total // (self.epoch or self.total))
+
+    def epoch_samples(self, epoch: int) -> int:
+        length = self.epoch or self.total
+        return sum(self.samples(slot) for slot in range(epoch * length, min((epoch + 1) * length, self.total)))
 
     def samples(self, slot: int) -> int:
         is_last = (slot + 1) % (self.epoch or self.total) == 0
@@ -136,7 +148,7 @@ class Simulation:
         assert left == 0, "ranks wait for each other for ever"
         self.outcome.makespan_ms = self.now_ms
         self.outcome.most_lead = max(rank.most_lead for rank in self._ranks)
-        check(self.outcome)
+        check_stream(self.outcome) if self.cluster.hides_ends else check(self.outcome)
         return self.outcome
 
     def claim(self, many: int) -> int:
@@ -175,9 +187,17 @@ class _Rank:
         self.simulation, self.rank, self.cluster = simulation, rank, simulation.cluster
         cluster, config = self.cluster, simulation.config
         hints = None if hints is None else list(hints)
-        self.windows = Windows(config, cluster.ranks, cluster.slot_size, cluster.next_event, hints)
+        axis: Axis = Axis(1, cluster.slot_size, 1)
+        next_event, total = cluster.next_event, cluster.total
+        if cluster.hides_ends:
+            axis = stream = StreamAxis(cluster.slot_size, cluster.epochs)
+            stream.connect(self._ends_within)
+            next_event = lambda slot: stream.epoch_end(min(stream.epochs_before(slot), stream.epochs - 1))  # noqa: E731
+            total = UNKNOWN
+        self.stream_end, self.epoch = StreamEnd(axis), 0
+        self.windows = Windows(config, cluster.ranks, cluster.slot_size, next_event, hints, cluster.hides_ends)
         self.slot_schedule = SlotSchedule(
-            self.windows, rank, cluster.total, self._claim if config.is_async else None, max_staleness
+            self.windows, rank, total, self._claim if config.is_async else None, max_staleness
         )
         self.slot_schedule.claim_ms = cluster.claim_ms
         self.round = Round(0)  # the last one entered
@@ -206,10 +226,22 @@ class _Rank:
 
     def _feed(self) -> Iterator[int | None]:
         """Slots in the order handed out; a loader asks for the next one before it gives the oldest."""
-        ahead = deque(self.slot_schedule.hand() for _ in range(self.cluster.lookahead))
+        ahead = deque(self._hand() for _ in range(self.cluster.lookahead))
         while not self.slot_schedule.is_over:
-            ahead.append(self.slot_schedule.hand())
+            ahead.append(self._hand())
             yield ahead.popleft()
+
+    def _hand(self) -> int | None:
+        slot = self.slot_schedule.hand()
+        if slot is None or not self.cluster.hides_ends:
+            return slot
+        found = self.stream_end.slot(slot, self.epoch, self.slot_schedule)
+        assert found is None or found.samples == self.cluster.samples(slot), "a slot of the wrong size"
+        return None if found is None else slot
+
+    def _ends_within(self, epoch: int, first: int, count: int) -> int:
+        samples = self.cluster.epoch_samples(epoch)
+        return samples if samples <= first + count else 0
 
     def _boundary(self) -> Life:
         slot_schedule = self.slot_schedule
@@ -231,6 +263,7 @@ class _Rank:
             samples=self._samples,
             busy_ms=self._busy_ms,
             fingerprint=float(self.windows.fingerprint()),
+            end_samples=float(self.stream_end.samples),
         )
         self._busy_ms = self._samples = 0.0
         self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
@@ -247,8 +280,14 @@ class _Rank:
         entered_ms, touch_ms = one.entered_ms[self.rank], self.cluster.touch_ms
         self._costs = RoundReport(transfer_ms=2.0 * touch_ms, latency_ms=one.arrival_ms - entered_ms)
         one.merged_ms[self.rank] = self.simulation.now_ms
+        rows = [one.rows[rank] for rank in range(self.cluster.ranks)]
+        self.stream_end.learn(rows, self.epoch)
+        passed = self.windows.passed
         self.simulation.note(one, self.windows)
         self.slot_schedule.merged()
+        if self.windows.passed != passed:
+            self.stream_end.passed()
+            self.epoch += 1
         yield touch_ms
 
     def _slot_ms(self, slot: int) -> float:
@@ -289,6 +328,24 @@ class _Rank:
     def _paid_ms(self) -> float:
         owed_ms, self._owed_ms = self._owed_ms, 0.0
         return owed_ms
+
+
+def check_stream(outcome: Outcome) -> None:
+    """What must hold where epochs end at slots that nobody knew beforehand."""
+    cluster, rounds = outcome.cluster, outcome.rounds
+    work = sorted(outcome.work)
+    assert [slot for slot, *_ in work] == list(range(cluster.total)), "not every slot exactly once"
+    for one in rounds:
+        assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
+        assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
+    event, free_ms = 0, 0.0
+    while event < cluster.total:
+        last, event = event, cluster.next_event(event)
+        one = next(one for one in rounds if all(row.next_slot >= event for row in one.rows.values()))
+        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last:event]), (
+            "a slot on the wrong side of an epoch's end"
+        )
+        free_ms = one.arrival_ms
 
 
 def check(outcome: Outcome) -> None:

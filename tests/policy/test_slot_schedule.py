@@ -69,6 +69,17 @@ def test_every_slot_is_trained_once_and_nobody_is_stuck(
     assert outcome.claims <= cluster.total + cluster.ranks
 
 
+@settings(max_examples=100, deadline=None)
+@given(clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.integers(0, 4), st.booleans())
+def test_streams_whose_ends_nobody_knows(
+    cluster: Cluster, is_async: bool, anchor: int, max_staleness: int, hinted: bool
+) -> None:
+    """Every slot once, no slot of an epoch before all ranks have passed the last one, no rank stuck."""
+    hints = list(cluster.slot_ms) if hinted else None
+    config = LocalSGDConfig(is_async=is_async, anchor=anchor)
+    Simulation(replace(cluster, hides_ends=True), config, hints, max_staleness or None).run()
+
+
 @settings(max_examples=50, deadline=None)
 @given(clusters(), st.integers(1, 5))
 def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:

@@ -60,6 +60,15 @@ def test_a_saved_state_loads_bit_equal_into_a_fresh_model(tmp_path: Path) -> Non
     assert (loaded.slot, loaded.samples, loaded.finished) == (3, 6, True)
 
 
+def test_params_stay_in_the_models_order(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = TrainedState(**capture_state(model, optimizer))
+    order = [name for name, _ in model.named_parameters()]
+    assert order != sorted(order)
+    assert list(state.params) == order
+    assert list(TrainedState.load(state.save(tmp_path)).params) == order
+
+
 def test_the_optimizer_is_saved_by_param_name(tmp_path: Path) -> None:
     model, optimizer = trained()
     TrainedState(**capture_state(model, optimizer)).save(tmp_path)

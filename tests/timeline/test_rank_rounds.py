@@ -17,7 +17,8 @@ def test_a_run_records_the_stages_of_every_round(policy: str) -> None:
     for rank in range(2):
         own = [round_ for round_ in rounds if round_.rank == rank]
         assert [round_.number for round_ in own] == list(range(1, len(own) + 1))
-        assert len(own) >= 2
+        # How many there are depends on the measured speeds; the first entry of `rounds` is round 0.
+        assert len(own) == len(results[rank].rounds) - 1 >= 1
         for round_ in own:
             assert round_.snapshot_ns is not None
             assert (

@@ -303,9 +303,12 @@ def test_a_stop_request_stops_all_with_equal_replicas(policy: str) -> None:
     assert 3 <= sum(len(result.log) for result in results) < 60
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) -> None:
-    """Every sample moves a coordinate of its own, at a rate that only grows: so does the distance of the replicas."""
+def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart() -> None:
+    """Every sample moves a coordinate of its own, at a rate that only grows: so does the distance of the replicas.
+
+    With cadence: in async one rank may claim every slot on a busy machine, and then nothing drifts apart. The guard
+    itself is the same in both (tests/policy/test_windows.py).
+    """
 
     class Coordinates(nn.Module):
         def __init__(self) -> None:
@@ -318,7 +321,7 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(policy: str) 
 
     results = train(
         2,
-        policy=policy,
+        policy="cadence",
         step=step,
         make_model=Coordinates,
         optimizer=partial(torch.optim.SGD, lr=0.02),

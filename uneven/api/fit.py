@@ -19,9 +19,10 @@ from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_list, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, check_list, resolve
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
+from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
@@ -60,6 +61,7 @@ def fit(
     before_step(model) is called before every update, with the summed gradients in the params' .grad.
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
     callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
+    A model or an optimizer itself is taken, too: every device trains a copy, and the one given stays as it is.
 
     >>> import torch
     >>> x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -83,6 +85,7 @@ def fit(
     if batch_sampler is not None:
         builder.batch_sampler(batch_sampler)
     if evaluate is not None:
+        check_evaluate(evaluate)
         builder.evaluate(*evaluate)
     if before_step is not None:
         builder.before_step(before_step)
@@ -134,12 +137,20 @@ class Ddp:
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
         config, own = resolve(taken, overrides), check_list(callbacks)
         module = as_module(model)
-        evaluation = None if evaluate is None else take_test_set(*evaluate, 1, None, None, collate_fn)
+        evaluation = None
+        if evaluate is not None:
+            check_evaluate(evaluate)
+            evaluation = take_test_set(*evaluate, 1, None, None, collate_fn)
         make_optimizer = optimizer_factory(module, optimizer)
         make_scheduler = scheduler_factory(scheduler, optimizer, config)
         objects = (dataset, make_scheduler, evaluation, loading)
         task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
-        return _start_loop(task, optimizer, config)
+        try:
+            return _start_loop(task, optimizer, config)
+        except BaseException:
+            if config.out is not None and process_context().rank == 0:
+                release_out_folder(config.out)
+            raise
 
     @staticmethod
     def wrap(model: nn.Module) -> Wrapped:

@@ -27,6 +27,7 @@ from uneven.data.feed import make_feed
 from uneven.data.tensors import Batch
 from uneven.data.user_loader import take_test_set
 from uneven.errors import InputError, RankError
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
 from uneven.step.several import OptimizerGroup
@@ -185,8 +186,8 @@ class Loop:
         epoch = self._iterated
         if epoch is None:
             raise InputError("ddp.skip_rest() belongs inside the loop over ddp.batches(epoch)")
-        if self.worker.config.replay is not None:
-            raise InputError("ddp.skip_rest() with replay=...: a replay repeats a whole run")
+        if self.worker.config.replay is not None or isinstance(self.worker.axis, StreamAxis):
+            raise InputError("ddp.skip_rest() needs a data set with a length, and no replay=...")
         self._run(self._steps.end_slot)
         if self._synchronizer.epoch > epoch:
             return  # the epoch's last step is done, on every rank

@@ -64,6 +64,7 @@ class Settings(TypedDict, total=False):
     monitor: str | None
     checkpoint_every: int | str | None
     out: str | Path | None
+    overwrite: bool
     replay: str | Path | None
     deadline: float | Deadline | None
     progress: Progress
@@ -225,8 +226,12 @@ class SettingMethods:
         return self.settings(checkpoint_every=checkpoint_every)
 
     def out(self, out: str | Path | None) -> "Self":
-        """Folder for state and timeline; an older run there is moved aside."""
+        """Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1."""
         return self.settings(out=out)
+
+    def overwrite(self, overwrite: bool = True) -> "Self":
+        """Replace an earlier run's files in out, or write beside files that are not of a run."""
+        return self.settings(overwrite=overwrite)
 
     def replay(self, replay: str | Path | None) -> "Self":
         """Folder of a finished run, which is repeated by its log."""

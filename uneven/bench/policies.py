@@ -16,6 +16,7 @@ from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import POLICIES
 from uneven.errors import InputError
+from uneven.launch.script import refuse_plain_script
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
@@ -79,6 +80,7 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
             raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
     if not order.script.is_file():
         raise InputError(f"there is no script {order.script}")
+    refuse_plain_script(order.script, len(order.policies), "policy")
     for policy in order.policies:
         report(policy)
         out = order.out / policy
@@ -87,6 +89,8 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
             trial.failed[policy] = ended.message
             continue
         row = read_row(policy, out)
+        if isinstance(row, str) and not (out / "state.json").exists():
+            raise InputError(row)  # it ended well without a run of ours: so it would under the other policies
         if isinstance(row, str):
             trial.failed[policy] = row
         else:
@@ -103,7 +107,7 @@ def read_row(policy: str, out: Path) -> PolicyRow | str:
     """The row of a finished run, read from its folder; a message if the folder is not complete."""
     state, log, record = (read_json(out / name) for name in ("state.json", "log.json", "timeline.json"))
     if not isinstance(state, dict) or not isinstance(record, dict):
-        return f"the script left no state in {out}: does it train by uneven, and to the end?"
+        return f"the script left no state in {out}: it must train by fit, Ddp.builder or Ddp.setup, and to the end"
     if not state.get("history"):
         return "no epoch was finished"
     timeline = Timeline.from_json(record)

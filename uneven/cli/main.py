@@ -5,6 +5,7 @@ one place where an error becomes an exit code; tests/cli/test_exit_codes.py hold
 """
 
 import sys
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, policies, report, sweep
 from uneven.errors import STOPPED, InputError, MachineError, RankError
 from uneven.launch.lifeline import end_with_parent
+from uneven.launch.user_frames import show_user_frames
 
 EXIT_CODES = (
     "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, 130 stopped and saved. "
@@ -70,3 +72,13 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(STOPPED)
+    except Exception:
+        sys.excepthook = _print_from_users_frame  # here, because typer sets its own when the app is called
+        raise
+
+
+def _print_from_users_frame(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Any other exception is of the user's script, or a defect of ours: the traceback begins with the script."""
+    del traceback
+    show_user_frames(error)
+    sys.__excepthook__(kind, error, error.__traceback__)

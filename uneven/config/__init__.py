@@ -1,6 +1,8 @@
 """What a run trains (Task) and how (RunConfig): the names other rooms import. Neither torch nor numpy."""
 
+from uneven.config.arguments import check_evaluate
 from uneven.config.every import Every, read_every
+from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import (
     CHOICES,
     EXACT_POLICIES,
@@ -21,11 +23,9 @@ from uneven.config.run_config import (
     Progress,
     RunConfig,
     Strategy,
-    check_settings,
-    resolve,
 )
 from uneven.config.setting import Setting, settings_of
-from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task
+from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
 
 __all__ = [
     "CHOICES",
@@ -55,9 +55,11 @@ __all__ = [
     "Strategy",
     "Task",
     "TrainStep",
+    "check_evaluate",
     "check_list",
     "check_settings",
     "check_task",
+    "is_stream",
     "read_every",
     "resolve",
     "settings_of",

@@ -1,19 +1,17 @@
 """The settings of a run: one frozen dataclass, checked before anything starts, printed once and saved with the run.
 
-`resolve` makes it from what the user wrote (`fit`, `Ddp.builder`, `Ddp.setup`) and what the command line of
+`resolve.py` makes it from what the user wrote (`fit`, `Ddp.builder`, `Ddp.setup`) and what the command line of
 `uneven run` was given, which takes precedence. Invariant: a RunConfig that exists can be run; a value that cannot
 work, or a setting that would be ignored, is an InputError here and not a surprise in the middle of training.
 Each field is the only place where its setting is declared: see [Note: one list of settings] in setting.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from uneven.config.every import about_every
-from uneven.config.setting import about, check_names, settings_of
+from uneven.config.setting import about, settings_of
 from uneven.errors import InputError
 
 Policy = Literal["sync", "balanced", "cadence", "async"]
@@ -71,7 +69,10 @@ class RunConfig:
         default="auto",
         metadata=about("How ranks communicate: NCCL between CUDA devices, or Gloo through host memory (cpu)."),
     )
-    seed: int = field(default=0, metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0))
+    seed: int = field(
+        default=0,
+        metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0, most=2**63 - 1),
+    )
     accumulate: int = field(default=1, metadata=about("Micro-batches per optimizer step.", least=1))
     global_batch_size: int | None = field(
         default=None,
@@ -255,8 +256,13 @@ class RunConfig:
     out: Path | None = field(
         default=None,
         metadata=about(
-            "Folder for state and timeline; an older run there is moved aside.", default="nothing is written"
+            "Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1.",
+            default="nothing is written",
         ),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=about("Replace an earlier run's files in out, or write beside files that are not of a run."),
     )
     replay: Path | None = field(
         default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
@@ -279,6 +285,10 @@ class RunConfig:
             setting.check_policy(getattr(self, name), self.policy)
         if self.checkpoint_every is not None and self.out is None:
             raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
+        if self.overwrite and self.out is None:
+            raise InputError(
+                "overwrite=True without out=...: nothing is written; add out='runs/my-run', or leave it out"
+            )
         if self.replay is not None and self.shares is not None:
             raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
         if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
@@ -383,31 +393,3 @@ class RunConfig:
 
 
 CHOICES = {name: setting.choices for name, setting in settings_of(RunConfig).items() if setting.choices}
-_ALIASES = {setting.alias: name for name, setting in settings_of(RunConfig).items() if setting.alias is not None}
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check an incomplete set of settings: InputError for an unknown name or an impossible value.
-
-    `uneven run` calls this before it starts a rank; what depends on the script is checked in `resolve`.
-    """
-    known = settings_of(RunConfig)
-    given = {_ALIASES.get(name, name): value for name, value in settings.items()}
-    check_names(given, known)
-    for name, value in given.items():
-        known[name].check(known[name].convert(value))
-
-
-def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
-    """Settings as the user wrote them -> a checked RunConfig; `overrides` (the command line) take precedence."""
-    known = settings_of(RunConfig)
-    given = {_ALIASES.get(name, name): value for name, value in {**settings, **overrides}.items()}
-    check_names(given, known)
-    if given.get("max_steps") is not None and given.get("epochs") is None:
-        known["max_steps"].check(given["max_steps"])
-        given["epochs"] = given["max_steps"]  # more than enough: an epoch has at least one step; the axis ends them
-    for name, setting in known.items():
-        if setting.is_required and name not in given:
-            other = ", or max_steps=..." if name == "epochs" else ""
-            raise InputError(f"{name} is missing: pass {name}=...{other} (it has no default)")
-    return RunConfig(**{name: known[name].convert(value) for name, value in given.items()})

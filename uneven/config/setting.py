@@ -18,11 +18,38 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from uneven.errors import InputError
 
+# Of `fit`, beside the settings.
+ARGUMENTS = ("model", "optimizer", "step", "dataset", "scheduler", "evaluate", "collate_fn", "sampler", "batch_sampler")
+_IN_OPTIMIZER = "it belongs to the optimizer: pass optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+# What other libraries call it, where no name of ours is near enough to be found.
+OTHER_WORDS = {
+    "lr": _IN_OPTIMIZER,
+    "learning_rate": _IN_OPTIMIZER,
+    "weight_decay": _IN_OPTIMIZER,
+    "loss": "pass step=lambda model, batch: loss(model(batch[0]), batch[1])",
+    "loss_fn": "pass step=lambda model, batch: loss_fn(model(batch[0]), batch[1])",
+    "criterion": "pass step=lambda model, batch: criterion(model(batch[0]), batch[1])",
+    "train_dataset": "pass dataset=...",
+    "train_dataloaders": "pass dataset=...",
+    "eval_dataset": "pass evaluate=(test_set, eval_step)",
+    "output_dir": "pass out=...",
+    "default_root_dir": "pass out=...",
+    "per_device_train_batch_size": "pass batch_size=..., which is per device",
+    "gradient_accumulation_steps": "pass accumulate=...",
+    "accumulate_grad_batches": "pass accumulate=...",
+    "gradient_clip_val": "pass max_grad_norm=...",
+    "world_size": "the number of ranks follows from devices='cpu,cpu@0.4'",
+    "accelerator": "pass devices=..., as in devices='cuda:0'",
+    "fp16": "pass precision='fp16'",
+    "bf16": "pass precision='bf16'",
+}
+
 
 def about(
     help: str,
     *,
     least: int | None = None,
+    most: int | None = None,
     below: float | None = None,
     policies: tuple[str, ...] | None = None,
     why_not: str | None = None,
@@ -33,13 +60,14 @@ def about(
 ) -> dict[str, Any]:
     """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
 
-    `least` is the smallest whole number allowed, `below` the bound of a number above 0. `policies` are those the
-    setting belongs to (None: all); `why_not` explains a refusal with another one. `default` describes what None means.
-    `accepts` and its words `allowed` narrow text down to what can be read.
+    `least` and `most` are the smallest and largest whole number allowed (`most`: of all bits 1), `below` the bound of a
+    number above 0. `policies` are those the setting belongs to (None: all); `why_not` explains a refusal with another
+    one. `default` describes what None means. `accepts` and its words `allowed` narrow text down to what can be read.
     """
     return {
         "help": help,
         "least": least,
+        "most": most,
         "below": below,
         "policies": policies,
         "why_not": why_not,
@@ -59,6 +87,7 @@ class Setting:
     default: Any  # MISSING where it must be given
     help: str
     least: int | None
+    most: int | None
     below: float | None
     policies: tuple[str, ...] | None
     why_not: str | None
@@ -104,7 +133,8 @@ class Setting:
             return self.allowed_text
         phrases = []
         if int in self.members:
-            phrases.append(f"a whole number of at least {self.least}")
+            most = "" if self.most is None else f" and below 2**{self.most.bit_length()}"
+            phrases.append(f"a whole number of at least {self.least}{most}")
         if float in self.members:
             phrases.append("a number above 0" + (f" and below {self.below:g}" if self.below is not None else ""))
         if bool in self.members:
@@ -122,8 +152,8 @@ class Setting:
 
     def convert(self, value: Any) -> Any:
         """A value as the user wrote it -> as RunConfig holds it; one that cannot be converted is left to `check`."""
-        if Path in self.members and isinstance(value, str | PathLike):
-            return Path(value)
+        if Path in self.members and isinstance(value, str | PathLike) and str(value):
+            return Path(value).expanduser()
         if not self.is_list or isinstance(value, str) or not isinstance(value, Iterable):
             return value
         entries = tuple(value)
@@ -153,7 +183,7 @@ class Setting:
         if _is_literal(member):
             return isinstance(value, str) and value in get_args(member)
         if member is int:
-            return _is_whole(value) and value >= (self.least or 0)
+            return _is_whole(value) and value >= (self.least or 0) and (self.most is None or value <= self.most)
         if member is float:
             upper = float("inf") if self.below is None else self.below
             return _is_number(value) and 0 < value < upper
@@ -176,12 +206,18 @@ def settings_of(config: type) -> dict[str, Setting]:
 
 
 def check_names(given: Mapping[str, Any], known: Mapping[str, Setting]) -> None:
-    """InputError for a name that is no setting, with the nearest one that is."""
+    """InputError for a name that is no setting, with the one that is meant."""
     for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the settings are {', '.join(known)}"
-            raise InputError(f"unknown setting {name!r}; {hint}")
+        if name in known:
+            continue
+        if name in OTHER_WORDS:
+            raise InputError(f"unknown setting {name!r}: {OTHER_WORDS[name]}")
+        aliases = {setting.alias: setting.name for setting in known.values() if setting.alias is not None}
+        close = difflib.get_close_matches(name, [*known, *aliases, *ARGUMENTS], n=1)
+        meant = (
+            f"did you mean {aliases.get(close[0], close[0])!r}?" if close else f"the settings are {', '.join(known)}"
+        )
+        raise InputError(f"unknown setting {name!r}; {meant}")
 
 
 def _is_literal(member: Any) -> bool:

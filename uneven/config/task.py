@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from uneven.config.arguments import check_data, check_function
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,29 +61,52 @@ class Task:
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
 
 
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set is read in order and not by index: an iterable one, or a source with open(shard, start).
+
+    torch's Dataset has a `__getitem__` that only raises, so it is known by its name: no torch here. Other iterators
+    than an IterableDataset are no streams: they end after one pass.
+    """
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}": kind for kind in type(dataset).__mro__}
+    if "torch.IterableDataset" in kinds:
+        return True
+    if "torch.DataLoader" in kinds or isinstance(dataset, type) or hasattr(dataset, "__next__"):
+        return False
+    indexed = next((name for name, kind in kinds.items() if "__getitem__" in vars(kind)), None)
+    if indexed not in (None, "torch.Dataset"):
+        return False
+    return hasattr(dataset, "__iter__") or callable(getattr(dataset, "open", None))
+
+
 def check_task(task: Task) -> None:
     """InputError where the task cannot be trained, with the argument and the fix."""
-    is_built = not isinstance(task.make_model, type) and hasattr(task.make_model, "named_parameters")
-    if not callable(task.make_model) or is_built:
-        raise InputError(
-            f"model must be a function that makes the model, got {type(task.make_model).__name__}: "
-            "each device builds its own, so pass model=lambda: Net() (or the class itself)"
-        )
-    for name, value in (("optimizer", task.make_optimizer), ("step", task.train_step)):
-        if not callable(value):
-            raise InputError(f"{name} must be a function, got {type(value).__name__}")
+    check_function("model", task.make_model, 0)
+    check_function("optimizer", task.make_optimizer, 1)
+    check_function("step", task.train_step, 2)
+    if task.make_scheduler is not None:
+        check_function("scheduler", task.make_scheduler, 1, 2)
     if task.before_step is not None and not callable(task.before_step):
         raise InputError(
             f"before_step must be a function of (model) or (model, optimizer), got {type(task.before_step).__name__}"
         )
-    if not isinstance(task.dataset, Sized) or not hasattr(task.dataset, "__getitem__"):
-        raise InputError(
-            f"dataset must be map-style, with len() and indexing, got {type(task.dataset).__name__}; "
-            "an iterable data set cannot be shared out exactly once"
-        )
-    if len(task.dataset) == 0:
-        raise InputError("dataset is empty: there is nothing to train on")
+    if task.evaluation is not None:
+        check_function("eval_step", task.evaluation.eval_step, 2)
+        _check_dataset("the test set of evaluate", task.evaluation.dataset)
+    _check_dataset("dataset", task.dataset)
     check_callbacks(task.callbacks, task.evaluation is not None)
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    check_data(name, dataset)
+    if is_stream(dataset):
+        return  # data/source.py knows how it is read, and launch/streams.py checks it
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise InputError(
+            f"{name} must be map-style, with len() and indexing, or a stream: an IterableDataset whose __iter__ begins "
+            f"anew, or a source with open(shard, start); got {type(dataset).__name__}"
+        )
+    if len(dataset) == 0:
+        raise InputError(f"{name} is empty: pass one with at least one sample")
 
 
 def check_list(callbacks: Any) -> tuple[Any, ...]:

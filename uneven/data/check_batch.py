@@ -5,10 +5,11 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from uneven.config import Loading, RunConfig, Task
+from uneven.config import Loading, RunConfig, Task, is_stream
 from uneven.data.batches import Collate
 from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved, seed_generators
 from uneven.data.sample_order import sample_keys
+from uneven.data.source import ShardedDataset, shard_sizes
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 
@@ -31,6 +32,10 @@ def _check(name: str, dataset: Any, loading: Loading, config: RunConfig, order: 
         )
     if isinstance(dataset, TensorData | TensorDataset) and loading.collate_fn is None:
         return
+    if is_stream(dataset):
+        if shard_sizes(dataset) is None:
+            return  # a sample that was read cannot be put back
+        dataset = ShardedDataset(dataset)
     many = min(MOST, config.batch_size, order.samples)
     keys = sample_keys(config.seed, 0, many).tolist()
     with random_states_preserved():

@@ -19,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from uneven.config import Loading, RunConfig, Task
+from uneven.config import Loading, RunConfig, Task, is_stream
 from uneven.data.sample_order import permutation, sample_keys
+from uneven.data.source import ShardedOrder, StreamOrder, count_samples, shard_sizes
 from uneven.errors import InputError
 from uneven.policy.axis import Axis, BatchAxis
+from uneven.policy.stream_axis import UNKNOWN, StreamAxis
 
 _random_lock = threading.RLock()  # ranks may be threads of one process, and Python's generators are the process's
 
@@ -149,6 +151,11 @@ class DrawnOrder:
 
 def make_order(task: Task, config: RunConfig) -> EpochOrder:
     """The order of the training set; InputError where a sampler cannot be followed."""
+    if is_stream(task.dataset):
+        sizes = shard_sizes(task.dataset)
+        if sizes is None:
+            return StreamOrder(count_samples(task.dataset), config.shuffle)
+        return ShardedOrder(sizes, config.seed, config.shuffle)
     if task.loading.sampler is None and task.loading.batch_sampler is None:
         return PlainOrder(len(task.dataset), config.seed, config.shuffle)
     return DrawnOrder(task.loading, len(task.dataset), config.seed)
@@ -157,6 +164,8 @@ def make_order(task: Task, config: RunConfig) -> EpochOrder:
 def make_axis(order: EpochOrder, config: RunConfig, ranks: int) -> Axis:
     """The slots of a run over this order; with `drop_last` the short slot at the end of an epoch is no part of it."""
     slot_size = config.slot_size(ranks)
+    if order.samples == UNKNOWN:
+        return StreamAxis(slot_size, config.epochs, config.max_steps)
     if isinstance(order, DrawnOrder) and order.is_batches:
         limit = config.max_steps
         return BatchAxis(order.samples, slot_size, config.epochs, order.batches, order.offsets, max_slots=limit)

@@ -1,8 +1,9 @@
 """Feeds give a rank the batches of its parts, on its device. The engine makes one per data set with `make_feed`.
 
 A TensorData or TensorDataset is kept on the device, where a batch is one gather; if it does not fit it stays in host
-memory and batches are copied through pinned memory. Any other map-style data set is read by a torch DataLoader. On CUDA
-the host prepares the next batch while the device still computes the previous one, because steps are only enqueued.
+memory and batches are copied through pinned memory. Any other map-style data set is read by a torch DataLoader, and so
+is a stream whose shards have known sizes (source.py); any other stream has one reader (stream.py). On CUDA the host
+prepares the next batch while the device still computes the previous one, because steps are only enqueued.
 
 A feed yields *inputs* for each micro-batch, a pytree of device tensors, and `open(inputs)` makes the batch from them.
 They are separate so that a captured CUDA graph can contain the gather and the augmentation.
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from uneven.config import Loading
+from uneven.config import Loading, is_stream
 from uneven.data.batches import Collate, to_device
 from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved
 from uneven.data.keyed_dataset import KeyedDataset, WorkerStart
 from uneven.data.loader_context import LoaderContext
 from uneven.data.sample_order import sample_keys
+from uneven.data.source import ShardedDataset, StreamOrder, shard_sizes
+from uneven.data.stream import ReaderFeed
 from uneven.data.tensors import Batch, TensorData
 from uneven.policy.axis import Part
 
@@ -70,6 +73,11 @@ def make_feed(
 
     In a rank process (`is_rank`) loader processes are not forked: see LoaderContext.
     """
+    if is_stream(dataset):
+        if shard_sizes(dataset) is None:
+            is_shuffled = not isinstance(order, StreamOrder) or order.is_shuffled
+            return ReaderFeed(dataset, device, seed, batch_size, num_workers, loading, is_shuffled=is_shuffled)
+        dataset = ShardedDataset(dataset)
     order = PlainOrder(len(dataset), seed, is_shuffled=True) if order is None else order
     if isinstance(dataset, TensorDataset) and loading.collate_fn is None:
         dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))

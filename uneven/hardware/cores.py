@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from uneven.errors import InputError
 from uneven.hardware.cgroup import cpu_limit, read_text
 from uneven.hardware.device import Device
+
+MOST_RANKS_PER_CORE = 8  # each rank loads torch: some 300 MB and seconds of a core before it trains anything
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,16 @@ def assign_cores(devices: Sequence[Device], cores: Sequence[int]) -> CorePlan:
         for_cuda = iter(_split_evenly(cores[num_cores - num_cuda :], num_cuda))
         sets = [next(for_cpu if device.kind == "cpu" else for_cuda) for device in devices]
     return CorePlan(tuple(sets), tuple(len(core_set) for core_set in sets), pinned=True)
+
+
+def check_count(devices: Sequence[Device], cores: Sequence[int]) -> None:
+    """InputError for more ranks than the machine could even start in a sensible time and memory."""
+    most = MOST_RANKS_PER_CORE * len(cores)
+    if len(devices) > most:
+        raise InputError(
+            f"devices names {len(devices)} devices, one process each, and this machine has {len(cores)} cores: name at "
+            f"most {most} ({MOST_RANKS_PER_CORE} per core); one device uses all cores by itself"
+        )
 
 
 def pin(cores: Iterable[int]) -> bool:

@@ -33,7 +33,7 @@ from uneven.train.worker import Worker
 _contexts: list["ProcessContext"] = []
 
 # Settings that may differ between ranks: only the first rank writes and prints.
-PER_RANK_SETTINGS = ("out", "progress")
+PER_RANK_SETTINGS = ("out", "overwrite", "progress")
 
 
 def process_context() -> "ProcessContext":
@@ -44,6 +44,7 @@ def process_context() -> "ProcessContext":
         if environment is not None:
             context.handle_signals()
         _contexts.append(context)
+    _contexts[0].was_used = True
     return _contexts[0]
 
 
@@ -74,6 +75,7 @@ class ProcessContext:
         self.environment = environment
         self.settings = settings
         self.stop_requested = threading.Event()
+        self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.note: str | None = None  # about the cores this rank was given
         self._devices = devices
         self._is_placed = devices is not None

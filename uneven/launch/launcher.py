@@ -89,7 +89,8 @@ def _write_content(content: tuple[Task, RunConfig, Program | None], folder: Path
     try:
         write_payload(content, folder)
     except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"the model, optimizer, step or data set cannot be sent to the rank processes ({error}); "
+            f"the model, optimizer, step or data set cannot be sent to the rank processes ({why}); "
             "use functions and data that can be pickled, or one device"
         ) from error

@@ -8,8 +8,6 @@ prints and writes.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from uneven.comm.group import has_nccl
 from uneven.config import SHARDED, RunConfig, Task, check_task
 from uneven.data.check_batch import check_batch
@@ -18,7 +16,8 @@ from uneven.data.replay import read_log
 from uneven.errors import InputError
 from uneven.files import make_out_folder
 from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded
-from uneven.hardware.device import Device
+from uneven.hardware.cores import available_cores, check_count
+from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible
 from uneven.hardware.mps import check_slices
@@ -26,8 +25,10 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
-from uneven.parallel.catalog import check_optimizer
+from uneven.launch.streams import check_streams
+from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
 from uneven.version import __version__
 
@@ -49,6 +50,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     local = context.of_this_machine(devices)
     config, notes = settle(config, devices, local)
     _check_before_step(task, config, len(devices))
+    check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
@@ -56,10 +58,13 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     _check_evaluation(task, config)
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices))
-    _check_optimizer(task, config, len(devices))
+    # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
+    if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
+        check_count(devices, available_cores())
+        try_functions(task, config, axis.schedule_length)
     is_lead = context.rank == 0
-    if config.out is not None and is_lead:
-        make_out_folder(config.out)
+    if config.out is not None and is_lead and (moved := make_out_folder(config.out, config.overwrite)) is not None:
+        notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
@@ -91,10 +96,12 @@ def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
-    steps = f"{axis.slots_per_epoch:,} steps"
-    steps += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
+    length = f"{axis.samples:,} samples, {axis.epochs} epochs of {axis.slots_per_epoch:,} steps"
+    if isinstance(axis, StreamAxis):
+        length = "a stream without length" + (f", {axis.epochs} epochs" if config.max_steps is None else "")
+    length += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
     lines = [
-        f"uneven {__version__}: {axis.samples:,} samples, {axis.epochs} epochs of {steps}",
+        f"uneven {__version__}: {length}",
         f"  {found}",
         f"  batch {batch}   precision {precision}   compile {config.compile}   seed {config.seed}",
     ]
@@ -156,21 +163,6 @@ def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:
     return replace(config, replay=config.replay.resolve())
 
 
-def _check_optimizer(task: Task, config: RunConfig, ranks: int) -> None:
-    """InputError where the strategy cannot divide the optimizer.
-
-    It is made on the meta device, where a model takes no memory; what cannot be made there is checked by the ranks.
-    """
-    if ranks == 1 or config.strategy not in SHARDED:
-        return
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            optimizer = task.make_optimizer(task.make_model().parameters())
-    except Exception:
-        return
-    check_optimizer(config.strategy, optimizer)
-
-
 def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[RunConfig, list[str]]:
     """The number format all devices train in, and a line with the reason where there was a choice or a drawback."""
     has_cpu = any(device.kind == "cpu" for device in devices)
@@ -223,6 +215,11 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
             f"compile='graph' captures a CUDA graph, which {others} cannot run; use compile='off' or 'default'"
         )
     if len(devices) == 1:
+        if config.strategy in SHARDED:
+            raise InputError(
+                f"strategy={config.strategy!r} divides a model among devices, and {names} is one: name several, as in "
+                "devices='cpu,cpu', or leave strategy out"
+            )
         return
     for name in ("shares", "memory_shares"):
         given = getattr(config, name)

@@ -103,13 +103,18 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
 
 def _report_error(error: BaseException, folder: Path, number: int, member: str) -> None:
     """Leave error-N.json for the launcher, complete from the first moment that it can be seen."""
+    from uneven.launch.user_frames import show_user_frames, user_place
+
+    place = user_place(error)
+    show_user_frames(error)
     report = {
         "time": time.time(),
         "member": member,
         "kind": next((name for name, kind in USER_ERRORS.items() if isinstance(error, kind)), "other"),
         "message": str(error),
         "what": f"{type(error).__name__}: {error}",
-        "traceback": traceback.format_exc(),
+        "place": place,
+        "traceback": "".join(traceback.format_exception(error)),
     }
     temporary = folder / f".error-{number}"
     temporary.write_text(json.dumps(report))

@@ -17,13 +17,16 @@ from typing import Any
 
 from uneven.config import RunConfig, Task
 from uneven.errors import StoppedError
+from uneven.files import folder_error, release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.training import Program, train_as_rank
+from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.export import save_timeline
@@ -98,6 +101,7 @@ class Run:
             raise KeyboardInterrupt
         self._join_thread()
         if self._error is not None:
+            show_user_frames(self._error)
             raise self._error
         assert self._state is not None, "a rank that neither failed nor returned a state"
         return self._state
@@ -138,6 +142,8 @@ class Run:
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
+            if self._config.out is not None and self._context.rank == 0:
+                release_out_folder(self._config.out)
         finally:
             self._reporter.close()
             self._epochs.put(None)
@@ -154,7 +160,9 @@ def launch(
 ) -> Run:
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
     context = process_context()
+    task, notes = rebuild_instances(task)
     prepared = prepare(task, config, context, title)
+    prepared.reporter.say(notes)
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
     starts_ranks = context.is_alone and needs_ranks(devices)
@@ -195,7 +203,10 @@ def save_results(
     if config.out is None or not is_lead:
         return state
     state.save(config.out)
-    save_timeline(state.timeline, config.out)
+    try:
+        save_timeline(state.timeline, config.out)
+    except OSError as error:
+        raise folder_error(config.out, error) from error
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
 

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
 from uneven.errors import InputError, StoppedError
+from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.launch.script_imports import uses_uneven
 from uneven.results.progress import Reporter
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
+
+CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 
 
 def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -35,10 +39,21 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
         check_device(device)
+    check_count(devices, available_cores())
     if not needs_ranks(devices):
         _execute_alone(script, args, settings)
         return
+    if len(devices) > 1:
+        refuse_plain_script(script, len(devices))
     run_on_ranks(script, args, devices, Reporter("lines"), settings)
+
+
+def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
+    """InputError for a script that cannot call uneven: every process would train all of it by itself."""
+    if not uses_uneven(script):
+        raise InputError(
+            f"{script} never imports uneven: it would be trained {times} times, once per {per}; {CALL_UNEVEN} {script}"
+        )
 
 
 def run_on_ranks(
@@ -65,13 +80,17 @@ def run_on_ranks(
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
     order = {"path": str(script.resolve()), "args": list(args), "settings": as_json}
     try:
-        run_ranks(None, devices, stop, reporter, lambda _: None, script=order)
+        unused = run_ranks(None, devices, stop, reporter, _unused_ranks, script=order)
     except StoppedError as error:
         raise KeyboardInterrupt from error
     finally:
         signal.signal(signal.SIGINT, before)
     if stop.is_set():
         raise KeyboardInterrupt
+    if unused == len(devices) > 1 and not {"-h", "--help"} & set(args):
+        raise InputError(
+            f"{script} ended without calling uneven: it ran {unused} times, nothing was shared; {CALL_UNEVEN} {script}"
+        )
 
 
 def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str, Any]) -> None:
@@ -95,6 +114,12 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
         if context.is_stop_requested():
             raise KeyboardInterrupt from error
         raise
+    if not context.was_used:
+        (folder / f"unused-{context.rank}").touch()
+
+
+def _unused_ranks(folder: Path) -> int:
+    return len(list(folder.glob("unused-*")))
 
 
 def _execute_alone(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -102,8 +127,22 @@ def _execute_alone(script: Path, args: Sequence[str], settings: Mapping[str, Any
     from uneven.launch.context import ProcessContext, set_process_context  # imports torch
     from uneven.launch.environment import ALONE, LaunchEnvironment
 
-    set_process_context(ProcessContext(LaunchEnvironment(ALONE), settings=settings))
-    _execute(script, args)
+    context = ProcessContext(LaunchEnvironment(ALONE), settings=settings)
+    set_process_context(context)
+    try:
+        _execute(script, args)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            _warn_unused(context, script, settings)
+        raise
+    _warn_unused(context, script, settings)
+
+
+def _warn_unused(context: "ProcessContext", script: Path, settings: Mapping[str, Any]) -> None:
+    if not context.was_used:
+        ignored = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
+        effect = f", and {ignored} had no effect" if ignored else ""
+        print(f"uneven: {script} ended without calling uneven: it ran as by python{effect}", file=sys.stderr)
 
 
 def _execute(script: Path, args: Sequence[str]) -> None:

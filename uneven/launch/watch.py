@@ -111,4 +111,5 @@ class Watch:
             kind = USER_ERRORS[error["kind"]]
             # All ranks raise that one alike, and it names the rank that is the cause.
             return kind(error["message"] if kind is NotFiniteError else f"{name}: {error['message']}")
-        return RankError(f"{name} failed: {error['what']}\n\nTraceback of {error['member']}:\n{error['traceback']}")
+        what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "")
+        return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")

@@ -93,6 +93,11 @@ class Replicated(TakesOptimizer):
         self.reducer.close()
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
+        if getattr(optimizer, "sums_gradients", False):
+            raise InputError(
+                f"{type(optimizer).__name__} sums gradients over the ranks itself, and {type(self).__name__} has done "
+                "so already: make it with sums_gradients=False, or train the plain model with it"
+            )
         if not self._is_manual:  # by hand, params may be added later
             optimizer.register_step_pre_hook(_refuse_late_params(weakref.ref(self)))
         return optimizer

@@ -57,7 +57,14 @@ def refuse_by_elements(optimizer: Optimizer, what: str) -> None:
 
 
 def refuse_joined(optimizer: Optimizer) -> None:
-    """InputError for LBFGS: its step joins all params, and runs its closure several times between updates."""
+    """InputError for LBFGS, whose step joins all params and runs its closure several times between updates, and for
+    an optimizer that is divided among ranks already.
+    """
+    if hasattr(optimizer, "inner_optimizers"):
+        raise InputError(
+            f"{type(optimizer).__name__} divides its state among the ranks by itself; use it with DDPFlat or "
+            "DDPBucketed, or give ZeRO and FSDP a plain optimizer such as AdamW"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
             f"{type(optimizer).__name__} cannot be sharded: its step joins all params and runs its closure several "

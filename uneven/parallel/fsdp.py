@@ -8,6 +8,7 @@ prefetched while one computes. Gradients are reduced unit by unit, on a process 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.comm.joined import AnyGroup, as_group
+from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, flat_memory
@@ -191,7 +193,14 @@ class FSDP(TakesOptimizer):
         if place == 0 and forward_only:
             self._unshard_order.finish(forward_only)
         pre_backward = partial(_call_for_gradient, weakly(self._pre_backward), place)
-        for tensor in _tensors(output):
+        tensors = list(_tensors(output))
+        if not tensors and not forward_only:
+            # Backward would come to the unit without notice, after its params are gone.
+            raise InputError(
+                f"strategy='fsdp': {self._units[place].name} returns a {type(output).__name__}, in which no tensor is "
+                "found; return tensors, tuples, lists, dicts or dataclasses of them"
+            )
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(pre_backward)
 
@@ -232,3 +241,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _tensors(value)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for entry in fields(output):
+            yield from _tensors(getattr(output, entry.name))

@@ -73,6 +73,11 @@ class MuonAdamW(Optimizer):
         """One ShardedOptimizer for each group of params."""
         return self._parts
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether its step sums gradients over ranks: nobody else may have done so before."""
+        return self._sums_gradients and self._group.world_size > 1
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """With a kind, as those it was made with; all ranks add the same ones."""
         if self._is_initialized:

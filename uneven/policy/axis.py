@@ -77,9 +77,14 @@ class Axis:
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
     @property
-    def total_samples(self) -> int:
-        """Of all epochs together."""
+    def total_samples(self) -> int | None:
+        """Of all epochs together; None while a stream without length has not ended (stream_axis.py)."""
         return self.samples_before(self.total)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of the first epoch, which are those of every epoch unless a stream's length varies."""
+        return self.samples
 
     def slot(self, index: int) -> Slot:
         epoch, place = divmod(index, self.slots_per_epoch)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from uneven.config import Evaluation, Every, RunConfig, read_every
 from uneven.policy.axis import Axis
+from uneven.policy.stream_axis import StreamAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Events:
     axis: Axis
     evaluation: Every | None = None
     checkpoint: Every | None = None
-    has_every_epoch: bool = False  # a loop of the user's own sees the end of every epoch
+    has_every_epoch: bool = False  # in a loop of the user's own, and on a stream without length
 
     def evaluates(self, slot: int) -> bool:
         """Whether the model is evaluated here; at the end of the run it always is."""
@@ -49,4 +50,6 @@ class Events:
 def find_events(axis: Axis, config: RunConfig, evaluation: Evaluation | None, is_own_loop: bool) -> Events:
     """The events of a run by its settings; eval_every takes precedence over what `evaluate` was given."""
     evaluated = None if evaluation is None else read_every(config.eval_every or evaluation.every)
-    return Events(axis, evaluated, read_every(config.checkpoint_every), is_own_loop)
+    # Nobody knows where the next epoch of a stream without length begins before all ranks have passed this one.
+    has_every_epoch = is_own_loop or isinstance(axis, StreamAxis)
+    return Events(axis, evaluated, read_every(config.checkpoint_every), has_every_epoch)

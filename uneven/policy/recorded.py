@@ -62,6 +62,7 @@ class RecordedWindows:
     event: int = 0
     anchor: float = 0.0
     is_over: bool = False
+    passed: int = 0
     is_blocking: bool = False  # RecordedSchedule knows which rounds were
     is_measured: bool = True
 
@@ -84,7 +85,7 @@ class RecordedWindows:
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         if self.due == self.event:
             following = self.next_event(self.event)
-            self.is_over, self.event = following == self.event, following
+            self.is_over, self.passed, self.event = following == self.event, self.event, following
         self.start = max(int(report.next_slot) for report in reports)
         self.rounds += 1
         return []

@@ -32,6 +32,7 @@ class SlotSchedule:
     in_flight: bool = False  # a round was entered and is not merged yet
     parts: int = 0  # trained by this rank
     staleness: int = 0  # trained since it entered the round in flight
+    end: int | None = None  # where a stream without length ends, as this rank was told; an event of its own till agreed
     _given: deque[int] = field(default_factory=deque)
     _handed: int = 0
     _window: int = -1  # the window whose cut was last given
@@ -39,9 +40,6 @@ class SlotSchedule:
     _claimed: int = 0  # the first slot of the last claim
     _since: int = 0  # trained since that claim
     _first: int = 0  # slots before it were left out: they are claimed and dropped
-
-    def __post_init__(self) -> None:
-        self._begin_claims()
 
     @property
     def is_over(self) -> bool:
@@ -63,10 +61,15 @@ class SlotSchedule:
         if self._handed == len(self._given):
             return None
         slot = self._given[self._handed]
-        if slot >= self.windows.event:
+        if slot >= self._barrier:
             return None  # a claim past the event is kept until the event is passed
         self._handed += 1
         return slot
+
+    def put_back(self, end: int) -> None:
+        """The slot handed out last lies past the end of the stream's epoch: it is kept for the next epoch."""
+        self._handed -= 1
+        self.end = end
 
     def trained(self) -> None:
         """The first slot handed out is trained."""
@@ -86,7 +89,7 @@ class SlotSchedule:
         """Whether this rank enters the next round now."""
         if self.in_flight or self.is_over:
             return False
-        if self.next_slot >= self.windows.due:
+        if self.next_slot >= min(self.windows.due, self._barrier):
             return True
         is_event = self.windows.due == self.windows.event
         return not self._is_divided and not is_event and self._front >= self.windows.due
@@ -96,12 +99,20 @@ class SlotSchedule:
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
-        return has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self.windows.event
+        return has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self._barrier
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
         self.in_flight = False
-        self._begin_claims()
+        if self.end is not None and self.windows.passed >= self.end:
+            self.end = None
+        if not self._is_divided:
+            self._start_claims()
+
+    @property
+    def _barrier(self) -> int:
+        """The slot that this rank must not pass before all ranks have got there."""
+        return self.windows.event if self.end is None else min(self.windows.event, self.end)
 
     @property
     def _front(self) -> int:
@@ -131,21 +142,22 @@ class SlotSchedule:
                 self._given.extend(range(first, first + counts[self.rank]))
             return
         assert self.claim is not None, "cadence has no claims"
-        assert self._base is not None, "begun when the speeds were known"
+        base = self._start_claims()
         count = self._claim_size()
         if count == 0:
             return
         while True:
-            self._claimed, self._since = self._base + self.claim(count), 0
+            self._claimed, self._since = base + self.claim(count), 0
             if self._claimed + count > self._first:
                 break
         self._given.extend(range(max(self._first, self._claimed), min(self._claimed + count, self.total)))
 
-    def _begin_claims(self) -> None:
-        """From the first window whose speeds are known, at the same slot on all ranks, whatever they still hold."""
-        if self._base is None and not self._is_divided:
+    def _start_claims(self) -> int:
+        """The slot at which the counter of claims was 0: set after the same round on all ranks, whatever they hold."""
+        if self._base is None:
             self._base = self._claimed = self.windows.start
             self._since = 0
+        return self._base
 
     def _claim_size(self) -> int:
         """Enough slots to make the claim cheap, far fewer than the window's; before an event only its part."""

@@ -37,6 +37,7 @@ class RoundReport(NamedTuple):
     dropped: float = 0.0  # of `samples`: of steps that were not finite
     bad_slot: float = 0.0  # the last of these steps ...
     bad_cause: float = 0.0  # ... and why, see step/finite.py
+    end_samples: float = 0.0  # of the epoch in progress, where this rank was told the end of a stream without length
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Windows:
     slot_size: int
     next_event: Callable[[int], int]
     slot_ms: list[float] | None = None
+    may_end: bool = False  # a stream without length: an epoch may end before the next event that is known
     start: int = 0
     rounds: int = 0  # done, without round 0
     anchor: float = 0.0
@@ -84,6 +86,8 @@ class Windows:
     is_held: bool = False  # by the guard: the anchor may not grow
     event: int = 0  # the next slot at which all ranks synchronize whatever the window
     due: int = 0  # the slot of the next round
+    passed: int = 0  # the last event that all ranks have passed
+    _held: int = 0  # slots before it were given out for a window that a stream's end cut short, and come first
     _floor: float = 0.0  # of the anchor: the one asked for, unless the guard went below it
     _ms: list[float] = field(default_factory=list)
     _seen_ms: list[list[float]] = field(default_factory=list)  # per rank: a slot's time in its last windows
@@ -117,13 +121,14 @@ class Windows:
 
     def cut(self) -> tuple[int, ...]:
         """Every rank's slots of the window [start, due), in rank order."""
-        length = self.due - self.start
+        length = max(0, self.due - self.start)  # before the end of a stream, all slots may be given already
         if length == sum(self.counts):
             return self.counts
         return by_ratio(self.speeds if self.is_measured else [1.0] * self.ranks, length)
 
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         """A round is done: the reports of all ranks, in rank order. Sets the next window; returns what changed."""
+        was_divided = not (self.config.is_async and self.is_measured)
         self.rounds += 1
         decisions: list[Decision] = []
         if self.config.shares is None:
@@ -132,18 +137,30 @@ class Windows:
             decisions += self._set_anchor(reports)
             decisions += self._set_counts()
         next_slots = [int(report.next_slot) for report in reports]
+        self._learn_event(was_divided)
         if self.due == self.event and min(next_slots) >= self.event:  # a round that stops the run may come before it
             following = self.next_event(self.event)
-            self.is_over, self.event = following == self.event, following
-        self.start = max(self.due, *next_slots)
+            self.is_over, self.passed, self.event = following == self.event, self.event, following
+        self.start = max(self.due, self._held, *next_slots)
         self._set_due()
         return decisions
+
+    def _learn_event(self, was_divided: bool) -> None:
+        """Where nobody knew the next event, a stream's end: it may lie inside the window, and the round was at it."""
+        due = self.due
+        if self.may_end:
+            self.event = self.next_event(self.passed)
+            self.due = min(due, self.event)
+        if was_divided and self.due < due:
+            self._held = max(self._held, due)
+        elif due >= self._held:
+            self._held = 0
 
     def fingerprint(self) -> int:
         """24 bits of the state: equal on all ranks."""
         numbers = struct.pack(f"<{self.ranks}d2d", *self._ms, self.anchor, self._floor)
         rest = (
-            *(self.counts, self.start, self.due, self.event, self.rounds, self.is_held, self._seen_ms),
+            *(self.counts, self.start, self.due, self.event, self.rounds, self.is_held, self._held, self._seen_ms),
             *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms),
         )
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
@@ -151,7 +168,9 @@ class Windows:
     def _set_due(self) -> None:
         """The end of the window that begins at `start`."""
         left, length = self.event - self.start, sum(self.counts)
-        if left <= length:
+        if self._held:
+            self.due = min(self.event, self._held)
+        elif left <= length:
             self.due = self.event
         elif left < 2 * length:
             self.due = self.event - left // 2  # two equal windows: a short last one would cost a round of its own

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: live bars on a terminal, one line per epoch elsewhere.
+"""What a person sees while a run trains: live bars on a terminal or in a notebook, one line per epoch elsewhere.
 
 A Reporter gets its figures in one of two ways: a process that trains calls it directly (it is a Report, see
 train/rank_info.py), and the launcher hands it the heartbeats of its ranks. On several devices the first bar is the run
@@ -23,6 +23,7 @@ from rich.table import Column
 from rich.text import Text
 
 from uneven.policy.axis import Axis
+from uneven.results.notebook import Block, in_notebook
 
 _NOT_METRICS = (
     *("epoch", "epochs", "step", "is_inside_epoch", "samples", "dropped", "lr"),
@@ -46,11 +47,16 @@ def bars_only() -> Iterator[None]:
 
 
 class Reporter:
-    """`style`: bar, lines, off, or auto (bars on a terminal, else lines); `close()` leaves the bars as they stand."""
+    """`style`: bar, lines, off, or auto (bars on a terminal and in a notebook, else lines).
+
+    `close()` leaves the bars as they stand. In a notebook lines and bars are one block that is updated in place.
+    """
 
     def __init__(self, style: str, title: str = "train") -> None:
+        is_notebook = style in ("auto", "bar") and in_notebook()
         if style == "auto":
-            style = "bar" if sys.stderr.isatty() else "lines"
+            style = "bar" if is_notebook or sys.stderr.isatty() else "lines"
+        self._block = Block() if is_notebook else None
         self.style = style
         self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every finished epoch's entry
         self._prints_bars_only = _prints_bars_only.get()
@@ -64,9 +70,13 @@ class Reporter:
         self._last = (0, 0.0)  # samples and training seconds when the speed was last computed
 
     def say(self, lines: Sequence[str]) -> None:
-        if self.style != "off" and not self._prints_bars_only:
-            for line in lines:
-                self._console.print(line, markup=False, soft_wrap=True)
+        if self.style == "off" or self._prints_bars_only or not lines:
+            return
+        if self._block is not None:
+            self._block.say(lines)
+            return
+        for line in lines:
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def started(self, axis: Axis, place: str) -> None:
         del place
@@ -90,6 +100,8 @@ class Reporter:
             self._open(None, [self._title])
         if all("own" in status for status in statuses):
             self._draw_ranks(statuses)
+        if self._block is not None:
+            self._block.update()
 
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
         del own_samples
@@ -102,6 +114,8 @@ class Reporter:
             self._bar.update(self._tasks[0], completed=samples, speed=f"{speed:,.0f}", loss=f"loss {loss:.4f}")
         else:
             self._bar.update(self._tasks[0], completed=samples)
+        if self._block is not None:
+            self._block.update()
 
     def epoch_done(self, entry: dict[str, Any]) -> None:
         for listener in self.listeners:
@@ -115,9 +129,11 @@ class Reporter:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if self._block is not None:
+            self._block.close()
 
     def _open(self, total: int | None, titles: Sequence[str]) -> None:
-        """Without a total the run has not begun, and the bar only shows that it is starting."""
+        """Without a total the run has not begun, or trains on a stream without length: nothing to take a part of."""
         self._bar = Progress(
             _TextColumn(lambda task: task.description),
             _BarColumn(),
@@ -126,9 +142,13 @@ class Reporter:
             _TextColumn(_remaining_columns),
             console=self._console,
             refresh_per_second=REFRESHES_PER_S,
+            disable=self._block is not None,  # the block draws it
         )
         self._tasks = [self._bar.add_task(title, total=total, speed="", loss="") for title in titles]
         self._bar.start()
+        if self._block is not None:
+            self._block.draw = self._bar.get_renderable
+            self._block.update(at_once=True)
 
     def _bar_steps(self, steps: int | None) -> None:
         """Count steps in the run's bar, where the run has a number of them."""
@@ -146,7 +166,7 @@ class Reporter:
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
         last = statuses[0].get("history", [{}])[-1]
         is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
-        done = total if is_over else min(trained, total)
+        done = trained if total is None else total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
         self._bar.update(
             self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses)
@@ -154,7 +174,7 @@ class Reporter:
         begin = 0.0
         for place, (task, status) in enumerate(zip(self._tasks[1:], statuses, strict=True)):
             share = status["own"] / max(1, trained)
-            end = begin + share * done / total
+            end = begin + (share if total is None else share * done / total)
             self._bar.update(
                 task,
                 part=(begin, end),
@@ -264,12 +284,13 @@ def _remaining_columns(task: Task) -> str:
     if "part" in task.fields:
         return str(task.fields.get("rest", ""))
     spent = _clock(task.finished_time if task.finished else task.elapsed)
-    if task.total is None:
+    if task.total is None and not task.completed:
         return f"starting  {spent}"
     steps = task.fields.get("steps")
-    place = "" if steps is None else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
+    place = "" if steps is None or not task.total else f"step {int(task.completed / task.total * steps):,}/{steps:,}"
     words = ["samples/s"] * (task.fields["speed"] not in ("", "-")) + [place, task.fields["loss"], spent]
-    return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * (not task.finished))
+    has_eta = task.total is not None and not task.finished
+    return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * has_eta)
 
 
 def _names(devices: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ written last: where it exists, the others are complete.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from uneven.policy.axis import Axis
 from uneven.timeline.timeline import Timeline
 
 VERSION = 1
+NOT_METRICS = ("lr", "train_seconds", "samples_per_s")  # numbers of a history entry that are not results
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedState:
     """Params and buffers by name, on the CPU, with the run's history and timeline."""
 
@@ -71,8 +73,36 @@ class TrainedState:
         try:
             model.load_state_dict(tensors)
         except RuntimeError as error:
-            raise InputError(f"the state does not fit {type(model).__name__}: {error}") from error
+            faults = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+            raise InputError(f"the state does not fit {type(model).__name__}: {faults or error}") from error
         return model
+
+    def __repr__(self) -> str:
+        return f"TrainedState({'; '.join(f'{name} {value}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        """The short table that a notebook shows."""
+        cells = ((escape(name), escape(value)) for name, value in self._facts().items())
+        rows = (f"<tr><th style='text-align: left'>{name}</th><td>{value}</td></tr>" for name, value in cells)
+        return f"<table>{''.join(rows)}</table>"
+
+    def _facts(self) -> dict[str, str]:
+        """What a person wants to know first, without any tensor."""
+        numbers = sum(param.numel() for param in self.params.values())
+        last = self.history[-1] if self.history else {}
+        metrics = {name: value for name, value in last.items() if name not in NOT_METRICS and isinstance(value, float)}
+        facts = {
+            "model": f"{numbers:,} params in {len(self.params)} tensors, {len(self.buffers)} buffers",
+            "trained": f"{self.samples:,} samples in {self.slot:,} steps, {len(self.history)} epochs"
+            + ("" if self.finished else " (stopped before its end)"),
+        }
+        if metrics:
+            facts["last epoch"] = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        if self.config:
+            facts["devices"] = f"{self.config.get('devices')}, policy {self.config.get('policy')}"
+        if self.folder is not None:
+            facts["folder"] = str(self.folder)
+        return facts
 
     def save(self, folder: str | Path) -> Path:
         folder = Path(folder)
@@ -84,7 +114,8 @@ class TrainedState:
             "slot": self.slot,
             "samples": self.samples,
             "dataset_samples": self.dataset_samples,
-            "buffers": sorted(self.buffers),
+            "params": list(self.params),  # in the model's order, which safetensors does not keep
+            "buffers": list(self.buffers),
             "tied": self.tied,
             "param_groups": self.param_groups,
             "history": self.history,
@@ -115,7 +146,7 @@ class TrainedState:
         record = json.loads((folder / "state.json").read_text())
         tensors = load((folder / "state.safetensors").read_bytes())
         return cls(
-            params={name: t for name, t in tensors.items() if name not in record["buffers"]},
+            params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
             buffers={name: tensors[name] for name in record["buffers"]},
             tied=record["tied"],
             optimizer=load((folder / "optimizer.safetensors").read_bytes()),

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from uneven.config import TrainStep
 from uneven.data.tensors import Batch
-from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.reducer import Reducer
 from uneven.step.finite import Backup, Cause, Fault, OwnCheck, find_fault, largest_of, select, total_count
+from uneven.step.loss import read_loss
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
@@ -209,13 +209,14 @@ class EagerStep:
     def weigh(self, result: Any, samples: int, slot_samples: int) -> tuple[Tensor, Tensor | None]:
         """A train step's result as this micro-batch's part of the slot's loss, and its count if there is one."""
         count: Tensor | None = None
-        if isinstance(result, tuple):
+        loss, units = read_loss(result)
+        if units is not None:
             # (loss_sum, count), of tokens for instance: the count of all ranks is known only after the sum.
-            loss, units = result if samples else (result[0] * 0, 0)
+            loss, units = (loss, units) if samples else (loss * 0, 0)
             count = _on_device(0 if self.is_further_loss else units, loss.device)
             self.meter.add(loss.detach(), count)
         else:
-            loss = _checked_loss(result) * (samples / slot_samples)
+            loss = loss * (samples / slot_samples)
             self.meter.add(loss.detach() * slot_samples, 0 if self.is_further_loss else samples)
         return loss, count
 
@@ -325,13 +326,3 @@ def _on_device(count: Any, device: torch.device) -> Tensor:
     if isinstance(count, Tensor) and count.device == device:
         return count.detach().to(torch.float64)
     return torch.full((), float(count), dtype=torch.float64, device=device)
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(
-            f"the train step returned {what}; it must return the batch's mean loss as one scalar tensor, "
-            "or (loss_sum, count)"
-        )
-    return loss

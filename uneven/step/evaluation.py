@@ -11,7 +11,14 @@ from uneven.comm.group import Group
 from uneven.config import EvalStep
 from uneven.data.feed import Feed
 from uneven.errors import InputError
+from uneven.step.loss import describe, is_number
 from uneven.step.precision import Precision
+
+WANTED = "it must return (sums by name, count), as in ({'correct': (scores.argmax(1) == y).sum()}, len(y))"
+ENTRY = (  # keys of a history entry
+    *("epoch", "epochs", "step", "is_inside_epoch", "samples", "dropped"),
+    *("train_loss", "lr", "train_seconds", "samples_per_s"),
+)
 
 
 def evaluate(
@@ -38,7 +45,7 @@ def evaluate(
         batches = 0
         for batch, _ in feed.in_order(*own):
             batches += 1
-            parts, count = eval_step(model, batch)
+            parts, count = read_metrics(eval_step(model, batch))
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0) + value
             total += count
@@ -53,6 +60,8 @@ def evaluate(
     *values, count, num_stopped = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
     if num_stopped:
         return {}
+    if not count:
+        raise InputError(f"the eval step counted no samples: {WANTED}")
     return {name: value / count for name, value in zip(names, values, strict=True)}
 
 
@@ -64,3 +73,18 @@ def monitored(metrics: Mapping[str, float], name: str | None) -> float:
         what = "a ReduceLROnPlateau needs one metric to follow" if name is None else f"monitor={name!r}"
         raise InputError(f"{what}: the evaluation has {', '.join(metrics)}; pass monitor='{min(metrics)}', for example")
     return metrics[name]
+
+
+def read_metrics(result: Any) -> tuple[Mapping[str, Any], Any]:
+    """What an eval step returned: sums by name, and a count; InputError in one line for anything else."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Mapping):
+        raise InputError(f"the eval step returned {describe(result)}; {WANTED}")
+    sums, count = result
+    if not is_number(count):
+        raise InputError(f"the eval step returned the count {describe(count)}; {WANTED}")
+    for name, value in sums.items():
+        if not is_number(value):
+            raise InputError(f"the eval step returned {describe(value)} as {name!r}, not one number; {WANTED}")
+        if name in ENTRY:
+            raise InputError(f"the eval step returned a metric {name!r}, which an epoch's entry has already: rename it")
+    return sums, count

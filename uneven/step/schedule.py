@@ -32,8 +32,8 @@ class Schedule:
         self._written = self.rates
         if make_scheduler is None:
             return
-        takes_length = required_arguments(make_scheduler) == 2
-        made = make_scheduler(optimizer, schedule_length) if takes_length else make_scheduler(optimizer)
+        has_length = takes_length(make_scheduler)
+        made = make_scheduler(optimizer, schedule_length) if has_length else make_scheduler(optimizer)
         if isinstance(made, ReduceLROnPlateau):
             self._plateau = made
         elif isinstance(made, LRScheduler):
@@ -98,6 +98,11 @@ def _no_order_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
         yield
+
+
+def takes_length(make_scheduler: Callable[..., Any]) -> bool:
+    """Whether it is called as scheduler(optimizer, total_steps)."""
+    return required_arguments(make_scheduler) == 2
 
 
 def required_arguments(function: Callable[..., Any]) -> int:

@@ -4,7 +4,7 @@ The worker makes one engine, the synchronizer drives it. Only the engine's own m
 compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.data.feed import Feed, Inputs, Micros, make_feed
-from uneven.data.tensors import Batch
+from uneven.data.feed import Feed, Micros, make_feed
+from uneven.data.stream import ReaderFeed
 from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
@@ -30,6 +30,7 @@ from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import read_structure
 from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
@@ -45,8 +46,12 @@ from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
+from uneven.train.built import checked_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
+from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.rank_info import RankInfo
+
+UNBOUNDED_SLOTS = 1000
 
 
 class Engine:
@@ -55,6 +60,8 @@ class Engine:
     `is_own_loop`: the user's loop calls forward, so there is no step to run beforehand, batches are needed before the
     step, and a rank's part of a slot is always one batch.
     """
+
+    skipped_slots = 0  # the steps that the samples in `skipped` would have been
 
     def __init__(
         self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
@@ -66,7 +73,7 @@ class Engine:
         self.device = torch.device(rank_info.device.torch_name)
         torch.manual_seed(config.seed)
         # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
-        self.model = task.make_model().to(self.device)
+        self.model = checked_model(task.make_model()).to(self.device)
         self.model.train()
         if config.activations in ("recompute", "offload") and not (
             config.is_model_parallel and rank_info.world_size > 1  # applied to the sharded layers, when these are made
@@ -77,7 +84,7 @@ class Engine:
         self.batchnorm_sync = (
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
-        self.optimizer = task.make_optimizer(self.model.parameters())
+        self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
         if self.schedule.needs_metric and task.evaluation is None and not is_own_loop:
             raise InputError(
@@ -112,10 +119,12 @@ class Engine:
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
         self.is_own_loop = is_own_loop
+        self.reader = self.feed if isinstance(self.feed, ReaderFeed) else None
         if is_own_loop:
-            self.feed = _LoadedFeed(self.feed)
-        # Steps can run beforehand only if the step is ours to call and one device holds the whole model.
-        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated)
+            self.feed = LoadedFeed(self.feed)
+        # Steps can run beforehand only if the step is ours to call, one device holds the whole model, and samples that
+        # were read for it can be read again.
+        self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
         self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
         self.log: list[tuple[int, int, int]] = []
@@ -123,10 +132,8 @@ class Engine:
         self.rounds: list[Round] = []  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
-        self.trained = 0  # the slot after the last one trained
-        self.samples = 0
-        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out ...
-        self.skipped_slots = 0  # ... and the steps that these would have been
+        self.trained = self.samples = 0  # the slot after the last one trained; samples of this rank
+        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
         """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
@@ -158,6 +165,13 @@ class Engine:
         """Let the synchronised BatchNorm layers, if there are any, reduce their statistics over this group."""
         self.batchnorm_sync.group, self.batchnorm_sync.enter = group, self.recorder.enter
 
+    def connect_reader(self, group: Group) -> None:
+        """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""
+        if self.reader is not None:
+            self.reader.connect(group, self.axis, is_shared=self.config.is_model_parallel and group.world_size > 1)
+            if self.config.compile == "default" and not self.is_own_loop:
+                self.model.compile()  # where there is a warm-up, it does this
+
     def open(self, micros: Micros) -> Micros:
         """Inputs -> batches on the device. A captured step does this itself, inside the graph."""
         if self.graph is not None or self.captured is not None:
@@ -181,7 +195,10 @@ class Engine:
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
         axis, samples = self.axis, self.samples_before(slot)
-        grown = ramp(scale, samples, axis.samples, axis.total_samples)
+        total = axis.total_samples
+        if isinstance(axis, StreamAxis) or total is None:  # the scale then grows as if the run had so many slots
+            total = (axis.max_slots or UNBOUNDED_SLOTS) * axis.slot_size
+        grown = ramp(scale, samples, min(axis.samples, total), total)
         skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
         self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
 
@@ -368,22 +385,3 @@ class Engine:
         """A part of the first slot, as large as this rank's part of a slot of so many samples."""
         each = self._expected(samples)
         return Part(self.axis.slot(0), 0, each, self.micro_batch_size(each))
-
-
-class _LoadedFeed:
-    """A feed that yields batches in place of inputs: the user's own forward needs them before the step does."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.place = feed.place
-        self.lookahead = feed.lookahead
-
-    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        for part, micros in self._feed.stream(parts):
-            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
-
-    def open(self, inputs: Inputs) -> Batch:
-        return inputs
-
-    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        return self._feed.in_order(first, stop)

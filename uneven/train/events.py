@@ -10,8 +10,9 @@ from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
-from uneven.policy.windows import LocalSGDConfig, Windows
+from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
 
@@ -45,7 +46,8 @@ def make_slot_schedule(
         return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
     is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
-    windows = Windows(local_sgd_config(config), engine.rank_info.world_size, axis.slot_size, next_event, slot_ms)
+    ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
+    windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
     is_async = config.policy == "async"
     return windows, SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
 
@@ -71,3 +73,20 @@ def local_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[st
     round_ms, limits = measure_sum_ms(group, engine.model), local_sgd_config(engine.config)
     found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
     return advice(found, [str(device) for device in engine.rank_info.devices])
+
+
+def pass_epoch(
+    engine: Engine,
+    windows: Windows | RecordedWindows,
+    schedule: SlotSchedule | RecordedSchedule,
+    epoch: int,
+    trained: int,
+    rows: Sequence[RoundReport],
+) -> tuple[int, list[RoundReport]]:
+    """All ranks stand still and pass the epoch's end, with `trained` samples of it; returns the end and the reports."""
+    assert isinstance(windows, Windows), "a replay leaves nothing out"
+    assert isinstance(schedule, SlotSchedule), "as above"
+    end = windows.due = windows.event = engine.axis.epoch_end(epoch)
+    schedule.drop_before(end)
+    engine.skip_epoch(epoch, trained)
+    return end, [row._replace(next_slot=max(row.next_slot, float(end))) for row in rows]

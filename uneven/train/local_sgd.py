@@ -20,10 +20,11 @@ from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import RoundReport, Windows
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule, pass_epoch
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
@@ -39,6 +40,7 @@ class LocalSGD:
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
+        self.stream_end = StreamEnd(engine.axis)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
         self._skips, self._epoch_samples = False, 0  # a rank leaves out the rest of the epoch; trained of it by all
@@ -101,12 +103,12 @@ class LocalSGD:
         last = min(self.engine.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
-            if index is None:  # a round is due before the next slot: an empty part lets `train` run it
+            slot = None if index is None else self.stream_end.slot(index, self.epoch, self.slot_schedule)
+            if slot is None:  # a round is due before the next slot, or a stream ends: an empty part lets `train` run it
                 slot = axis.slot(last)
                 yield Part(slot, slot.first, 0, 1)
                 continue
-            slot = axis.slot(index)
-            last = index
+            last = slot.index
             yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
 
     def train(self, part: Part, micros: Micros) -> bool:
@@ -238,6 +240,7 @@ class LocalSGD:
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
             user_ms=self._user_ns / 1e6,
+            end_samples=float(self.stream_end.samples),
         )
         self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
@@ -274,7 +277,7 @@ class LocalSGD:
         return rows
 
     def _merge(self) -> None:
-        due, event, anchor = self.windows.due, self.windows.event, self.windows.anchor
+        due, anchor = self.windows.due, self.windows.anchor
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
@@ -283,8 +286,10 @@ class LocalSGD:
         is_skipped = set(statuses) == {RankStatus.SKIPS_REST}
         self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
+        self.stream_end.learn(rows, self.epoch)
+        passed = self.windows.passed
         if is_skipped:
-            due, rows = event, self._pass_event(event, rows)
+            due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self._epoch_samples, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -310,21 +315,13 @@ class LocalSGD:
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self._has_lr_scale:
             self._set_lr_scale()
-        is_event = self.windows.is_over or self.windows.event != event
+        event = self.windows.passed
+        is_event = event != passed
         if is_event:
-            self.engine.reach_slot(due)
-        self.after_round(due)
-        self._end_epochs(rows, due if is_event else None)
+            self.engine.reach_slot(event)
+        self.after_round(event if is_event else due)
+        self._end_epochs(rows, event if is_event else None)
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
-
-    def _pass_event(self, event: int, rows: Sequence[RoundReport]) -> list[RoundReport]:
-        """All ranks stand still and pass the epoch's end, whatever of it is not trained; returns what they report."""
-        assert isinstance(self.windows, Windows), "a replay leaves nothing out"
-        assert isinstance(self.slot_schedule, SlotSchedule), "as above"
-        self.windows.due = event
-        self.slot_schedule.drop_before(event)
-        self.engine.skip_epoch(self.epoch, self._epoch_samples)
-        return [row._replace(next_slot=max(row.next_slot, float(event))) for row in rows]
 
     def _end_epochs(self, rows: Sequence[RoundReport], event: int | None) -> None:
         """End every epoch that all ranks have passed, with the losses that arrived until now, and the event's part.
@@ -345,6 +342,7 @@ class LocalSGD:
                 self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
                 self.epoch += 1
                 self._epoch_samples = 0
+                self.stream_end.passed()
                 self._set_lr_scale()
             if is_inside:
                 self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)

@@ -118,6 +118,8 @@ class Worker:
             self.recorder.close()
             self._sampler.stop()
             self._test_feed = None  # ends loader processes that it kept
+            if self.engine.reader is not None:
+                self.engine.reader.close()
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
@@ -133,6 +135,7 @@ class Worker:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
         info.join(self.join(engine.model))
+        engine.connect_reader(info.group)
         is_local = self.config.is_local and info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
         synchronizer: Synchronizer = kind(engine, self._is_stopping, self._end_epoch)
@@ -346,7 +349,7 @@ class Worker:
             slot=trained,
             samples=self.engine.samples_before(trained) - self.engine.dropped.samples,
             skipped=list(self.engine.skipped),
-            dataset_samples=self.axis.samples,
+            dataset_samples=self.axis.epoch_samples,
             finished=is_finished,
             stopped=None if is_finished else self.stopped,
             best=best,

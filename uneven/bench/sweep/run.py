@@ -18,7 +18,7 @@ from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
-from uneven.files import write_atomically
+from uneven.files import mark_as_run, write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
 STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
@@ -147,6 +147,7 @@ def _run(cell: Cell) -> str | None:
         return None
     reason = ended.message if ended.code else _why_broken(cell)
     cell.folder.mkdir(parents=True, exist_ok=True)
+    mark_as_run(cell.folder)  # or the next attempt would take it for a folder of somebody else's
     record = {"reason": reason, "exit_code": ended.code, "command": arguments, "stderr": ended.stderr[-TAIL:]}
     write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
     return reason

@@ -1,0 +1,130 @@
+"""Scripts under `uneven run`: which of them use uneven at all, and what their errors show first."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from uneven import InputError, RankError
+from uneven.launch.script import run_script
+from uneven.launch.script_imports import uses_uneven
+from uneven.launch.user_frames import show_user_frames, user_place
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`uneven run` changes the process it runs a script in; put it back."""
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
+    monkeypatch.setattr(sys, "argv", ["uneven"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch, os, numpy as np\nnet.eval()\n", False),
+        ("from torch import nn\nimport helper\n", False),
+        ("import package\n", False),
+        ("import pytest\n", False),  # installed, and does not need uneven
+        ("# import uneven\nname = 'uneven'\n", False),
+        ("import uneven\n", True),
+        ("from uneven.data import datasets\n", True),
+        ("def main():\n    from uneven import fit\n", True),
+        ("import trainer\n", True),
+        ("import datasets\n", True),  # the one beside the script
+        ("import wrapped.deep\n", True),
+        ("import importlib\nimportlib.import_module(name)\n", True),
+        ("exec(code)\n", True),
+        ("import not_to_be_found\n", True),
+        ("this is no Python", True),
+    ],
+)
+def test_a_script_is_judged_by_what_it_can_import(source: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("import json\n")
+    (tmp_path / "trainer.py").write_text("import helper\nfrom uneven import fit\n")
+    (tmp_path / "datasets.py").write_text("from uneven import TensorData\n")
+    for package, content in (("package", "import torch\n"), ("wrapped", "from . import deep\n")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(content)
+    (tmp_path / "wrapped" / "deep.py").write_text("import uneven\n")
+    (tmp_path / "script.py").write_text(source)
+    assert uses_uneven(tmp_path / "script.py") is expected
+
+
+@pytest.mark.usefixtures("clean")
+def test_ranks_that_never_called_uneven_are_told_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("import sys, uneven\nprint('trained')\nsys.exit(0)\n")
+    with pytest.raises(InputError, match=r"t.py ended without calling uneven: it ran 2 times.*call fit or Ddp.setup"):
+        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+
+
+@pytest.mark.usefixtures("clean")
+def test_on_one_device_a_line_says_that_uneven_was_not_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.py").write_text("print('trained')\n")
+    run_script(tmp_path / "t.py", [], {"devices": "cpu", "policy": "async"})
+    out, err = capsys.readouterr()
+    assert out == "trained\n"
+    assert "ended without calling uneven: it ran as by python, and --devices, --policy had no effect" in err
+    (tmp_path / "t.py").write_text("from uneven import Ddp\nDdp.rank()\n")
+    run_script(tmp_path / "t.py", [], {"devices": "cpu"})
+    assert capsys.readouterr().err == ""
+
+
+FAILS = """
+from uneven import Ddp
+
+def loss_of(batch):
+    raise ValueError("boom")
+
+Ddp.rank()
+loss_of(3)
+"""
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_error_of_a_rank_begins_with_the_users_frame(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(FAILS)
+    with pytest.raises(RankError) as caught:
+        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+    first, place, _, _, _, frame, *_ = str(caught.value).splitlines()
+    assert first.endswith("failed: ValueError: boom")
+    assert place == "  at t.py:5, in loss_of"
+    assert frame == f'  File "{tmp_path / "t.py"}", line 8, in <module>'
+    assert "runpy" not in str(caught.value)
+    assert "/uneven/launch/" not in str(caught.value)
+
+
+def test_frames_of_ours_stay_only_where_the_error_is_ours() -> None:
+    def users(_: object) -> None:
+        raise ValueError("boom")
+
+    for body, is_ours in ((users, False), (None, True)):
+        with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
+            _through_ours(body)
+        error = caught.value
+        place = user_place(error)
+        show_user_frames(error)
+        files = []
+        traceback = error.__traceback__
+        while traceback is not None:
+            files.append(Path(traceback.tb_frame.f_code.co_filename).name)
+            traceback = traceback.tb_next
+        assert files[0] == "test_script.py"
+        assert (files[-1] == "units.py") is is_ours
+        assert place is not None
+        assert place.startswith("test_script.py:")
+
+
+def _through_ours(body: object) -> None:
+    """A call that goes through a function of the package and, where `body` is one, back to the caller's."""
+    from uneven.parallel.units import blocks_of
+
+    class Model:
+        def modules(self) -> list[object]:
+            assert callable(body)
+            body(self)
+            return []
+
+    blocks_of(Model() if body is not None else None)  # type: ignore[arg-type]

@@ -1,0 +1,275 @@
+"""The one reader of a stream that cannot be opened in the middle: it reads every sample once and gives it to its rank.
+
+A Reader lives on rank 0. Ranks ask for ranges of positions; whoever trains a range gets its samples, which are then
+dropped, so exactly once holds over what the stream gave. The other ranks ask through ReaderServer and ReaderClient: an
+abstract Unix socket of this machine that leaves no file behind, with a key that only the ranks of the run know; that is
+why what arrives may be unpickled. data/stream.py makes batches of the samples.
+"""
+
+import pickle
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.data.pickling import dumps, loads
+from uneven.errors import InputError, RankError
+
+CLOSE_S = 5.0
+_END = object()
+
+
+class Reader:
+    """Samples of a stream by (epoch, position), each given out `uses` times and then dropped.
+
+    `read_pass(epoch)` iterates over an epoch's samples. `length` is what an epoch has, or None where only the end of
+    the stream tells. A thread reads until `ahead` samples wait to be taken; without it (`ahead` = 0) the caller reads.
+    """
+
+    def __init__(
+        self,
+        read_pass: Callable[[int], Iterator[Any]],
+        epochs: int,
+        length: int | None = None,
+        *,
+        ahead: int = 0,
+        uses: int = 1,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`around` is entered whenever the caller of `take` reads, not by the thread."""
+        self._read_pass, self._epochs, self._length = read_pass, epochs, length
+        self._ahead, self._uses, self._around = ahead, uses, around
+        self._samples: Iterator[Any] | None = None
+        self._held: dict[tuple[int, int], list[Any]] = {}  # (epoch, position) -> [sample, uses left]
+        self._front = (0, 0)  # the first position not read yet
+        self._wanted = (0, 0)  # the end of what was asked for
+        self._sizes: list[int] = []  # of the epochs that were read to their end
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="uneven-reader", daemon=True) if ahead else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def take(self, epoch: int, first: int, stop: int) -> list[Any]:
+        """The samples at these positions; waits until they are read."""
+        with self._changed:
+            self._wait_for((epoch, stop))
+            return [self._give((epoch, position)) for position in range(first, stop)]
+
+    def ends_within(self, epoch: int, first: int, count: int) -> int:
+        """The samples of the epoch if none follows position first + count - 1, else 0; waits until that is known."""
+        with self._changed:
+            self._wait_for((epoch, first + count + 1))
+            is_ended = epoch < len(self._sizes) and self._sizes[epoch] <= first + count
+            return self._sizes[epoch] if is_ended else 0
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a sample that does not come."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _give(self, place: tuple[int, int]) -> Any:
+        if place not in self._held:
+            raise RuntimeError(f"position {place[1]} of epoch {place[0]} was asked for twice")
+        held = self._held[place]
+        held[1] -= 1
+        if not held[1]:
+            del self._held[place]
+            self._changed.notify_all()
+        return held[0]
+
+    def _wait_for(self, place: tuple[int, int]) -> None:
+        """Until the stream is read up to this position, or the position's epoch has ended; the lock is held."""
+        self._wanted = max(self._wanted, place)
+        self._changed.notify_all()
+        with nullcontext() if self._ahead else self._around():
+            while self._front < place and self._front[0] < self._epochs:
+                if self._error is not None:
+                    raise self._error
+                if self._is_closed:
+                    raise RankError("the reader of the stream was closed")
+                if self._ahead:
+                    self._changed.wait()
+                else:
+                    self._keep(self._next())
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._has_room)
+                if self._is_closed or self._front[0] == self._epochs:
+                    self._samples = None  # ends a loader process
+                    return
+            try:
+                sample = self._next()  # without the lock: it may take its time
+                with self._changed:
+                    self._keep(sample)
+            except BaseException as error:  # given to every rank that waits for a sample
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._held) < self._ahead or self._front < self._wanted or self._front[0] == self._epochs
+
+    def _next(self) -> Any:
+        epoch, position = self._front
+        if position == self._length:
+            return _END  # a longer stream is read no further than its len()
+        if self._samples is None:
+            self._samples = iter(self._read_pass(epoch))
+        return next(self._samples, _END)
+
+    def _keep(self, sample: Any) -> None:
+        epoch, position = self._front
+        if sample is _END:
+            self._check_end(epoch, position)
+            self._samples = None
+            self._sizes.append(position)
+            self._front = (epoch + 1, 0)
+        else:
+            self._held[self._front] = [sample, self._uses]
+            self._front = (epoch, position + 1)
+        self._changed.notify_all()
+
+    def _check_end(self, epoch: int, position: int) -> None:
+        if self._length is not None and position < self._length:
+            raise InputError(
+                f"the stream ended after {position} samples in epoch {epoch}, and its len() is {self._length}; "
+                "make len() right, or leave it out"
+            )
+        if position == 0:
+            used_up = ": every epoch calls iter(dataset), which must begin anew" if epoch else ""
+            raise InputError(f"the stream gave no sample in epoch {epoch}{used_up}")
+
+
+class ReaderServer:
+    """Answers the other ranks' questions to the Reader: one thread for each of `connections`."""
+
+    def __init__(self, reader: Reader, connections: int) -> None:
+        self._reader, self._left = reader, connections
+        self._key = secrets.token_bytes(32)
+        self._listener = Listener("\0uneven-" + secrets.token_hex(16), family="AF_UNIX", authkey=self._key)
+        threading.Thread(target=self._accept, name="uneven-reader-accept", daemon=True).start()
+
+    @property
+    def address(self) -> bytes:
+        """For ReaderClient, on the other ranks."""
+        return pickle.dumps((self._listener.address, self._key))
+
+    def _accept(self) -> None:
+        with self._listener:
+            while self._left:
+                try:
+                    connection = self._listener.accept()
+                except (AuthenticationError, EOFError, OSError):
+                    continue  # a stranger without the key
+                self._left -= 1
+                name = f"uneven-reader-{self._left}"
+                threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection:
+            try:
+                while True:
+                    name, arguments = pickle.loads(connection.recv_bytes())
+                    connection.send_bytes(self._answer(name, arguments))
+            except (EOFError, OSError):
+                return  # the rank has ended, or does not want the rest
+
+    def _answer(self, name: str, arguments: tuple[int, int, int]) -> bytes:
+        try:
+            found = self._reader.take(*arguments) if name == "take" else self._reader.ends_within(*arguments)
+            return pack((True, found))
+        except BaseException as error:  # a sample that cannot be pickled, too
+            return pack((False, f"{type(error).__name__}: {error}"))
+
+
+class ReaderClient:
+    """One connection to the Reader of rank 0. Questions may be sent ahead; answers come in their order."""
+
+    def __init__(self, address: bytes) -> None:
+        where, key = pickle.loads(address)
+        self._connection = Client(where, family="AF_UNIX", authkey=key)
+
+    def send(self, name: str, *arguments: int) -> None:
+        with _gone():
+            self._connection.send_bytes(pickle.dumps((name, arguments)))
+
+    def receive(self) -> Any:
+        with _gone():
+            is_right, answer = unpack(self._connection.recv_bytes())
+        if not is_right:
+            raise RankError(f"rank 0 could not read the stream: {answer}")
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class LocalReader:
+    """What ReaderClient is on other ranks: the same questions, answered in this process."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._asked: deque[tuple[int, int, int]] = deque()
+
+    def send(self, name: str, *arguments: int) -> None:
+        assert name == "take", "only ranges are asked for ahead"
+        self._asked.append((arguments[0], arguments[1], arguments[2]))
+
+    def receive(self) -> Any:
+        return self._reader.take(*self._asked.popleft())
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _gone:  # noqa: N801, reads as a word
+    """Turn the errors of a closed connection into one that names the rank that is gone."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, EOFError | OSError):
+            raise RankError("rank 0, which reads the stream for all ranks, has closed its connection") from error
+
+
+def pack(value: Any) -> bytes:
+    """A pickle with tensors as their bytes; torch's own way is an archive or a file of shared memory for each."""
+    tensors: list[Tensor] = []
+
+    def take(part: Any) -> int | None:
+        is_plain = type(part) is Tensor and part.device.type == "cpu" and part.layout == torch.strided
+        if not is_plain or part.requires_grad or part.is_quantized:
+            return None
+        tensors.append(part)
+        return len(tensors) - 1
+
+    pickled = dumps(value, take)
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return pickle.dumps((pickled, [(data, t.dtype, t.shape) for data, t in zip(flat, tensors, strict=True)]))
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` packed; it must come from a rank of this run."""
+    pickled, tensors = pickle.loads(data)
+    return loads(pickled, lambda key: _tensor(*tensors[key]))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).view(shape)

@@ -1,0 +1,218 @@
+"""The feed of a stream that one reader reads for all ranks: a plain IterableDataset, or shards of unknown size.
+
+The reader (reader.py) is a thread of rank 0, which reads ahead; with `num_workers=1` the data set is iterated in a
+loader process of rank 0. One device alone iterates it between its steps, as a DataLoader without workers does. A
+source whose shard sizes are known needs no reader: make_feed (feed.py) gives it to a LoaderFeed on every rank.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.config import Loading
+from uneven.data.batches import Collate, pin, to_device
+from uneven.data.epoch_order import seed_generators
+from uneven.data.keyed_dataset import WorkerStart
+from uneven.data.loader_context import LoaderContext
+from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
+from uneven.data.reader import LocalReader, Reader, ReaderClient, ReaderServer, pack, unpack
+from uneven.data.sample_order import sample_keys
+from uneven.data.source import StreamSource, read_interleaved, start_epoch
+from uneven.data.tensors import Batch
+from uneven.errors import InputError
+from uneven.policy.axis import Axis, Part
+from uneven.policy.stream_axis import StreamAxis
+
+CHUNK = 32  # samples that a loader process sends at once
+BATCHES_AHEAD = 8  # for every rank, that the reader keeps ready
+
+Inputs = Any
+Micros = list[tuple[Inputs, int]]
+
+
+class ReaderFeed:
+    """Life cycle: `connect` when the group has formed, then `stream`; `close` when no rank needs a sample any more.
+
+    Samples cannot be read beforehand to measure a step (Engine.can_warm_up), because nobody could put them back.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        seed: int,
+        batch_size: int,
+        num_workers: int = 0,
+        loading: Loading = Loading(),  # noqa: B008, immutable
+        *,
+        is_shuffled: bool = True,
+    ) -> None:
+        self._dataset, self._device, self._seed, self._batch_size = dataset, device, seed, batch_size
+        self._num_workers, self._loading, self._is_shuffled = num_workers, loading, is_shuffled
+        self._collate = Collate(loading.collate_fn)
+        self.place = "read in order by one loader process" if num_workers else "read in order by rank 0"
+        self.lookahead = 2
+        self._asks: ReaderClient | LocalReader | None = None
+        self._close: list[Callable[[], None]] = []
+
+    def connect(self, group: Group, axis: Axis, *, is_shared: bool = False) -> None:
+        """Start the reader on rank 0, and connect the others; a collective.
+
+        The axis of a stream without length asks the reader for its end. `is_shared`: all ranks train the same samples.
+        """
+        has_end = not isinstance(axis, StreamAxis)
+        address = b""
+        if group.rank == 0:
+            uses = group.world_size if is_shared else 1
+            threaded = group.world_size > 1 or self._num_workers > 0
+            ahead = BATCHES_AHEAD * self._batch_size * group.world_size if threaded else 0
+            self.lookahead = 2 if threaded else 0
+            length = axis.samples if has_end else None
+            reader = Reader(self._pass(threaded), axis.epochs, length, ahead=ahead, uses=uses, around=OwnRandom().used)
+            self._asks = LocalReader(reader)
+            self._close.append(reader.close)
+            if group.world_size > 1:
+                connections = (group.world_size - 1) * (1 if has_end else 2)
+                address = ReaderServer(reader, connections).address
+            if isinstance(axis, StreamAxis):
+                axis.connect(reader.ends_within)
+        address = gather_bytes(group, address)[0]
+        if group.rank > 0:
+            self._asks = ReaderClient(address)
+            self._close.append(self._asks.close)
+            if isinstance(axis, StreamAxis):
+                ends = ReaderClient(address)  # a second connection: answers to the first are on their way
+                self._close.append(ends.close)
+                axis.connect(lambda *question: _ask(ends, question))
+
+    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
+        """Ranges are asked for `lookahead` parts ahead, so that rank 0 reads and sends while this rank trains."""
+        asked: deque[Part] = deque()
+        waiting = iter(parts)
+        assert self._asks is not None, "connected when the group has formed"
+        while True:
+            for part in islice(waiting, self.lookahead + 1 - len(asked)):
+                asked.append(part)
+                if part.samples:
+                    self._asks.send("take", part.slot.epoch, part.first, part.stop)
+            if not asked:
+                return
+            part = asked.popleft()
+            samples = iter(self._asks.receive() if part.samples else ())
+            yield part, [(self._batch(list(islice(samples, size))), size) for size in part.sizes]
+
+    def open(self, inputs: Inputs) -> Batch:
+        return inputs
+
+    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
+        del first, stop
+        raise InputError(f"{type(self._dataset).__name__} is read by one reader and cannot be evaluated on")
+
+    def close(self) -> None:
+        while self._close:
+            self._close.pop()()
+
+    def _batch(self, samples: list[Any]) -> Batch:
+        batch = self._collate.batch(samples)
+        return to_device(pin(batch) if self._device.type == "cuda" else batch, self._device)
+
+    def _pass(self, threaded: bool) -> Callable[[int], Iterator[Any]]:
+        """Iterates over the samples of an epoch: here, or in a loader process."""
+        stream = OnePass(self._dataset, self._seed, self._is_shuffled)
+        if not self._num_workers:
+            return stream.read if threaded else stream.read_seeded
+
+        def read(epoch: int) -> Iterator[Any]:
+            stream.epoch = epoch
+            loader: DataLoader[Any] = DataLoader(
+                stream,
+                batch_size=None,
+                num_workers=1,
+                multiprocessing_context=LoaderContext(),  # not forked: the rank trains while this thread starts it
+                worker_init_fn=WorkerStart(self._loading.worker_init_fn, ends_with_rank=True),
+                prefetch_factor=self._loading.prefetch_factor,
+                timeout=self._loading.timeout,
+                generator=torch.Generator().manual_seed(self._seed),
+            )
+            for chunk in loader:
+                yield from unpack(chunk)
+
+        return read
+
+
+class OnePass(IterableDataset[bytes]):
+    """One epoch of a stream, sample by sample or, for a loader process, in pickled chunks.
+
+    Python's, numpy's and torch's random generators are seeded by (seed, epoch) where the stream is read apart from the
+    training: in a loader process, or with generator states of its own between the steps of one device. The thread of
+    rank 0 shares the generators of its process and leaves them alone.
+    """
+
+    def __init__(self, dataset: Any, seed: int, is_shuffled: bool = True, epoch: int = 0) -> None:
+        self.dataset, self.seed, self.is_shuffled, self.epoch = dataset, seed, is_shuffled, epoch
+        self._arrays = MappedArrays()  # a loader process shares large ones
+
+    def read(self, epoch: int) -> Iterator[Any]:
+        start_epoch(self.dataset, epoch)
+        if isinstance(self.dataset, StreamSource):
+            return read_interleaved(self.dataset, self.seed, epoch, self.is_shuffled)
+        return iter(self.dataset)
+
+    def read_seeded(self, epoch: int) -> Iterator[Any]:
+        seed_generators(int(sample_keys(self.seed, epoch, 1)[0]))
+        return self.read(epoch)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """In the loader process."""
+        samples = self.read_seeded(self.epoch)
+        while chunk := list(islice(samples, CHUNK)):
+            yield pack(chunk)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The data set's class may be one of the user's script, which a loader process does not import.
+        return _one_pass, (dumps(self.dataset, self._arrays.take), self.seed, self.is_shuffled, self.epoch)
+
+
+def _one_pass(dataset: bytes, seed: int, is_shuffled: bool, epoch: int) -> OnePass:
+    return OnePass(loads(dataset, give_mapped), seed, is_shuffled, epoch)
+
+
+class OwnRandom:
+    """States of the random generators for the stream alone: what it draws does not move those of the training."""
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        outside = _random_states()
+        _set_random_states(self._states or outside)
+        try:
+            yield
+        finally:
+            self._states = _random_states()
+            _set_random_states(outside)
+
+
+def _random_states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def _ask(client: ReaderClient, question: tuple[int, ...]) -> int:
+    client.send("ends_within", *question)
+    return int(client.receive())

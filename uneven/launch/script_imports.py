@@ -1,0 +1,91 @@
+"""Does a script use uneven at all? Read from its source, before processes are started for it.
+
+Called by launch/script.py. A script that does not would be run once per device, each on all of the data, and nothing
+would be shared: `uneven run` refuses it. The answer is "no" only where it is certain; where imports cannot be followed
+(computed names, modules that are not found) the script runs, and the ranks report at its end whether they were used.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+MOST_FILES = 300  # of the user's own that are read; a larger project is not judged by its source
+COMPUTED = ("__import__", "import_module", "exec", "eval", "run_path", "run_module", "spec_from_file_location")
+# Packages that training scripts import and that do not use uneven: asking each for its requirements takes time.
+WELL_KNOWN = (
+    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "matplotlib", "PIL", "cv2", "sklearn", "tqdm"),
+    *("transformers", "datasets", "tokenizers", "accelerate", "lightning", "timm", "einops", "wandb", "tensorboard"),
+)
+
+
+def uses_uneven(script: Path) -> bool:
+    """False where neither the script nor a module of the user's that it imports can import uneven; else True."""
+    folder = script.resolve().parent
+    pending, seen = [script.resolve()], {script.resolve()}
+    while pending:
+        if len(seen) > MOST_FILES:
+            return True
+        path = pending.pop()
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return True  # Python itself says better what is wrong with it
+        for name in _imported(tree):
+            if name is None or name == "uneven":
+                return True
+            found = _files_of(name, folder)
+            if found is None:
+                return True
+            pending += [file for file in found if file not in seen]
+            seen.update(found)
+    return False
+
+
+def _imported(tree: ast.Module) -> Iterator[str | None]:
+    """The top-level names that a module imports; None where a name is computed. Relative imports stay in a package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in COMPUTED and not _is_model_eval(node):
+                yield None
+
+
+def _is_model_eval(call: ast.Call) -> bool:
+    """`model.eval()` and `net.eval()` evaluate no text."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "eval" and not call.args
+
+
+def _files_of(name: str, folder: Path) -> list[Path] | None:
+    """The user's own files that an import reaches; None where it may lead to uneven and cannot be followed."""
+    is_beside = (folder / f"{name}.py").exists() or (
+        folder / name
+    ).is_dir()  # the script's own stands before all others
+    if not is_beside and (name in WELL_KNOWN or name in sys.stdlib_module_names):
+        return []
+    for root in dict.fromkeys([folder, *(Path(entry or ".").resolve() for entry in sys.path)]):
+        package = root / name
+        if root.name in ("site-packages", "dist-packages"):
+            if package.exists() or any(root.glob(f"{name}.*")):
+                return None if _requires_uneven(name) else []
+        elif package.with_suffix(".py").is_file():
+            return [package.with_suffix(".py")]
+        elif package.is_dir():
+            return sorted(package.rglob("*.py"))[: MOST_FILES + 1]
+    return None
+
+
+def _requires_uneven(name: str) -> bool:
+    for distribution in packages_distributions().get(name, ()):
+        try:
+            needed = requires(distribution) or []
+        except PackageNotFoundError:
+            return True
+        if any(entry.lower().startswith("uneven") for entry in needed):
+            return True
+    return False

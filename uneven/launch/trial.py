@@ -1,0 +1,96 @@
+"""One trial of the user's functions before rank processes are started: what is wrong with them then costs no start.
+
+Called by launch/preflight.py in the launcher; a device alone needs none, since its engine makes the same checks at
+once. Model, optimizer and scheduler are made in a forked child and dropped with it, so that nothing is left of the
+trial: no random numbers drawn, nothing printed, no memory, no process, not even where a function hangs. The train step
+is not run: it may write somewhere. What the trial does not find, the ranks do.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+
+from uneven.config import RunConfig, Task
+from uneven.errors import InputError
+from uneven.parallel.catalog import check_optimizer
+from uneven.step.schedule import Schedule
+from uneven.train.built import checked_model, checked_optimizer
+
+LIMIT_S = 10.0  # a model that takes longer is left to the ranks
+
+
+def try_functions(task: Task, config: RunConfig, schedule_length: int) -> None:
+    """InputError where the functions make what cannot be trained.
+
+    An exception of their own is left to the ranks, which report it with their name and traceback: a function may need
+    what only a rank has.
+    """
+
+    def make_all() -> None:
+        torch.default_generator.manual_seed(config.seed)
+        model = checked_model(task.make_model())
+        optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
+        check_optimizer(config.strategy, optimizer)
+        Schedule(task.make_scheduler, optimizer, schedule_length)
+
+    if hasattr(os, "fork") and (message := _input_error_of(make_all)):
+        raise InputError(message)
+
+
+def _input_error_of(body: Callable[[], None]) -> str:
+    """Run `body` in a forked child; the message of the InputError that it raises, else empty."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a child that hangs, for whatever reason, is ended
+        pid = os.fork()
+    if pid == 0:
+        _run_and_exit(body, writing)
+    os.close(writing)
+    try:
+        return _read_all(reading)
+    finally:
+        os.close(reading)
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # with whatever it has started
+        os.waitpid(pid, 0)
+
+
+def _run_and_exit(body: Callable[[], None], writing: int) -> NoReturn:
+    """In the child: silent, on one thread (a pool of OpenMP's does not survive a fork), gone when it is done."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nowhere, number)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  a notebook's streams are not these files
+        torch.set_num_threads(1)
+        body()
+    except InputError as error:
+        os.write(writing, str(error).encode())
+    except BaseException:
+        pass
+    finally:
+        os._exit(0)
+
+
+def _read_all(reading: int) -> str:
+    """What the child writes before it closes the pipe; empty where it takes too long."""
+    end_s = time.monotonic() + LIMIT_S
+    content = b""
+    while select.select([reading], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        piece = os.read(reading, 1 << 16)
+        if not piece:
+            return content.decode()
+        content += piece
+    return ""

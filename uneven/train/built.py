@@ -1,0 +1,94 @@
+"""Checks of what the user's functions made: a model that can be trained on every device, an optimizer of its params.
+
+Called by every rank's engine and, before ranks are started, by the launcher (launch/trial.py). Each refusal is one line
+with what to do instead.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from uneven.errors import InputError
+
+# Wrappers that share out samples or params themselves, by class name: importing torch.distributed is comm's alone.
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The model; InputError where it cannot be trained, or not under the names its state would have."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model() made a {type(model).__name__}; it must return an nn.Module")
+    name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "model was wrapped by torch.compile, and its state would have the prefix '_orig_mod.': pass the plain "
+            "model with compile='default'"
+        )
+    for place, module in model.named_modules():
+        kind = type(module)
+        if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+            where = f"model.{place}" if place else "model"
+            raise InputError(
+                f"{where} is wrapped in {kind.__name__}, which shares out samples or params by itself: pass the plain "
+                "model (its .module); uneven shares them out"
+            )
+    named = list(model.named_parameters())
+    if lazy := [place for place, param in named if is_lazy(param)]:
+        raise InputError(
+            f"model has lazy layers without shapes ({_first(lazy)}): run one batch through it in the function that "
+            "makes it, as in: net = Net(); net(x[:1]); return net"
+        )
+    if empty := [place for place, tensor in (*named, *model.named_buffers()) if tensor.is_meta]:
+        raise InputError(
+            f"model has tensors on the meta device, without values ({_first(empty)}): make it on the CPU, or call "
+            "to_empty(device='cpu') and initialise it in the function that makes it"
+        )
+    if sharded := [place for place, param in named if type(param.data).__name__ == "DTensor"]:
+        raise InputError(f"model has params sharded by PyTorch ({_first(sharded)}): pass the plain model")
+    if not any(param.requires_grad for _, param in named):
+        reason = "requires_grad is False for all of them: set it to True for those to train" if named else "it has none"
+        raise InputError(f"{name} has no param to train: {reason}")
+    return model
+
+
+def checked_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
+    """The optimizer; InputError where it is none, holds other params than the model's, or calls the step itself."""
+    kind = type(optimizer).__name__
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "zero_grad")):
+        raise InputError(
+            f"optimizer(params) made a {kind}; it must return a torch Optimizer, as in "
+            "optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)"
+        )
+    if _needs_closure(optimizer):
+        raise InputError(
+            f"optimizer {kind} runs the train step several times per update (its step needs a closure), which no "
+            "policy can share out: use SGD, Adam or another optimizer whose step needs none"
+        )
+    own = set(model.parameters())
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = sum(param not in own for param in held)
+    if foreign:
+        raise InputError(
+            f"optimizer {kind} holds {foreign} params that are not the model's, so the model would not be trained by "
+            "it: make it from the params it is given, as in optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    if not any(param.requires_grad for param in held):
+        raise InputError(f"optimizer {kind} holds no param that is trained: give it those with requires_grad=True")
+    result: Optimizer = optimizer
+    return result
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    try:
+        parameters: Iterable[inspect.Parameter] = inspect.signature(type(optimizer).step).parameters.values()
+    except (TypeError, ValueError, AttributeError):
+        return False
+    return any(entry.name == "closure" and entry.default is entry.empty for entry in parameters)
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
