@@ -106,6 +106,7 @@ TYPED = {
     "activations": ("recompute", "recompute"),
     "sync_batchnorm": (None, True),
     "max_grad_norm": ("1.5", 1.5),
+    "max_grad_value": ("0.5", 0.5),
     "max_bad_steps": ("5", 5),
     "lr_scale": ("sqrt", "sqrt"),
     "anchor": ("10", 10),
@@ -126,6 +127,7 @@ TYPED = {
     "out": ("runs/a", "runs/a"),
     "overwrite": (None, True),
     "replay": ("runs/b", "runs/b"),
+    "deadline": ("none", None),
     "progress": ("off", "off"),
 }
 

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss, train
 from uneven import Ddp, InputError, TrainedState
-from uneven.api.loop import Loop, check_loop
+from uneven.api.loop import Loop
+from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory
 from uneven.config import RunConfig, Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import RankError
@@ -29,9 +30,20 @@ SETTINGS: dict[str, Any] = {"batch_size": 16, "global_batch_size": 24, "epochs":
 DATA = TensorData(X.double(), Y)
 
 
-def make_loop(group: ThreadGroup, scheduler: Any = None, **changes: Any) -> Loop:
+def make_loop(
+    group: ThreadGroup,
+    scheduler: Any = None,
+    model: Any = None,
+    optimizer: Any = OPTIMIZERS["sgd"],
+    before_step: Any = None,
+    dataset: Any = DATA,
+    **changes: Any,
+) -> Loop:
     config: RunConfig = resolve({**SETTINGS, **changes})
-    check_loop(config, group.world_size)
+    check_loop(config, group.world_size, optimizer)
+    module = as_module(Net(torch.float64) if model is None else model)
+    make_optimizer = optimizer_factory(module, optimizer)
+    task = Task(lambda: module, make_optimizer, lambda *_: None, dataset, scheduler, before_step=before_step)
 
     def make_worker(task: Task) -> Worker:
         rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
@@ -40,7 +52,7 @@ def make_loop(group: ThreadGroup, scheduler: Any = None, **changes: Any) -> Loop
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         return collect(worker.group, worker.result(), worker.axis)
 
-    return Loop(Net(torch.float64), OPTIMIZERS["sgd"], DATA, scheduler, make_worker, save, lambda: None)
+    return Loop(task, make_worker, save, lambda: None)
 
 
 def run_epochs(loop: Loop, epochs: range = range(2), seen: list[int] | None = None) -> None:
@@ -302,7 +314,6 @@ def test_an_exception_in_a_with_block_finishes_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"accumulate": 2}, "accumulate=2 with Ddp.setup"),
         ({"compile": "graph"}, "compile='graph'"),
         ({"devices": "cpu,cpu@0.4"}, "uneven run train.py --devices cpu,cpu@0.4"),
         ({"devices": "cpu,cpu", "sync_batchnorm": True}, "sync_batchnorm=True with Ddp.setup"),

@@ -12,8 +12,9 @@ from uneven import InputError
 from uneven.comm.store import open_store
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
+from uneven.launch.deadlines import RankHealth
 from uneven.launch.heartbeat import heartbeat_key
-from uneven.launch.watch import RankHealth, Watch
+from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
 MEMBERS = ["host/cpu/aa", "host/cpu/bb"]

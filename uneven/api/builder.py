@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from uneven.api.instances import as_factories
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Loading, Task, TrainStep, read_every, resolve
 from uneven.config.every import ALLOWED
@@ -31,6 +32,7 @@ class Builder(SettingMethods):
         self._dataset: Any = None
         self._make_scheduler: Callable[..., Any] | None = None
         self._evaluation: tuple[Any, EvalStep, int | str, int | None, Callable[..., Any] | None] | None = None
+        self._before_step: Callable[..., Any] | None = None
         self._loading = Loading()
         self._callbacks: list[Any] = []
         self._on_epoch: list[Callable[[dict[str, Any]], None]] = []
@@ -83,6 +85,11 @@ class Builder(SettingMethods):
         self._callbacks += callbacks
         return self
 
+    def before_step(self, function: Callable[..., Any]) -> "Self":
+        """function(model) or function(model, optimizer) before every update, with the summed gradients in place."""
+        self._before_step = function
+        return self
+
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
         """callback(entry) after every epoch, with its loss, speed and metrics; an exception in it ends the run."""
         self._on_epoch.append(callback)
@@ -97,7 +104,16 @@ class Builder(SettingMethods):
         evaluation = None
         if self._evaluation is not None:
             evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
-        callbacks = tuple(self._callbacks)
-        task = Task(*self._factories, dataset, self._make_scheduler, evaluation, loading, callbacks)
+        make_model, make_optimizer, train_step = self._factories
+        task = Task(
+            *as_factories(make_model, make_optimizer),
+            train_step,
+            dataset,
+            self._make_scheduler,
+            evaluation,
+            loading,
+            callbacks=tuple(self._callbacks),
+            before_step=self._before_step,
+        )
         config = resolve(settings, overrides)
         return launch(task, config, on_epoch=self._on_epoch)

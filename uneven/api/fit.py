@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from uneven.api.builder import Builder
-from uneven.api.loop import Loop, check_loop
+from uneven.api.loop import Loop
+from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
 from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, check_list, resolve
-from uneven.data.user_loader import take_apart
+from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
@@ -44,6 +45,7 @@ def fit(
     dataset: Any,
     scheduler: Callable[..., Any] | None = None,
     evaluate: tuple[Any, EvalStep] | None = None,
+    before_step: Callable[..., Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
@@ -52,9 +54,11 @@ def fit(
 ) -> TrainedState:
     """Train a model and return its state.
 
-    model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
-    loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
-    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count).
+    model() makes the model, or is one, of which each device trains a copy; optimizer(params) its optimizer,
+    likewise; step(model, batch) returns the batch's mean loss, or (loss_sum, count);
+    scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
+    scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
+    before_step(model) is called before every update, with the summed gradients in the params' .grad.
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
     callbacks are objects with some of the methods of `uneven.Callback`, such as EarlyStopping("loss").
     A model or an optimizer itself is taken, too: every device trains a copy, and the one given stays as it is.
@@ -83,6 +87,8 @@ def fit(
     if evaluate is not None:
         check_evaluate(evaluate)
         builder.evaluate(*evaluate)
+    if before_step is not None:
+        builder.before_step(before_step)
     return builder.callbacks(*check_list(callbacks)).settings(**settings).run().join()
 
 
@@ -106,11 +112,13 @@ class Ddp:
 
     @staticmethod
     def setup(
-        model: nn.Module,
-        make_optimizer: Callable[[Any], Optimizer],
+        model: Any,
+        optimizer: Any,
         *,
         dataset: Any,
-        scheduler: Callable[..., Any] | None = None,
+        scheduler: Any = None,
+        evaluate: tuple[Any, EvalStep] | None = None,
+        before_step: Callable[..., Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
@@ -119,16 +127,26 @@ class Ddp:
     ) -> Loop:
         """A training loop of your own; see uneven/api/loop.py. The model is trained in place.
 
-        `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what they mean there.
-        On several devices the script is started by `uneven run` or torchrun; the group forms here. When a callback
-        stops the run, `batches` has no more of them.
+        optimizer is one of the model's params, or a function that makes it; scheduler likewise. Several models and
+        optimizers are dicts or lists. `dataset` may be a DataLoader; collate_fn, sampler and batch_sampler mean what
+        they mean there. On several devices the script is started by `uneven run` or torchrun; the group forms here.
+        When a callback stops the run, `batches` has no more of them.
         """
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
         config, own = resolve(taken, overrides), check_list(callbacks)
+        module = as_module(model)
+        evaluation = None
+        if evaluate is not None:
+            check_evaluate(evaluate)
+            evaluation = take_test_set(*evaluate, 1, None, None, collate_fn)
+        make_optimizer = optimizer_factory(module, optimizer)
+        make_scheduler = scheduler_factory(scheduler, optimizer, config)
+        objects = (dataset, make_scheduler, evaluation, loading)
+        task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
         try:
-            return _start_loop(model, make_optimizer, dataset, scheduler, config, loading, own)
+            return _start_loop(task, optimizer, config)
         except BaseException:
             if config.out is not None and process_context().rank == 0:
                 release_out_folder(config.out)
@@ -151,19 +169,8 @@ class Ddp:
         return process_context().rank
 
 
-def _start_loop(
-    model: nn.Module,
-    make_optimizer: Callable[[Any], Optimizer],
-    dataset: Any,
-    scheduler: Callable[..., Any] | None,
-    config: RunConfig,
-    loading: Loading,
-    callbacks: tuple[Any, ...],
-) -> Loop:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be the model itself, as in Ddp.setup(Net(), ...), got {type(model).__name__}")
-    context = process_context()
-    task = Task(lambda: model, make_optimizer, lambda *_: None, dataset, scheduler, None, loading, callbacks)
+def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
+    context, loading = process_context(), task.loading
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -171,7 +178,7 @@ def _start_loop(
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
-    check_loop(config, len(devices))
+    check_loop(config, len(devices), optimizer)
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
     has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
@@ -188,7 +195,6 @@ def _start_loop(
 
     def make_worker(task: Task) -> Worker:
         context.begin_run(stop)
-        task = replace(task, loading=loading, callbacks=callbacks)
         return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
@@ -204,4 +210,4 @@ def _start_loop(
         reporter.close()
         context.end_run()
 
-    return Loop(model, make_optimizer, dataset, scheduler, make_worker, save, end_run)
+    return Loop(task, make_worker, save, end_run)

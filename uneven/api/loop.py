@@ -10,19 +10,27 @@ its step) sends its status in one last collective, and all ranks raise: none wai
 
 import atexit
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from uneven.config import REPLICATED, RunConfig, Task
-from uneven.data.feed import Micros
+from uneven.api.batch_steps import BatchSteps
+from uneven.api.epoch_log import EpochLog, common_metric
+from uneven.comm.group import SoloGroup
+from uneven.config import EvalStep, Task
+from uneven.data.feed import make_feed
 from uneven.data.tensors import Batch
+from uneven.data.user_loader import take_test_set
 from uneven.errors import InputError, RankError
-from uneven.policy.axis import Part
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
+from uneven.step.evaluation import evaluate
+from uneven.step.several import OptimizerGroup
 from uneven.train.status import RankStatus
 from uneven.train.worker import UNMEASURED, Worker
 
@@ -32,28 +40,21 @@ Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whet
 class Loop:
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
-    As a context manager it finishes by itself. Leaving it by an exception, or ending the process without `finish`,
-    only closes the group: the other ranks see that and raise.
+    As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
+    exception, or ending the process before, only closes the group: the other ranks see that and raise.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[Any], Optimizer],
-        dataset: Any,
-        make_scheduler: Callable[..., Any] | None,
-        make_worker: Callable[[Task], Worker],
-        save: Save,
-        end_run: Callable[[], None],
+        self, task: Task, make_worker: Callable[[Task], Worker], save: Save, end_run: Callable[[], None]
     ) -> None:
         """`save` collects and saves the finished run, with the group still open; `end_run` closes the group."""
-        task = Task(lambda: model, make_optimizer, self._take_loss, dataset, make_scheduler)
         self._save, self._end_run = save, end_run
-        self.worker = worker = make_worker(task)
-        self._loss: Any = None
-        self._due: tuple[Part, Micros] | None = None  # the batch that waits for its step
-        self._began_ns = 0
-        self._is_iterating = False
+        self._steps = BatchSteps()
+        self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss))
+        self._log = EpochLog()
+        worker.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
+        self._iterated: int | None = None  # the epoch inside whose batches the user is
+        self._skipped = 0  # epochs that were left out in part
         self._broken: str | None = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
@@ -62,6 +63,7 @@ class Loop:
         try:
             if worker.config.compile == "default":
                 worker.engine.model.compile()
+            self._steps.connect(worker)
             self._synchronizer = worker.initialize(UNMEASURED)
         except BaseException:
             self._open.close()
@@ -69,8 +71,8 @@ class Loop:
             raise
         worker.report.started(worker.axis, worker.engine.feed.place)
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
-        worker.recorder.enter("evaluation")
-        atexit.register(self._leave)
+        self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
+        atexit.register(self._finish_at_exit)
         if worker.callbacks.is_active:
             self._start_callbacks()
 
@@ -80,7 +82,18 @@ class Loop:
 
     @property
     def optimizer(self) -> Optimizer:
+        """The optimizer; of several, all of them as one."""
         return self.worker.engine.optimizer
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """By name, or by their places "0", "1", ..."""
+        made = self.worker.engine.optimizer
+        return dict(made.members) if isinstance(made, OptimizerGroup) else {"0": made}
+
+    @property
+    def device(self) -> torch.device:
+        return self.worker.engine.device
 
     @property
     def rank(self) -> int:
@@ -95,10 +108,29 @@ class Loop:
         """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
         return self.worker.config.epochs
 
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
+        return self.worker.engine.trained - self.worker.engine.skipped_slots
+
+    @property
+    def samples(self) -> int:
+        """Samples that all ranks together have trained until `global_step`."""
+        return self.worker.engine.samples_before(self.worker.engine.trained)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch is the last of its step: with accumulate=k only there the optimizer steps."""
+        return self._steps.is_last
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model, in the run's precision."""
-        with self.worker.engine.eager.precision.region():
+        with self.autocast():
             return self.worker.engine.model(*inputs, **named)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The run's precision, around a forward that is not `ddp(x)`."""
+        return self.worker.engine.eager.precision.region()
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
@@ -107,7 +139,7 @@ class Loop:
         self._check_usable()
         worker = self.worker
         due = self._synchronizer.epoch
-        if self._is_iterating:
+        if self._iterated is not None:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
         if due >= worker.config.epochs:
             raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
@@ -115,23 +147,105 @@ class Loop:
             raise InputError(f"epoch={epoch!r}: epochs are consecutive, the next one is {due}; write range({due}, ...)")
         return self._iterate(epoch)
 
-    def step(self, loss: Any) -> None:
-        """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count)."""
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the next epoch: a loop stands where a DataLoader stood."""
+        return self.batches(self._synchronizer.epoch)
+
+    def step(self, loss: Any = None, *, optimizer: Any = None) -> None:
+        """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count).
+
+        With accumulate=k only the last of a step's batches does so; losses of the others are added up, and none is to
+        be divided by k. Without a loss it takes what `backward` has accumulated. Of several optimizers, `optimizer`
+        says which: its name, or the optimizer itself; the loss then reaches the params of that one alone.
+        """
+        self._run(lambda: self._steps.step(loss, optimizer))
+
+    def backward(self, loss: Any, *, optimizer: Any = None) -> None:
+        """Add this loss's gradients without a step, and without any communication: `step()` follows.
+
+        May be called several times for a batch; the losses are added. `optimizer` as in `step`.
+        """
+        self._run(lambda: self._steps.backward(loss, optimizer))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `step(loss)` is only `backward(loss)`; the batches of one step are set by `accumulate`, not here."""
+        self._steps.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._steps.no_sync_depth -= 1
+
+    def skip_rest(self) -> None:
+        """Leave out the rest of this epoch, on all ranks: a batch without its step, and all that follow.
+
+        Any rank may call it, also alone; `break` may follow. The others learn it in their next step, which then
+        changes nothing, and their loops end. The history and the log say how many samples were left out.
+        """
         self._check_usable()
-        if self._due is None:
-            self._fail("ddp.step() was called without a batch: call it once for every batch of ddp.batches(epoch)")
-        tensor = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
-        if not isinstance(tensor, Tensor) or tensor.numel() != 1 or not tensor.requires_grad:
-            self._fail(
-                f"ddp.step() was given {_name_loss(loss)}; pass the batch's mean loss as one scalar tensor with its "
-                "graph (before backward, without detach), or (loss_sum, count)"
-            )
-        (part, micros), self._due = self._due, None
-        self._loss = loss
-        worker = self.worker
-        if self.world_size == 1:  # with several ranks the step's clock starts at the last collective
-            worker.engine.simulate_slowdown(self._began_ns)
-        self._train(part, micros)
+        epoch = self._iterated
+        if epoch is None:
+            raise InputError("ddp.skip_rest() belongs inside the loop over ddp.batches(epoch)")
+        if self.worker.config.replay is not None or isinstance(self.worker.axis, StreamAxis):
+            raise InputError("ddp.skip_rest() needs a data set with a length, and no replay=...")
+        self._run(self._steps.end_slot)
+        if self._synchronizer.epoch > epoch:
+            return  # the epoch's last step is done, on every rank
+        self._steps.drop()
+        self._run(self._synchronizer.skip_rest)
+
+    def log(self, **values: Any) -> None:
+        """Numbers for this epoch's entry in the history: means over all ranks, weighted by the samples of the batch.
+
+        Between epochs they belong to the last one, and the ranks that log them count alike.
+        """
+        self._check_usable()
+        if self._iterated is None:
+            self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0)
+        else:
+            self._log.add(self._iterated, values, float(self._steps.samples))
+
+    def scheduler_step(self, metric: Any = None) -> float:
+        """Between epochs, on all ranks: feed an evaluated metric to the run's ReduceLROnPlateau; returns the metric.
+
+        A rank that has not evaluated it passes None. All ranks use the mean of what was passed, so that their learning
+        rates stay the same.
+        """
+        self._check_usable()
+        if self._iterated is not None:
+            self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
+        self.worker.engine.schedule.step_metric(value := common_metric(self.worker.group, metric))
+        return value
+
+    def evaluate(self, dataset: Any, eval_step: EvalStep, batch_size: int | None = None) -> dict[str, float]:
+        """Metrics of this rank's model by itself, at any moment and on any rank, without communication.
+
+        Inside an epoch of cadence or async the replicas differ, and this is this rank's own. To share a test set over
+        the devices after every epoch, pass `evaluate=` to Ddp.setup.
+        """
+        worker, config = self.worker, self.worker.config
+        test = take_test_set(dataset, eval_step, 1, batch_size, None, worker.task.loading.collate_fn)
+        size = test.batch_size or config.batch_size
+        feed = make_feed(test.dataset, self.device, config.seed, size, loading=test.loading)
+        with self.pause("evaluation"):
+            return evaluate(self.model, eval_step, feed, worker.engine.eager.precision, SoloGroup())
+
+    @contextmanager
+    def pause(self, what: str = "user code") -> Iterator[None]:
+        """Around long work of your own inside an epoch, such as an evaluation: no training time, no deadline."""
+        recorder = self.worker.recorder
+        if self._iterated is None or recorder.state == "user":  # between epochs all time is the user's already
+            yield
+            return
+        before = recorder.state
+        began_ns = recorder.enter("user")
+        recorder.event("pause", what=what)
+        try:
+            yield
+        finally:
+            spent_ns = recorder.enter(before) - began_ns
+            self._synchronizer.note_user_time(spent_ns)
+            self._steps.began_ns += spent_ns
 
     def finish(self) -> TrainedState:
         """The trained state, the same on every rank; at an epoch's end, after the last or earlier on all ranks."""
@@ -139,13 +253,15 @@ class Loop:
             return self._state
         self._check_usable()
         worker = self.worker
-        if self._is_iterating:
+        if self._iterated is not None:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
         if self._synchronizer.epoch < worker.config.epochs and self.world_size > 1:
             statuses = self._synchronizer.exchange_status(RankStatus.FINISHED)
             training = [rank for rank, status in enumerate(statuses) if status != RankStatus.FINISHED]
             if training:
                 self._raise_for_all(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
+        # All ranks have passed their last epoch together: who waits here waits for code of the user's own.
+        self._log.collect(worker.group, worker.history)
         return self._complete(was_interrupted=False)
 
     def __enter__(self) -> "Loop":
@@ -159,44 +275,67 @@ class Loop:
 
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
-        self._is_iterating = True
+        self._iterated = epoch
         try:
+            self._synchronizer.note_user_time(worker.recorder.clock() - self._user_since_ns)
             self._synchronizer.reset_timer()
             while self._synchronizer.epoch <= epoch:
                 part, micros = next(self._stream)
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
-                    self._train(part, [])
+                    self._run(partial(self._steps.train, part, []))
                     if self._is_stopped:
                         return
                     continue
+                self._synchronizer.set_lr(part.slot.index)
                 worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
-                self._due = (part, micros)
-                self._began_ns = worker.recorder.enter("compute")
-                yield micros[0][0]
-                if self._is_stopped:
-                    return
-                if self._is_step_due():
-                    self._fail("a batch was not trained: call ddp.step(loss) once for every batch before the next one")
-                self._check_usable()
-                worker.recorder.enter("data")
+                for place in range(len(micros)):
+                    yield self._steps.hand_out(part, micros, place)
+                    if self._has_ended():
+                        return
+                    self._check_usable()
+                    if not self._steps.is_trained:
+                        self._fail(
+                            "a batch was not trained: call ddp.step(loss) once for every batch before the next one; "
+                            "ddp.backward and no_sync are for batches before the last one of accumulate=k"
+                        )
+                    self._run(self._steps.end_slot)
+                    if self._has_ended():
+                        return
+                    worker.recorder.enter("data")
+                    if self._synchronizer.epoch > epoch:
+                        break  # the rest was left out, in the middle of a step's batches
         except GeneratorExit:
             # Nothing can be raised out of a break: the next call on this loop raises, on the other ranks their step.
+            with suppress(InputError, RankError, KeyboardInterrupt):
+                self._run(self._steps.end_slot)
             if self._synchronizer.epoch <= epoch:
                 self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}")
             return
         finally:
-            self._is_iterating = False
-        worker.recorder.enter("evaluation")  # what the user does between epochs is not training time
+            self._iterated = None
+        self._user_since_ns = worker.recorder.enter("user")  # what the user does between epochs is no training time
 
-    def _train(self, part: Part, micros: Micros) -> None:
+    def _run(self, action: Callable[[], Any]) -> None:
+        """Run what may train, or end an epoch; a wrong use or a lost rank becomes an error on every rank."""
+        self._check_usable()
         try:
-            is_stopped = self.worker.train_part(self._synchronizer, part, micros)
+            is_stopped = action()
             if is_stopped:
                 self._complete(was_interrupted=True)
+        except InputError as error:
+            self._fail(str(error))
         except RankError as error:
             self._raise_for_all(str(error), type(error))
+        skipped = len(self.worker.engine.skipped)
+        if skipped > self._skipped and not is_stopped:  # what the feed has read ahead was left out
+            self._skipped = skipped
+            self._steps.drop()
+            self._stream = self.worker.engine.feed.stream(self._synchronizer.parts())
         if is_stopped and not self._is_stopped:
             raise KeyboardInterrupt
+
+    def _has_ended(self) -> bool:
+        return self._is_stopped
 
     def _start_callbacks(self) -> None:
         try:
@@ -206,22 +345,13 @@ class Loop:
         except BaseException:
             self._leave()
             raise
-        self.worker.recorder.enter("evaluation")
-
-    def _is_step_due(self) -> bool:
-        return self._due is not None
-
-    def _take_loss(self, model: nn.Module, batch: Any) -> Any:
-        """The worker's train step: the user has run forward already."""
-        del model, batch
-        loss, self._loss = self._loss, None
-        return loss
+        self._user_since_ns = self.worker.recorder.enter("user")
 
     def _leave_epoch(self, why: str) -> None:
         if self._broken is not None or self._state is not None:
             return
-        self._due = None
-        self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each"
+        self._steps.drop()
+        self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each, or skip_rest()"
         if self.world_size > 1:
             with suppress(RuntimeError):  # the other ranks may have ended already
                 self._synchronizer.exchange_status(RankStatus.LEFT_EPOCH)
@@ -253,58 +383,18 @@ class Loop:
         self._leave()
         return self._state
 
+    def _finish_at_exit(self) -> None:
+        if self._broken is None and self._state is None and self._synchronizer.epoch >= self.epochs:
+            with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
+                self.finish()
+                return
+        self._leave()
+
     def _leave(self) -> None:
         """Close the group without any collective; the model is a plain module again."""
-        atexit.unregister(self._leave)
+        atexit.unregister(self._finish_at_exit)
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
         self._open.close()
         self._synchronizer.close()
         self._end_run()
-
-
-def check_loop(config: RunConfig, size: int) -> None:
-    """InputError for settings that a loop of the user's own cannot follow."""
-    if config.accumulate > 1:
-        raise InputError(
-            f"accumulate={config.accumulate} with Ddp.setup: one ddp.step is one optimizer step of all ranks; make "
-            "batch_size larger, or use fit, which has micro-batches"
-        )
-    if config.compile == "graph":
-        raise InputError("compile='graph' with Ddp.setup: a loop of your own cannot be captured; use fit, or 'default'")
-    if size > 1 and not config.is_replicated:
-        raise InputError(
-            f"strategy={config.strategy!r} with Ddp.setup: there devices wait for each other inside forward and "
-            f"backward, where a loop of your own may stop; use fit or Ddp.builder, or one of {', '.join(REPLICATED)}"
-        )
-    if config.activations == "auto":
-        raise InputError("activations='auto' with Ddp.setup: there is no train step to measure; use 'recompute' or fit")
-    _check_caps(config, size)
-    if config.sync_batchnorm and size > 1:
-        raise InputError(
-            "sync_batchnorm=True with Ddp.setup: BatchNorm is summed over devices in every layer, and a rank without "
-            "samples in a step has no batch to run through them; use fit or Ddp.builder"
-        )
-
-
-def _check_caps(config: RunConfig, size: int) -> None:
-    """A rank's part of a step is one batch here, so caps can only bound shares that follow the speeds."""
-    if config.memory_cap is None:
-        return
-    if size == 1 or config.policy != "balanced" or config.has_fixed_shares:
-        raise InputError(
-            f"memory_cap={config.memory_cap!r} with Ddp.setup bounds the shares of policy='balanced' on several "
-            "devices; here it would be ignored: leave it out and make batch_size smaller"
-        )
-    held, samples = sum(config.caps(size)), config.slot_size(size)
-    if held < samples:
-        raise InputError(
-            f"memory_cap={config.memory_cap!r} holds {held:g} of the {samples} samples of a step, and with Ddp.setup "
-            "there are no micro-batches; make batch_size smaller, or use fit"
-        )
-
-
-def _name_loss(loss: Any) -> str:
-    if isinstance(loss, torch.Tensor):
-        return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
-    return f"a {type(loss).__name__}"

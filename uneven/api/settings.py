@@ -11,6 +11,7 @@ from uneven.config import (
     Activations,
     Backend,
     Compile,
+    Deadline,
     LRScale,
     OptimizerState,
     Policy,
@@ -44,6 +45,7 @@ class Settings(TypedDict, total=False):
     activations: Activations
     sync_batchnorm: bool
     max_grad_norm: float | None
+    max_grad_value: float | None
     max_bad_steps: int
     lr_scale: float | LRScale | None
     anchor: int | None
@@ -64,6 +66,7 @@ class Settings(TypedDict, total=False):
     out: str | Path | None
     overwrite: bool
     replay: str | Path | None
+    deadline: float | Deadline | None
     progress: Progress
 
 
@@ -150,6 +153,10 @@ class SettingMethods:
         """Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async."""
         return self.settings(max_grad_norm=max_grad_norm)
 
+    def max_grad_value(self, max_grad_value: float | None) -> "Self":
+        """Clip every element of the gradient to this size, before max_grad_norm; of the same gradients."""
+        return self.settings(max_grad_value=max_grad_value)
+
     def max_bad_steps(self, max_bad_steps: int) -> "Self":
         """End the run after so many steps in a row that are not finite; each is skipped, its samples are dropped."""
         return self.settings(max_bad_steps=max_bad_steps)
@@ -229,6 +236,10 @@ class SettingMethods:
     def replay(self, replay: str | Path | None) -> "Self":
         """Folder of a finished run, which is repeated by its log."""
         return self.settings(replay=replay)
+
+    def deadline(self, deadline: float | Deadline | None) -> "Self":
+        """Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."""
+        return self.settings(deadline=deadline)
 
     def progress(self, progress: Progress) -> "Self":
         """Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."""

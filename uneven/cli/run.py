@@ -35,6 +35,8 @@ def parse_option(setting: Setting, value: Any) -> Any:
     """An option as typer read it -> the setting's value; what is wrong with it is found by the setting's own check."""
     if not isinstance(value, str):
         return value
+    if setting.takes_none and value == "none":
+        return None
     if setting.is_list:
         entries = numbers(setting.flag, value)
         if int not in setting.members:
@@ -70,6 +72,8 @@ def _option(setting: Setting) -> inspect.Parameter:
 
 def _metavar(setting: Setting) -> str | None:
     words = [*(["NUMBER"] if float in setting.members else []), *setting.choices]
+    if setting.takes_none:
+        words.append("none")
     if Path in setting.members:
         words = ["FOLDER"]
     elif setting.is_list or int in setting.members:

@@ -23,6 +23,7 @@ Activations = Literal["keep", "recompute", "offload", "auto"]
 LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
+Deadline = Literal["auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
@@ -136,6 +137,13 @@ class RunConfig:
         default=None,
         metadata=about(
             "Clip the gradient norm: of the sum with sync and balanced, of each rank's own with cadence and async.",
+            default="no clipping",
+        ),
+    )
+    max_grad_value: float | None = field(
+        default=None,
+        metadata=about(
+            "Clip every element of the gradient to this size, before max_grad_norm; of the same gradients.",
             default="no clipping",
         ),
     )
@@ -259,6 +267,12 @@ class RunConfig:
     replay: Path | None = field(
         default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
     )
+    deadline: float | Deadline | None = field(
+        default="auto",
+        metadata=about(
+            "Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."
+        ),
+    )
     progress: Progress = field(
         default="auto",
         metadata=about("Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."),
@@ -320,6 +334,10 @@ class RunConfig:
         reasons = {
             "precision": (self.precision == "fp16", "the loss scaler needs whole gradients; use 'bf16'"),
             "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
+            "max_grad_value": (
+                self.max_grad_value is not None,
+                "gradients are in shards; use max_grad_norm or 'zero1'",
+            ),
             "compile": (self.compile != "off", "params are gathered and freed while the model computes; use 'off'"),
             "shares": (self.is_model_parallel and self.shares is not None, same_samples),
             "memory_cap": (self.is_model_parallel and self.memory_cap is not None, same_samples),

@@ -113,6 +113,11 @@ class Setting:
         return self.default is MISSING
 
     @property
+    def takes_none(self) -> bool:
+        """Whether None is a value of its own, and not only what was left out."""
+        return self.default is not None and type(None) in get_args(self.type)
+
+    @property
     def is_list(self) -> bool:
         """Whether it may be one value per device."""
         return any(_is_tuple(member) for member in self.members)
@@ -140,6 +145,8 @@ class Setting:
             phrases.append(
                 "one such number per device" if phrases else "numbers of at least 0, one per device, not all 0"
             )
+        if self.takes_none:
+            phrases.append("None")
         separator = ", or " if self.is_list else " or "
         return separator.join(phrases) or ("a path" if Path in self.members else "text, as in 'cuda:0,cpu'")
 

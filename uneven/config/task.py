@@ -58,6 +58,7 @@ class Task:
     evaluation: Evaluation | None = None
     loading: Loading = Loading()
     callbacks: tuple[Any, ...] = ()
+    before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
 
 
 def is_stream(dataset: Any) -> bool:
@@ -84,6 +85,10 @@ def check_task(task: Task) -> None:
     check_function("step", task.train_step, 2)
     if task.make_scheduler is not None:
         check_function("scheduler", task.make_scheduler, 1, 2)
+    if task.before_step is not None and not callable(task.before_step):
+        raise InputError(
+            f"before_step must be a function of (model) or (model, optimizer), got {type(task.before_step).__name__}"
+        )
     if task.evaluation is not None:
         check_function("eval_step", task.evaluation.eval_step, 2)
         _check_dataset("the test set of evaluate", task.evaluation.dataset)

@@ -18,8 +18,8 @@ from uneven.policy.recorded import RecordedShares, Round
 # Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
 _FIXED_SETTINGS = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
-    *("shuffle", "drop_last"),
-    *("max_grad_norm", "precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
+    *("shuffle", "drop_last", "max_grad_norm", "max_grad_value"),
+    *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
 )
 
 
@@ -40,12 +40,18 @@ class Log:
 
 
 def log_record(
-    log: Any, rounds: Any, dropped: Any, axis_samples: int, slots: int, config: Mapping[str, Any]
+    log: Any,
+    rounds: Any,
+    dropped: Any,
+    axis_samples: int,
+    slots: int,
+    config: Mapping[str, Any],
+    skipped: Any = (),
 ) -> dict[str, Any]:
     """The content of log.json. Parts that were dropped are among those of their rank: a replay skips them again."""
     settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
     head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
-    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped}
+    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped)}
 
 
 def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:
@@ -61,6 +67,8 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
         _compare(folder, name, value, config[name], f"pass {name}={value!r}")
     samples = record["dataset_samples"]
     _compare(folder, "samples in the data set", samples, axis.samples, "train on the same data set")
+    if record.get("skipped"):
+        raise InputError(f"replay={str(folder)!r}: that run left out parts of epochs, and only a whole run is repeated")
     if record["slots"] != axis.total:
         raise InputError(
             f"replay={str(folder)!r}: that run was stopped after {record['slots']} of {axis.total} slots, "

@@ -43,13 +43,20 @@ def _mix_array(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]], slots: int | None = None) -> int:
+def prove_exactly_once(
+    axis: Axis,
+    logs: Sequence[Sequence[tuple[int, int, int]]],
+    slots: int | None = None,
+    skipped: Sequence[tuple[int, int]] = (),
+) -> int:
     """Check from the ranks' logs that every sample of the first `slots` slots was trained exactly once.
 
     A log holds (slot, first, samples) of each part that a rank trained, or dropped. With `slots=None` only slots that
-    were trained at all are checked: ranks that claim slots may stop at different ones. Returns the number of slots
-    checked; RuntimeError names the first slot that is wrong.
+    were trained at all are checked: ranks that claim slots may stop at different ones. `skipped` holds (epoch, samples)
+    where the user left out the rest of an epoch: there slots may be missing as a whole, of so many samples together.
+    Returns the number of slots checked; RuntimeError names the first slot that is wrong.
     """
+    left_out = dict.fromkeys((epoch for epoch, _ in skipped), 0)
     expected = range(slots) if slots is not None else sorted({index for log in logs for index, _, _ in log})
     parts: dict[int, list[tuple[int, int, int]]] = {index: [] for index in expected if 0 <= index < axis.total}
     for rank, log in enumerate(logs):
@@ -60,6 +67,9 @@ def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]
                 parts[index].append((first, first + samples, rank))
     for index, spans in parts.items():
         slot = axis.slot(index)
+        if not spans and slot.epoch in left_out:
+            left_out[slot.epoch] += slot.samples
+            continue
         position = slot.first
         for first, stop, rank in sorted(spans):
             if first != position:
@@ -69,6 +79,9 @@ def prove_exactly_once(axis: Axis, logs: Sequence[Sequence[tuple[int, int, int]]
             position = stop
         if position != slot.stop:
             raise RuntimeError(f"slot {index}: positions {position} to {slot.stop} were left out")
+    for epoch, samples in skipped:
+        if slots is not None and left_out[epoch] != samples:
+            raise RuntimeError(f"epoch {epoch + 1}: {left_out[epoch]} samples were left out, not {samples} as agreed")
     return len(parts)
 
 

@@ -26,6 +26,7 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, Heartbeat
+from uneven.launch.peers import PeerWatch
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
@@ -83,6 +84,7 @@ class ProcessContext:
         self._stop: threading.Event | None = None
         self._runs = 0
         self._heartbeat: Heartbeat | None = None
+        self._peers: PeerWatch | None = None  # under torchrun
 
     @property
     def is_alone(self) -> bool:
@@ -184,6 +186,9 @@ class ProcessContext:
         is_single = rank_info.world_size == 1
         rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data))
         self._rank_info = rank_info
+        if self.environment.launcher == "torchrun" and not is_single:
+            store = self.environment.connect(f"run/{self._runs}/watch")
+            self._peers = PeerWatch(store, rank_info.rank, rank_info.devices, self._show)
         return rank_info.group
 
     def _form_group(
@@ -212,6 +217,9 @@ class ProcessContext:
 
     def end_run(self) -> None:
         """The run is over or has failed: close its group, if it has one."""
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         rank_info, self._rank_info = self._rank_info, None
         self._worker = self._stop = None
         if rank_info is not None:
@@ -221,12 +229,17 @@ class ProcessContext:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
 
         def read() -> dict[str, Any]:
-            # Without a worker it is the user's own code that runs, or our setup: both may take their time.
-            where = {"slot": 0, "phase": "setup"} if self._worker is None else self._worker.show()
-            return {"member": self.member, "rank": self.rank, **read_status(), **where}
+            return {**self._show(), **read_status()}
 
         store = self.environment.connect("")
         self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned)
+
+    def _show(self) -> dict[str, Any]:
+        """Who this rank is and where; called from a heartbeat's thread at any moment."""
+        # Without a worker it is the user's own code that runs, or our setup: both may take their time.
+        worker = self._worker
+        where = {"slot": 0, "phase": "setup"} if worker is None else worker.show()
+        return {"member": self.member, "rank": self.rank, **where}
 
     def close_heartbeat(self) -> None:
         if self._heartbeat is not None:

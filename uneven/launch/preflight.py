@@ -49,6 +49,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
     config, notes = settle(config, devices, local)
+    _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
@@ -128,6 +129,16 @@ def _advice(config: RunConfig) -> str:
         "async": "lets each take batches at its own speed",
     }
     return f"speeds are measured as it trains; policy {config.policy} {ways[config.policy]}"
+
+
+def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
+    """InputError where there are no whole gradients to show to the user's function, or no Python runs in a step."""
+    if task.before_step is None:
+        return
+    if config.compile == "graph":
+        raise InputError("before_step with compile='graph': a captured step calls no function; use 'off' or 'default'")
+    if ranks > 1 and not config.is_replicated:
+        raise InputError(f"before_step with strategy={config.strategy!r}: gradients are in shards; use 'zero1'")
 
 
 def _check_evaluation(task: Task, config: RunConfig) -> None:

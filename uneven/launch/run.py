@@ -229,10 +229,14 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         lines.append(f"  {lost:,} samples were dropped: {steps} steps were not finite and were skipped")
     for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
         spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
-        outside_s = account.wall_s - account.training_s
+        user_s = account.seconds["user"]
+        outside_s = account.wall_s - account.training_s - user_s
+        own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
         own = state.rank_samples[lane.rank]
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
-        lines.append(f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s")
+        lines.append(
+            f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
+        )
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if interference.is_disturbed:
         lines.append(f"  {interference.describe()} Do not compare this speed with another.")

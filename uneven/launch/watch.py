@@ -1,4 +1,4 @@
-"""The launcher's watch over its rank processes: heartbeats in, deadlines checked, failures named.
+"""The launcher's watch over its rank processes: heartbeats in, deadlines (launch/deadlines.py) checked, failures named.
 
 Called by launch/launcher.py, on the thread that waits for the run. There is no coordinator: the ranks agree among
 themselves, and the watch only shows their progress, passes the stop request on, and raises when a rank fails, falls
@@ -6,54 +6,23 @@ silent or hangs. It ends no process itself; the launcher does when the watch has
 """
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from uneven.comm.store import Store, get_text
 from uneven.errors import USER_ERRORS, NotFiniteError, RankError, StoppedError
 from uneven.hardware.device import Device
+from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, RankProcesses, describe_exit
 from uneven.results.progress import Reporter
 
 POLL_S = 0.1
-SILENT_S = 15.0  # a rank without a heartbeat for so long is lost
-STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
 STOP_S = 10.0  # at least, for all ranks to stop after the same step
-START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
-SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint")  # may last as long as they like
-WAITING_PHASES = ("wait", "communication")  # the rank waits for others
-
-
-@dataclass
-class RankHealth:
-    """What is known about one rank process, from its heartbeats."""
-
-    member: str
-    device: Device
-    heard_s: float  # when its last heartbeat was new
-    moved_s: float  # when it last finished a slot, or was in a phase that may last
-    status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
-    longest_step_s: float = 0.0
-
-    def update(self, status: dict[str, Any], now_s: float) -> None:
-        """Take in a heartbeat that was read; nothing changes where it is the last one again."""
-        if status["count"] == self.status.get("count"):
-            return
-        self.heard_s = now_s
-        if status["slot"] != self.status.get("slot") or status["phase"] in SLOW_PHASES:
-            steps = max(1, status["slot"] - self.status.get("slot", 0))
-            if status["phase"] not in SLOW_PHASES and self.status.get("phase") not in SLOW_PHASES:
-                self.longest_step_s = max(self.longest_step_s, (now_s - self.moved_s) / steps)
-            self.moved_s = now_s
-        self.status = status
 
 
 class Watch:
@@ -85,7 +54,7 @@ class Watch:
                 return
             if any(code not in (None, *ended_well) for code in codes):
                 raise self._failure()
-            self._check_deadlines([rank for rank, code in enumerate(codes) if code is None], now)
+            check_deadlines(self._ranks, [rank for rank, code in enumerate(codes) if code is None], now)
             self._drop_mapped_tensors()
             if stop.is_set() and self._stop_sent_s is None:
                 self._store.set(STOP_KEY, "1")
@@ -101,24 +70,6 @@ class Watch:
                 rank.update(json.loads(text), now_s)
         self._reporter.ranks([rank.status for rank in self._ranks])
 
-    def _check_deadlines(self, running: Sequence[int], now_s: float) -> None:
-        """RankError where a running process is silent, or where no process moves and one does not wait for others."""
-        for number in running:
-            rank = self._ranks[number]
-            silent_s = now_s - rank.heard_s
-            if silent_s > (SILENT_S if rank.status else START_S):
-                raise RankError(f"{self._name(number)} fell silent {silent_s:.0f} s ago (stopped or swapped out?)")
-        limits_s = {number: max(STUCK_S, 10 * self._ranks[number].longest_step_s) for number in running}
-        if any(now_s - self._ranks[number].moved_s <= limits_s[number] for number in running):
-            return  # one of them moves: the others wait for it and are not stuck
-        for number in running:
-            status = self._ranks[number].status
-            if status and status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES):
-                raise RankError(
-                    f"{self._name(number)} is stuck in {status['phase']} at slot {status['slot']} "
-                    f"for {limits_s[number]:.0f} s"
-                )
-
     def _check_stopping(self, sent_s: float, now_s: float) -> None:
         """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
         statuses = [rank.status for rank in self._ranks]
@@ -128,7 +79,7 @@ class Watch:
         has_begun = any(status.get("handles_stop") for status in statuses)
         if not has_begun and (are_fresh or now_s - sent_s > STOP_S):
             raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
-        if any(status.get("phase") in ("evaluation", "checkpoint") for status in statuses):
+        if any(status.get("phase") in ("evaluation", "checkpoint", "user") for status in statuses):
             self._stop_sent_s = now_s  # these may last: the time to stop counts from their end
         elif now_s - sent_s > max(STOP_S, 3 * max(rank.longest_step_s for rank in self._ranks)):
             raise RankError("the ranks did not stop when asked and were ended; nothing was saved")
@@ -151,19 +102,14 @@ class Watch:
                 errors[number] = json.loads(path.read_text())
             elif code not in (None, 0):
                 assert code is not None
-                return RankError(f"{self._name(number)} {describe_exit(code)}")
+                return RankError(f"{self._ranks[number].name(number)} {describe_exit(code)}")
         # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
         by_itself = {number: error for number, error in errors.items() if "peer" not in error["what"]} or errors
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
-        error, name = errors[number], self._name(number)
+        error, name = errors[number], self._ranks[number].name(number)
         if error["kind"] in USER_ERRORS:
             kind = USER_ERRORS[error["kind"]]
             # All ranks raise that one alike, and it names the rank that is the cause.
             return kind(error["message"] if kind is NotFiniteError else f"{name}: {error['message']}")
         what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "")
         return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")
-
-    def _name(self, number: int) -> str:
-        """A process by its present rank, its device and its machine."""
-        rank = self._ranks[number].status.get("rank", number)
-        return f"rank {rank} ({self._ranks[number].device} on {socket.gethostname()})"

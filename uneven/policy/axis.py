@@ -99,9 +99,14 @@ class Axis:
         epoch, place = divmod(index, self.slots_per_epoch)
         return epoch * self.samples + place * self.slot_size
 
-    def schedule_position(self, index: int) -> int:
-        """The step of an LR schedule in this slot: global samples counted in full slots, or with `max_slots` slots."""
-        return self.samples_before(index) // self.slot_size if self.max_slots is None else index
+    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
+        """The step of an LR schedule in this slot: global samples counted in full slots, or with `max_slots` slots.
+
+        `skipped`: slots and samples before it that were left out.
+        """
+        if self.max_slots is not None:
+            return index - skipped[0]
+        return (self.samples_before(index) - skipped[1]) // self.slot_size
 
     @property
     def schedule_length(self) -> int:
@@ -141,8 +146,8 @@ class BatchAxis(Axis):
         epoch, place = divmod(index, self.batches)
         return epoch * self.samples + (self.offsets(epoch)[place] if place else 0)
 
-    def schedule_position(self, index: int) -> int:
-        return index
+    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
+        return index - skipped[0]
 
     @property
     def schedule_length(self) -> int:

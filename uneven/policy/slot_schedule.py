@@ -39,6 +39,7 @@ class SlotSchedule:
     _base: int | None = None  # the slot at which the shared counter was 0
     _claimed: int = 0  # the first slot of the last claim
     _since: int = 0  # trained since that claim
+    _first: int = 0  # slots before it were left out: they are claimed and dropped
 
     @property
     def is_over(self) -> bool:
@@ -77,6 +78,12 @@ class SlotSchedule:
         self.parts += 1
         self.staleness += 1
         self._since += 1
+
+    def drop_before(self, slot: int) -> None:
+        """Leave out all slots before this one, whoever has them; call it on all ranks before `windows` passes it."""
+        self._given = deque(given for given in self._given if given >= slot)
+        self._handed = 0
+        self._first = slot
 
     def is_due(self) -> bool:
         """Whether this rank enters the next round now."""
@@ -139,8 +146,11 @@ class SlotSchedule:
         count = self._claim_size()
         if count == 0:
             return
-        self._claimed, self._since = base + self.claim(count), 0
-        self._given.extend(range(self._claimed, min(self._claimed + count, self.total)))
+        while True:
+            self._claimed, self._since = base + self.claim(count), 0
+            if self._claimed + count > self._first:
+                break
+        self._given.extend(range(max(self._first, self._claimed), min(self._claimed + count, self.total)))
 
     def _start_claims(self) -> int:
         """The slot at which the counter of claims was 0: set after the same round on all ranks, whatever they hold."""

@@ -33,6 +33,7 @@ class RoundReport(NamedTuple):
     divergence: float = 0.0  # ||params - average|| / ||average|| at its last merge
     status: float = 0.0  # see train/status.py; a float because the report travels in a float tensor
     fingerprint: float = 0.0
+    user_ms: float = 0.0  # code of the user's own since its last round, which is not in busy_ms
     dropped: float = 0.0  # of `samples`: of steps that were not finite
     bad_slot: float = 0.0  # the last of these steps ...
     bad_cause: float = 0.0  # ... and why, see step/finite.py

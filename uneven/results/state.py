@@ -51,6 +51,7 @@ class TrainedState:
     # (slot, rank, first, samples) of those parts in `log` that were not finite: skipped, their samples not trained
     dropped: list[tuple[int, int, int, int]] = field(default_factory=list)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
+    skipped: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) left out by ddp.skip_rest()
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
 
@@ -121,13 +122,15 @@ class TrainedState:
             "dropped": self.dropped,
             "config": self.config,
             "structure": self.structure,
+            "skipped": self.skipped,
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
             write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
             if self.log:
-                log = log_record(self.log, self.rounds, self.dropped, self.dataset_samples, self.slot, self.config)
+                head = (self.dataset_samples, self.slot, self.config, self.skipped)
+                log = log_record(self.log, self.rounds, self.dropped, *head)
                 write_atomically(folder / "log.json", json.dumps(log).encode())
             write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
         except OSError as error:
@@ -159,6 +162,7 @@ class TrainedState:
             dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
             folder=folder,
             structure=record.get("structure"),
+            skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
         )
 
 
@@ -172,7 +176,7 @@ def verified_state(
 ) -> TrainedState:
     """A rank's state with every rank's log and timeline; raises unless every sample was trained or dropped once."""
     was_claimed = any(rounds) and not state.finished
-    slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot)
+    slots = prove_exactly_once(axis, logs, None if was_claimed else state.slot, state.skipped)
     by_rank = enumerate(dropped or [])
     lost = sorted((slot, rank, first, samples) for rank, parts in by_rank for slot, first, samples in parts)
     check_dropped(logs, lost)

@@ -21,15 +21,18 @@ from uneven.step.finite import Backup, Cause, Fault, OwnCheck, find_fault, large
 from uneven.step.loss import read_loss
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
+from uneven.step.schedule import required_arguments
 
 # (batches or inputs, the slot's samples) -> the count that gradients must still be divided by, if any
 Backward = Callable[[Sequence[tuple[Any, int]], int], Tensor | None]
+BeforeStep = Callable[[nn.Module, Optimizer], object]  # called with the summed gradients in place
 
 
 class EagerStep:
     """Life cycle: called with (batches, slot_samples) once per slot; losses are added up in `meter`.
 
     A step of several ranks is `sum_gradients` and then `finish`; for it `reducer` is set when the group has formed.
+    A loop of the user's own may run micro-batches ahead of the step, one by one: `accumulate`.
     A step that is not finite leaves no trace: [Note: steps that are not finite] in finite.py.
     """
 
@@ -42,6 +45,9 @@ class EagerStep:
         meter: LossMeter,
         max_grad_norm: float | None,
         batchnorm_sync: BatchNormSync | None = None,
+        *,
+        max_grad_value: float | None = None,
+        before_step: BeforeStep | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -50,7 +56,12 @@ class EagerStep:
         self.meter = meter
         self.max_grad_norm = max_grad_norm
         self.batchnorm_sync = batchnorm_sync or BatchNormSync()
+        self.max_grad_value = max_grad_value
+        self.before_step = before_step
         self.reducer: Reducer | None = None
+        self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
+        self._is_zeroed = False  # the gradients, for the step that has begun
+        self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
         self._made_backup: Backup | None = None
         self._limit: float | None = None  # the largest number that a gradient can hold
@@ -58,11 +69,14 @@ class EagerStep:
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
         """A step of this rank alone; returns why it was skipped, if it was."""
         self._begin_once()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_once()
         counts = self.backward(batches, slot_samples)
-        # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step.
+        self._is_zeroed = False
+        # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step. A function
+        # of the user's, or a clip by value, must not see or hide what is not finite.
         is_scaled = self.precision.scaler.is_enabled()
-        norm = None if is_scaled else self.prepare_update(counts)
+        is_late = is_scaled or self.before_step is not None or self.max_grad_value is not None
+        norm = None if is_late else self.prepare_update(counts)
         own = OwnCheck(*self.own_check(counts, None if is_scaled else self._own_gradients(norm)).tolist())
         fault = self.fault_of([own])
         if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
@@ -70,7 +84,7 @@ class EagerStep:
         if fault is not None:
             self.skip()
             return fault
-        if is_scaled:
+        if is_late:
             self.prepare_update(counts)
         self.apply_update()
         return None
@@ -85,9 +99,12 @@ class EagerStep:
         counts = self.backward(batches, slot_samples)
         kept = self._updated_tensors()
         before = [tensor.clone() for tensor in kept]  # activations are free by now
-        self.prepare_update(counts)
         is_scaled = self.precision.scaler.is_enabled()
-        own = self.own_check(counts, None if is_scaled else largest_of(self._gradients))
+        largest = None if is_scaled or self.max_grad_value is None else largest_of(self._gradients)  # before the clip
+        self.prepare_update(counts)
+        if largest is None and not is_scaled:
+            largest = largest_of(self._gradients)
+        own = self.own_check(counts, largest)
         is_good = own.isfinite().all() & ((own[0] == 0) | (own[1] > 0))
         self.apply_update()
         select(is_good, kept, before)
@@ -98,6 +115,18 @@ class EagerStep:
         """Before a slot's first forward. The steps call it; for a loop of the user's own the loop does."""
         self._has_begun = True
         self._backup().save()
+
+    def accumulate(self, batch: Batch, samples: int, slot_samples: int) -> None:
+        """A micro-batch ahead of its step, without any collective."""
+        self._zero_once()
+        with self.micro_batch_context(is_last=False):
+            self._accumulated = _added(self._accumulated, self.backward_of(batch, samples, slot_samples))
+
+    def cancel(self) -> None:
+        """Forget a step that is not taken."""
+        self._is_zeroed, self._accumulated = False, None
+        if self._has_begun:
+            self.skip()
 
     def skip(self) -> None:
         """Leave a step out that has begun."""
@@ -119,8 +148,9 @@ class EagerStep:
         reducer = self.reducer
         assert reducer is not None, "the reducer is made when the group has formed"
         self._begin_once()
-        reducer.prepare()
+        self._zero_once()
         counts = (backward or self.backward)(batches, slot_samples)
+        self._is_zeroed = False
         return split_checks(
             reducer.finalize(
                 lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, reducer.largest_gradient())
@@ -158,12 +188,10 @@ class EagerStep:
 
         A micro-batch of 0 samples is a dummy batch: it takes part in SyncBatchNorm's collectives and counts nothing.
         """
-        counts: Tensor | None = None
+        counts, self._accumulated = self._accumulated, None
         for place, (batch, samples) in enumerate(batches):
             with self.micro_batch_context(is_last=place == len(batches) - 1):
-                count = self.backward_of(batch, samples, slot_samples)
-            if count is not None:
-                counts = count if counts is None else counts + count
+                counts = _added(counts, self.backward_of(batch, samples, slot_samples))
         return counts
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
@@ -172,20 +200,25 @@ class EagerStep:
 
     def backward_of(self, batch: Batch, samples: int, slot_samples: int) -> Tensor | None:
         """One micro-batch; returns its count if the train step returned one."""
-        count: Tensor | None = None
         with self.precision.region(), self.batchnorm_sync.dummy_batch(samples == 0):
             result = self.train_step(self.model, batch)
+        loss, count = self.weigh(result, samples, slot_samples)
+        self.precision.scaler.scale(loss).backward()
+        return count
+
+    def weigh(self, result: Any, samples: int, slot_samples: int) -> tuple[Tensor, Tensor | None]:
+        """A train step's result as this micro-batch's part of the slot's loss, and its count if there is one."""
+        count: Tensor | None = None
         loss, units = read_loss(result)
         if units is not None:
             # (loss_sum, count), of tokens for instance: the count of all ranks is known only after the sum.
             loss, units = (loss, units) if samples else (loss * 0, 0)
-            count = _on_device(units, loss.device)
+            count = _on_device(0 if self.is_further_loss else units, loss.device)
             self.meter.add(loss.detach(), count)
         else:
             loss = loss * (samples / slot_samples)
-            self.meter.add(loss.detach() * slot_samples, samples)
-        self.precision.scaler.scale(loss).backward()
-        return count
+            self.meter.add(loss.detach() * slot_samples, 0 if self.is_further_loss else samples)
+        return loss, count
 
     def close(self) -> None:
         """Remove the reducer's hooks and gradients from the model."""
@@ -201,18 +234,42 @@ class EagerStep:
 
     def prepare_update(self, counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count and clip them; returns their norm where it was computed."""
-        if counts is not None or self.max_grad_norm is not None:
-            self.precision.scaler.unscale_(self.optimizer)
-        if counts is not None and (grads := self._gradients):
+        return self._prepare(self.optimizer, list(self.model.parameters()), counts)
+
+    def _prepare(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> Tensor | None:
+        """Divide the gradients by the count, show them to the user's function, clip those of `params`."""
+        if any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm)):
+            self.precision.scaler.unscale_(optimizer)
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if counts is not None and grads:
             torch._foreach_div_(grads, counts.to(grads[0].dtype))
+        if self.before_step is not None:
+            with torch.no_grad():
+                self.before_step(self.model, optimizer)
+        if self.max_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(params, self.max_grad_value)
         if self.max_grad_norm is None:
             return None
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        return torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def apply_update(self) -> None:
         self._has_begun = False
-        self.precision.scaler.step(self.optimizer)
+        self._apply(self.optimizer)
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        self.precision.scaler.step(optimizer)
         self.precision.scaler.update()
+
+    def _zero_once(self) -> None:
+        if not self._is_zeroed:
+            self._zero_gradients()
+            self._is_zeroed = True
+
+    def _zero_gradients(self) -> None:
+        if self.reducer is not None:
+            self.reducer.prepare()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def _gradients(self) -> list[Tensor]:
@@ -250,6 +307,18 @@ def split_checks(rows: list[list[float]]) -> tuple[list[list[float]], list[OwnCh
     """Take the checks off the ends of the ranks' rows."""
     size = len(OwnCheck._fields)
     return [row[:-size] for row in rows], [OwnCheck(*row[-size:]) for row in rows]
+
+
+def adapt_before_step(function: Callable[..., object] | None) -> BeforeStep | None:
+    """The user's hook, which may take the model alone, or nothing, as one of (model, optimizer)."""
+    if function is None:
+        return None
+    count = min(2, required_arguments(function))
+    return lambda *given: function(*given[:count])
+
+
+def _added(counts: Tensor | None, count: Tensor | None) -> Tensor | None:
+    return counts if count is None else count if counts is None else counts + count
 
 
 def _on_device(count: Any, device: torch.device) -> Tensor:

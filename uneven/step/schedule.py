@@ -102,10 +102,10 @@ def _no_order_warning() -> Iterator[None]:
 
 def takes_length(make_scheduler: Callable[..., Any]) -> bool:
     """Whether it is called as scheduler(optimizer, total_steps)."""
-    return _required_arguments(make_scheduler) == 2
+    return required_arguments(make_scheduler) == 2
 
 
-def _required_arguments(function: Callable[..., Any]) -> int:
+def required_arguments(function: Callable[..., Any]) -> int:
     return sum(
         parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)

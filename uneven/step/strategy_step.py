@@ -47,8 +47,9 @@ class StrategyStep(EagerStep):
     ) -> tuple[list[list[float]], list[OwnCheck]]:
         assert backward is None, "captured steps need whole params"
         self._begin_once()
-        self.optimizer.zero_grad()
+        self._zero_once()
         counts = self.backward(batches, slot_samples)
+        self._is_zeroed = False
         is_counted = self._group.rank == 0 or not self._is_model_parallel
         # Gradients are sharded by now: this rank's own were looked at while backward computed them.
         own = self.own_check(counts if is_counted else None, self._watch.take())
@@ -62,6 +63,9 @@ class StrategyStep(EagerStep):
     def close(self) -> None:
         super().close()
         self._watch.close()
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad()
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self._strategy.no_sync()

@@ -82,7 +82,7 @@ class Recorder:
         self._unpacked = unpacked[-1:]  # one assignment, never an empty list: another thread may read `state`
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         """The current state; safe to read from another thread."""
         return self._unpacked[-1][1]
 

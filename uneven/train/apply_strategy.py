@@ -4,7 +4,7 @@
 once the group has formed. Samples are shared by speed and bytes by memory, independently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,8 @@ from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer
 from uneven.policy.axis import Part
 from uneven.step.caps import room_bytes
+from uneven.step.finite import OwnCheck
+from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
@@ -28,13 +30,23 @@ from uneven.train.engine import Engine
 MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
 
 
-def apply_strategy(engine: Engine, group: Group, num_stats: int, speeds: Sequence[float]) -> list[str]:
+def apply_strategy(
+    engine: Engine,
+    group: Group,
+    num_stats: int,
+    speeds: Sequence[float],
+    is_leaving: Callable[[Sequence[float]], bool],
+) -> list[str]:
     """Make the strategy and give its reducer, optimizer or step to the engine; returns lines to print.
 
-    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum. `speeds`: of the
-    ranks, by which they share work that is not samples.
+    `num_stats`: the length of the row of statistics that each rank sends with every gradient sum; `is_leaving(row)`:
+    whether it says that the rank takes no part in the step. `speeds`: of the ranks, by which they share work that is
+    not samples.
     """
     config = engine.config
+    if isinstance(engine.eager, SeveralSteps):
+        engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
+        return []
     check_optimizer(config.strategy, engine.optimizer)
     if isinstance(engine.optimizer, MuonAdamW):
         return _apply_muon(engine, group, num_stats, speeds)

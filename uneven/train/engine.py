@@ -4,7 +4,7 @@ The worker makes one engine, the synchronizer drives it. Only the engine's own m
 compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.data.feed import Feed, Inputs, Micros, make_feed
+from uneven.data.feed import Feed, Micros, make_feed
 from uneven.data.stream import ReaderFeed
-from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.system import read_memory
@@ -37,7 +36,7 @@ from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
-from uneven.step.eager import EagerStep
+from uneven.step.eager import EagerStep, adapt_before_step
 from uneven.step.finite import Fault, Verdict
 from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
@@ -49,6 +48,7 @@ from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
 from uneven.train.built import checked_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
+from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.rank_info import RankInfo
 
 UNBOUNDED_SLOTS = 1000
@@ -60,6 +60,8 @@ class Engine:
     `is_own_loop`: the user's loop calls forward, so there is no step to run beforehand, batches are needed before the
     step, and a rank's part of a slot is always one batch.
     """
+
+    skipped_slots = 0  # the steps that the samples in `skipped` would have been
 
     def __init__(
         self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
@@ -98,6 +100,8 @@ class Engine:
             self.meter,
             config.max_grad_norm,
             self.batchnorm_sync,
+            max_grad_value=config.max_grad_value,
+            before_step=adapt_before_step(task.before_step),
         )
         # With compile="graph" one of the two: the whole step, or forward and backward up to the gradient sum.
         self.graph: GraphStep | None = None
@@ -117,7 +121,7 @@ class Engine:
         self.is_own_loop = is_own_loop
         self.reader = self.feed if isinstance(self.feed, ReaderFeed) else None
         if is_own_loop:
-            self.feed = _LoadedFeed(self.feed)
+            self.feed = LoadedFeed(self.feed)
         # Steps can run beforehand only if the step is ours to call, one device holds the whole model, and samples that
         # were read for it can be read again.
         self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
@@ -128,8 +132,8 @@ class Engine:
         self.rounds: list[Round] = []  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
-        self.trained = 0  # the slot after the last one trained
-        self.samples = 0
+        self.trained = self.samples = 0  # the slot after the last one trained; samples of this rank
+        self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
         """The largest micro-batch when a rank (default: this one) trains so many samples in one step."""
@@ -190,12 +194,27 @@ class Engine:
 
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
-        axis = self.axis
+        axis, samples = self.axis, self.samples_before(slot)
         total = axis.total_samples
         if isinstance(axis, StreamAxis) or total is None:  # the scale then grows as if the run had so many slots
             total = (axis.max_slots or UNBOUNDED_SLOTS) * axis.slot_size
-        grown = ramp(scale, axis.samples_before(slot), min(axis.samples, total), total)
-        self.schedule.move_to(axis.schedule_position(slot), grown)
+        grown = ramp(scale, samples, min(axis.samples, total), total)
+        skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
+        self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
+
+    def samples_before(self, slot: int) -> int:
+        """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""
+        return self.axis.samples_before(slot) - sum(samples for _, samples in self.skipped)
+
+    def skip_epoch(self, epoch: int, trained_samples: int) -> None:
+        """The rest of an epoch is left out, of which all ranks together have trained so many samples."""
+        end = self.axis.epoch_end(epoch)
+        if left := self.axis.samples_before(end) - epoch * self.axis.samples - trained_samples:
+            is_local = self.config.is_local and self.rank_info.world_size > 1  # there each rank knows its own slots
+            self.skipped_slots += -(-left // self.axis.slot_size) if is_local else end - self.trained
+            self.skipped.append((epoch, left))
+            self.recorder.event("skip", epoch=epoch + 1, samples=left)
+        self.trained = end
 
     def local_step(self, part: Part, micros: Micros, began_ns: int) -> Verdict:
         """One optimizer step of this rank by itself, without any collective; returns whether it was finite."""
@@ -366,22 +385,3 @@ class Engine:
         """A part of the first slot, as large as this rank's part of a slot of so many samples."""
         each = self._expected(samples)
         return Part(self.axis.slot(0), 0, each, self.micro_batch_size(each))
-
-
-class _LoadedFeed:
-    """A feed that yields batches in place of inputs: the user's own forward needs them before the step does."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.place = feed.place
-        self.lookahead = feed.lookahead
-
-    def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        for part, micros in self._feed.stream(parts):
-            yield part, [(self._feed.open(inputs), samples) for inputs, samples in micros]
-
-    def open(self, inputs: Inputs) -> Batch:
-        return inputs
-
-    def in_order(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[Batch, int]]:
-        return self._feed.in_order(first, stop)

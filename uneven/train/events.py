@@ -4,13 +4,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from uneven.comm.group import Group
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
-from uneven.policy.windows import LocalSGDConfig, Windows
+from uneven.policy.subset import advice, forecast_local
+from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
+from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
 
 
@@ -63,3 +66,27 @@ def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
         f"  learning rate {lr:g} -> {scale * lr:g} (x{scale:.2f}, lr_scale={rule!r}): averaging params "
         "over devices damps each one's steps; lr_scale=1.0 turns this off"
     )
+
+
+def local_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[str]:
+    """Lines where fewer devices would be faster; a collective."""
+    round_ms, limits = measure_sum_ms(group, engine.model), local_sgd_config(engine.config)
+    found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
+    return advice(found, [str(device) for device in engine.rank_info.devices])
+
+
+def pass_epoch(
+    engine: Engine,
+    windows: Windows | RecordedWindows,
+    schedule: SlotSchedule | RecordedSchedule,
+    epoch: int,
+    trained: int,
+    rows: Sequence[RoundReport],
+) -> tuple[int, list[RoundReport]]:
+    """All ranks stand still and pass the epoch's end, with `trained` samples of it; returns the end and the reports."""
+    assert isinstance(windows, Windows), "a replay leaves nothing out"
+    assert isinstance(schedule, SlotSchedule), "as above"
+    end = windows.due = windows.event = engine.axis.epoch_end(epoch)
+    schedule.drop_before(end)
+    engine.skip_epoch(epoch, trained)
+    return end, [row._replace(next_slot=max(row.next_slot, float(end))) for row in rows]

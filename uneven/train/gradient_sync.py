@@ -40,6 +40,12 @@ class StepStats(NamedTuple):
     is_unrepresentative: float  # 1 where busy_ms is no measure of its speed (a new size, a capture)
     status: float  # RankStatus
     fingerprint: float  # of the policy's state: equal on all ranks
+    user_ms: float = 0.0  # code of the user's own since the last step, which is not in busy_ms
+
+
+def _is_leaving(row: Sequence[float]) -> bool:
+    """Whether the rank with these statistics takes no part in the step."""
+    return int(StepStats(*row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
 
 
 class GradientSync:
@@ -62,7 +68,10 @@ class GradientSync:
         self._has_advised = False
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
+        self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
         self._free_ns = 0  # when this rank's last collective ended
+        self._waited_s = 0.0  # that this rank had waited in collectives until then
+        self._user_ns = 0  # code of the user's own since then
 
     @property
     def group(self) -> Group:
@@ -96,16 +105,21 @@ class GradientSync:
             self.notes.append(f"  memory holds {held} of a step's {first} samples: shares run as micro-batches")
         # Whole speeds, not shares of samples: a slow rank without samples can still do a part of the optimizer's work.
         speeds = alone if is_measured else [float(share) for share in shares]
-        self.notes += apply_strategy(engine, self.group, len(StepStats._fields) + len(OwnCheck._fields), speeds)
+        num_stats = len(StepStats._fields) + len(OwnCheck._fields)
+        self.notes += apply_strategy(engine, self.group, num_stats, speeds, _is_leaving)
         if is_measured:
             self._advise(costs)
 
     def reset_timer(self) -> None:
-        self._free_ns = self.engine.recorder.enter("data")
+        self._free_ns, self._waited_s = self.engine.recorder.enter("data"), self.group.traffic.wait_s
+
+    def note_user_time(self, ns: int) -> None:
+        self._user_ns += ns
+        self._free_ns += ns
 
     def parts(self) -> Iterator[Part]:
         rank_info = self.engine.rank_info
-        for slot in self.engine.axis.slots():
+        for slot in self.engine.axis.slots(self.engine.trained):
             if self._is_model_parallel:
                 yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
                 continue
@@ -116,20 +130,46 @@ class GradientSync:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
         is_stopped = self.step(part, micros)
         engine, epoch = self.engine, part.slot.epoch
+        if self._is_skipping:
+            return self._reach_event(epoch)
         self._free_ns += self.after_step(engine.trained)
         if engine.rank_info.world_size == 1:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
         is_over = engine.trained == engine.axis.epoch_end(epoch)
         if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
-            engine.recorder.enter("compute")
-            engine.run_ahead.drain()
-            self._note_bad_steps(engine.settle_steps())
-            engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-            loss, step = engine.meter.take(self.group), None if is_over else engine.trained
-            is_stopped |= self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
-            self._free_ns = engine.recorder.enter("other")
+            is_stopped |= self._reach_event(epoch, None if is_over else engine.trained)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
+        return is_stopped
+
+    def set_lr(self, slot: int) -> None:
+        self.engine.set_lr(slot, self._lr_scale)
+
+    def skip_rest(self) -> bool:
+        """The status takes the place of the next step's sum: the other ranks then do not update in that step."""
+        engine = self.engine
+        if engine.rank_info.world_size > 1:
+            check_status(self.exchange_status(RankStatus.SKIPS_REST), engine.trained)
+        return self.follow_skip()
+
+    def follow_skip(self) -> bool:
+        """End the epoch here, as a rank asked for in the last exchange; returns whether the run stops."""
+        self._is_skipping = True
+        return self._reach_event(self.epoch)
+
+    def _reach_event(self, epoch: int, step: int | None = None) -> bool:
+        """The end of an epoch, or an event at a step inside it; returns whether a callback stops the run."""
+        engine = self.engine
+        if self._is_skipping:
+            self._is_skipping = False
+            engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
+        engine.recorder.enter("compute")
+        engine.run_ahead.drain()
+        self._note_bad_steps(engine.settle_steps())
+        engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
+        loss = engine.meter.take(self.group)
+        is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
+        self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
         return is_stopped
 
     def step(self, part: Part, micros: Micros) -> bool:
@@ -145,6 +185,8 @@ class GradientSync:
             engine.after_step(began_ns)
             is_stopped = self._is_stopping()
         engine.recorder.enter("other")
+        if self._is_skipping:
+            return False
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
@@ -157,9 +199,11 @@ class GradientSync:
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A gradient sum of zeros in place of the next step's: the other ranks are waiting in that one."""
         engine = self.engine
+        engine.eager.cancel()
         samples = engine.axis.slot(min(engine.trained, engine.axis.total - 1)).samples
         own = StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()))
         rows, _ = engine.eager.sum_gradients([], samples, lambda: own)
+        engine.eager.cancel()
         return [RankStatus(int(StepStats(*row).status)) for row in rows]
 
     def average_buffers(self) -> None:
@@ -218,29 +262,32 @@ class GradientSync:
         engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
         busy_ms = 0.0
         sent_ns = 0
-        waited_s = traffic.wait_s
 
         def own_stats() -> StepStats:
             # Called just before the last bucket is sent: this rank's own work since its last collective ended.
             nonlocal busy_ms, sent_ns
             engine.run_ahead.catch_up()
-            began_ns = self._free_ns + int((traffic.wait_s - waited_s) * 1e9)
+            began_ns = self._free_ns + int((traffic.wait_s - self._waited_s) * 1e9)
             engine.simulate_slowdown(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
             status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
             is_first = float(engine.was_first_of_its_size(part))
-            return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()))
+            user_ms, self._user_ns = self._user_ns / 1e6, 0
+            return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()), user_ms)
 
         rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
         stats = [StepStats(*row) for row in rows]
-        busy = self.busy_ms = [rank.busy_ms for rank in stats]
-        # The time that the slowest rank worked longer than this one was waiting; the rest was communication.
-        recorder.enter("communication", sent_ns + int((max(busy) - busy_ms) * 1e6))
-        self._free_ns = recorder.enter("compute")
+        self.busy_ms = [rank.busy_ms for rank in stats]
+        self._record_wait(sent_ns, stats)
+        self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
+        if RankStatus.SKIPS_REST in statuses:
+            self._is_skipping = True
+            engine.eager.skip()
+            return False, lambda: None
         fault = engine.eager.finish(checks)
         self._follow_speeds(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
@@ -254,6 +301,20 @@ class GradientSync:
         if bad_steps and dropped.in_a_row >= most:
             part, fault = bad_steps[-1]
             raise too_many(part.slot.index, fault, most)
+
+    def _record_wait(self, sent_ns: int, stats: Sequence[StepStats]) -> None:
+        """Divide the time since `sent_ns`: until the last rank came this one waited, the rest was communication.
+
+        What the last rank worked longer is waiting. What it came later still, it spent in code of the user's own
+        (an evaluation between epochs, on rank 0 alone): that is the user's time on this rank, too.
+        """
+        recorder, own = self.engine.recorder, stats[self.engine.rank_info.rank]
+        waited_ms = max(rank.user_ms + rank.busy_ms for rank in stats) - (own.user_ms + own.busy_ms)
+        user_ms = max(0.0, waited_ms - (max(rank.busy_ms for rank in stats) - own.busy_ms))
+        if user_ms:
+            recorder.enter("user", sent_ns)
+            recorder.enter("wait", sent_ns + int(user_ms * 1e6))
+        recorder.enter("communication", sent_ns + int(waited_ms * 1e6))
 
     def _follow_speeds(self, slot: Slot, stats: Sequence[StepStats]) -> None:
         """Feed the step's times to the policy, which may move the shares of later slots."""

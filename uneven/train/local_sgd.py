@@ -21,12 +21,10 @@ from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
-from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import RoundReport, Windows
-from uneven.step.costs import measure_sum_ms
-from uneven.train.dropped import BadStep, check_bad_steps, note_dropped
+from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import describe_guard, describe_lr_scale, local_sgd_config, make_slot_schedule
+from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule, pass_epoch
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
 
@@ -45,12 +43,14 @@ class LocalSGD:
         self.stream_end = StreamEnd(engine.axis)
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
+        self._skips, self._epoch_samples = False, 0  # a rank leaves out the rest of the epoch; trained of it by all
         self._costs = RoundReport()  # what this rank's last round cost
         self._samples = 0  # since this rank last entered a round ...
         self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
+        self._user_ns = 0  # code of the user's own since this rank last entered a round
         self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
         self._has_lr_scale = False
@@ -82,12 +82,13 @@ class LocalSGD:
         counts = list(self.windows.counts)
         engine.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
         if is_measured:
-            round_ms, limits = measure_sum_ms(self.group, engine.model), local_sgd_config(config)
-            found = forecast_local(costs, engine.axis.slot_size, round_ms, limits.max_anchor, limits.overhead_target)
-            self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
+            self.notes += local_advice(engine, self.group, costs)
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
+
+    def note_user_time(self, ns: int) -> None:
+        self._user_ns, self._free_ns = self._user_ns + ns, self._free_ns + ns
 
     def use_segments(self, segment_end: Callable[[int], int]) -> None:
         """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
@@ -99,7 +100,7 @@ class LocalSGD:
 
     def parts(self) -> Iterator[Part]:
         axis = self.engine.axis
-        last = 0
+        last = min(self.engine.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
             slot = None if index is None else self.stream_end.slot(index, self.epoch, self.slot_schedule)
@@ -126,7 +127,7 @@ class LocalSGD:
                 # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
                 if self.engine.is_own_loop and self.epoch > epoch:
                     break
-            elif self._stops or self.slot_schedule.is_due():
+            elif self._stops or self._skips or self.slot_schedule.is_due():
                 self._enter(self._status)
             else:
                 break
@@ -134,6 +135,14 @@ class LocalSGD:
         if self._is_stopped:
             self.engine.recorder.event("stop", slot=self.engine.trained)
         return self._is_stopped
+
+    def set_lr(self, slot: int) -> None:
+        self.engine.set_lr(slot, self.lr_scale)
+
+    def skip_rest(self) -> bool:
+        """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
+        self._skips = True
+        return self.train(Part(self.engine.axis.slot(0), 0, 0, 1), [])
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
         """A round at once, only for the status that travels in it."""
@@ -186,10 +195,16 @@ class LocalSGD:
     def _status(self) -> RankStatus:
         if self._has_failed:
             return RankStatus.NOT_FINITE
-        return RankStatus.STOP_REQUESTED if self._stops else RankStatus.TRAINING
+        going = RankStatus.SKIPS_REST if self._skips else RankStatus.TRAINING
+        return RankStatus.STOP_REQUESTED if self._stops else going
 
     def _may_merge(self) -> bool:
-        return self._stops or self.windows.is_blocking or self.slot_schedule.may_merge(self.average.is_done())
+        return (
+            self._stops
+            or self._skips
+            or self.windows.is_blocking
+            or self.slot_schedule.may_merge(self.average.is_done())
+        )
 
     def _step(self, part: Part, micros: Micros) -> None:
         engine = self.engine
@@ -200,7 +215,7 @@ class LocalSGD:
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
         self._samples += part.samples
-        self._drop(engine.record_part(part, verdict))
+        self._dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict))
         self._busy_ms += (now_ns - self._free_ns) / 1e6
 
     def _enter(self, status: RankStatus) -> None:
@@ -210,7 +225,7 @@ class LocalSGD:
         if status or self.windows.is_blocking or engine.graph is not None:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
-        self._drop(engine.settle_steps())
+        self._dropped += sum(bad.samples for bad, _ in engine.settle_steps())
         if self._has_failed and status < RankStatus.LEFT_EPOCH:
             status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
@@ -224,11 +239,12 @@ class LocalSGD:
             busy_ms=self._busy_ms * self._enqueued_over_done(),
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
+            user_ms=self._user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
         )
         self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
-        self._samples, self._dropped, self._busy_ms = 0, 0, 0.0
+        self._samples, self._dropped, self._busy_ms, self._user_ns = 0, 0, 0.0, 0
         self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
         self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
 
@@ -246,11 +262,17 @@ class LocalSGD:
         self.average.wait()
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
-        # Until all ranks had entered the round this was waiting; then transfer, then the merge.
-        recorder.enter("communication", min(here_ns, max(began_ns, arrived.joined_ns)))
-        now_ns = recorder.enter("other")
-        self._note_costs(arrived, began_ns, here_ns, now_ns)
         rows = [RoundReport(*row) for row in arrived.rows]
+        # Until all ranks had entered the round this was waiting; then transfer, then the merge. As far as another rank
+        # was held up by code of the user's own, the waiting is the user's time, too.
+        joined_ns = min(here_ns, max(began_ns, arrived.joined_ns))
+        user_ms = max(row.user_ms for row in rows) - rows[self.engine.rank_info.rank].user_ms
+        if user_ms:
+            recorder.enter("user", began_ns)
+            recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
+        recorder.enter("communication", joined_ns)
+        now_ns = recorder.enter("other")
+        self._note_costs(arrived, began_ns, here_ns, now_ns, user_ms)
         self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
@@ -260,9 +282,14 @@ class LocalSGD:
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
         check_bad_steps(rows, self.engine.config.max_bad_steps)
+        self._epoch_samples += int(sum(row.samples for row in rows))
+        is_skipped = set(statuses) == {RankStatus.SKIPS_REST}
+        self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         self.stream_end.learn(rows, self.epoch)
         passed = self.windows.passed
+        if is_skipped:
+            due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self._epoch_samples, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -314,6 +341,7 @@ class LocalSGD:
             for epoch in range(first, stop):
                 self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
                 self.epoch += 1
+                self._epoch_samples = 0
                 self.stream_end.passed()
                 self._set_lr_scale()
             if is_inside:
@@ -344,14 +372,14 @@ class LocalSGD:
         self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
         return first
 
-    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int) -> None:
+    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int, user_ms: float) -> None:
         own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
         is_async = self.engine.config.policy == "async"
         self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.joined_ns - arrived.snapshot_ns)) / 1e6
         self.transfer_ms = own_ms + (0.0 if is_async else (arrived.done_ns - arrived.joined_ns) / 1e6)
         self._costs = RoundReport(
             transfer_ms=own_ms,
-            latency_ms=(arrived.done_ns - arrived.snapshot_ns) / 1e6,
+            latency_ms=max(0.0, (arrived.done_ns - arrived.snapshot_ns) / 1e6 - user_ms),
             divergence=arrived.divergence,
         )
         self._delay = (here_ns - arrived.snapshot_ns) / 1e6 * min(self.windows.speeds)
@@ -364,9 +392,6 @@ class LocalSGD:
         left, met, back = ((now_ns - ns) / 1e6 for ns in self._trip_ns)
         before, after = self._sent_bytes
         return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
-
-    def _drop(self, bad_steps: Sequence[BadStep]) -> None:
-        self._dropped += sum(part.samples for part, _ in bad_steps)
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:

@@ -18,6 +18,7 @@ class RankStatus(IntEnum):
     LEFT_EPOCH = 2  # the user's loop was left in the middle of an epoch
     FINISHED = 3  # the user's loop called finish()
     NOT_FINITE = 4  # the rank has had max_bad_steps bad steps in a row (local policies)
+    SKIPS_REST = 5  # the user's loop leaves out the rest of the epoch: all ranks do
 
 
 def check_status(statuses: Sequence[RankStatus], slot: int) -> None:

@@ -47,12 +47,27 @@ class Synchronizer(Protocol):
         """Start timing this rank's own work anew; called after anything that is not a training step."""
         ...
 
+    def note_user_time(self, ns: int) -> None:
+        """Code of the user's own ran for so long: not this rank's work, and what others wait for it is `user`, too."""
+        ...
+
     def parts(self) -> Iterator[Part]:
         """What this rank trains, in order. An empty part has no samples: a collective is due instead."""
         ...
 
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one part and run the collectives due after it; returns whether the run stops here."""
+        ...
+
+    def set_lr(self, slot: int) -> None:
+        """The learning rates of a slot, for a loop of the user's own that may step before `train` is called."""
+        ...
+
+    def skip_rest(self) -> bool:
+        """Leave out the rest of the epoch on all ranks, and end it; returns whether the run stops here.
+
+        The other ranks learn it in their next collective.
+        """
         ...
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:

@@ -69,6 +69,7 @@ class Worker:
         self._span = ((0, 0.0), (0, 0.0))  # the history's last entry: (slots, training seconds) before and after it
         self._kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors a callback kept, and their entry
         self.synchronizer: Synchronizer | None = None
+        self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self._reported_notes = 0
         self._reported_s = 0.0
         self._test_feed: Feed | None = None
@@ -164,7 +165,7 @@ class Worker:
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
             seconds = self.recorder.account().training_s
-            samples = self.axis.samples_before(self.engine.trained)
+            samples = self.engine.samples_before(self.engine.trained)
             self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
             self._report_notes(synchronizer)
         return is_stopped
@@ -182,7 +183,12 @@ class Worker:
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
-        return {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        return {
+            "slot": self.engine.trained,
+            "phase": self.recorder.state,
+            "rounds": rounds,
+            "deadline": self.config.deadline,
+        }
 
     def _report_notes(self, synchronizer: Synchronizer) -> None:
         if len(synchronizer.notes) > self._reported_notes:
@@ -229,18 +235,22 @@ class Worker:
         if epoch == first:
             self._span = (self._span[1], (until, self.recorder.account().training_s))
         (slots, seconds), (_, now_s) = self._span
+        skipped = {} if step is not None else dict(self.engine.skipped)
+        samples = self.axis.samples_before(until) - self.axis.samples_before(slots) - skipped.get(epoch, 0)
         entry = {
             "epoch": epoch + 1,
             "step": slot,
             **({} if step is None else {"is_inside_epoch": True}),
             **({"epochs": [first + 1, last + 1]} if last > first else {}),
-            "samples": self.axis.samples_before(slot),
+            "samples": self.engine.samples_before(slot),
+            **({"skipped": skipped[epoch]} if epoch in skipped else {}),
             "train_loss": loss,
             "lr": self.engine.schedule.rates[0],
             "train_seconds": now_s,
-            "samples_per_s": (self.axis.samples_before(until) - self.axis.samples_before(slots))
-            / max(now_s - seconds, 1e-9),
+            "samples_per_s": samples / max(now_s - seconds, 1e-9),
         }
+        if self.epoch_metrics is not None and step is None:
+            entry |= self.epoch_metrics(epoch)
         if dropped := self.engine.dropped.take_unreported():
             entry["dropped"] = dropped  # samples of all ranks
         self._report_notes(self.synchronizer)
@@ -337,7 +347,8 @@ class Worker:
             history=list(self.history),
             config=self.config.to_json(),
             slot=trained,
-            samples=self.axis.samples_before(trained) - self.engine.dropped.samples,
+            samples=self.engine.samples_before(trained) - self.engine.dropped.samples,
+            skipped=list(self.engine.skipped),
             dataset_samples=self.axis.epoch_samples,
             finished=is_finished,
             stopped=None if is_finished else self.stopped,

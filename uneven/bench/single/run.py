@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import uneven
-from uneven.api.loop import check_loop
+from uneven.api.loop_inputs import check_loop
 from uneven.bench import models
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set

@@ -1,0 +1,104 @@
+"""Which rank counts as lost or stuck, on made-up heartbeats; and the watch of ranks that torchrun started."""
+
+from typing import Any
+
+import pytest
+
+from uneven.errors import RankError
+from uneven.hardware.device import parse_devices
+from uneven.launch.deadlines import RankHealth, check_deadlines
+from uneven.launch.peers import PeerWatch
+
+DEVICES = parse_devices("cpu,cpu@0.4")
+
+
+def ranks(*phases: str, now_s: float = 100.0, **status: Any) -> list[RankHealth]:
+    """Two ranks that have sent a heartbeat in these phases every 0.2 s until `now_s`, always at slot 3."""
+    health = [RankHealth(f"host/{device}/aa", device, 0.0, 0.0) for device in DEVICES]
+    for rank, (peer, phase) in enumerate(zip(health, phases, strict=True)):
+        for count in range(int(now_s * 5) + 1):
+            peer.update({"count": count, "rank": rank, "slot": 3, "phase": phase, **status}, count / 5)
+    return health
+
+
+def test_long_work_of_the_users_own_inside_an_epoch_is_named_with_the_two_ways_out() -> None:
+    with pytest.raises(RankError, match=r"rank 0 \(cpu on host\) is stuck in compute at slot 3 for 30 s") as caught:
+        check_deadlines(ranks("compute", "wait"), [0, 1], 100.0)
+    assert 'with ddp.pause("evaluation"):' in str(caught.value)
+    assert "deadline=SECONDS (now 'auto'; None waits for ever)" in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [{"deadline": None}, {"deadline": 1000.0}])
+def test_deadline_says_how_long(status: dict[str, Any]) -> None:
+    check_deadlines(ranks("compute", "wait", **status), [0, 1], 100.0)
+    with pytest.raises(RankError, match=r"rank 0 .* for 20 s"):
+        check_deadlines(ranks("compute", "wait", deadline=20.0), [0, 1], 100.0)
+    check_deadlines(ranks("compute", "wait", now_s=9.0, deadline=10.0), [0, 1], 9.0)
+
+
+def test_a_pause_may_last_and_holds_off_the_deadline_of_those_who_wait() -> None:
+    check_deadlines(ranks("user", "wait"), [0, 1], 100.0)
+    check_deadlines(ranks("user", "user"), [0, 1], 100.0)
+
+
+def test_silence_is_a_loss_except_in_code_that_may_hold_pythons_lock() -> None:
+    with pytest.raises(RankError, match=r"rank 0 .* fell silent 20 s ago .*deadline=SECONDS"):
+        check_deadlines(ranks("compute", "compute"), [0, 1], 120.0)
+    check_deadlines(ranks("user", "user"), [0, 1], 120.0)
+    check_deadlines(ranks("compute", "compute", deadline=None), [0, 1], 120.0)
+    check_deadlines(ranks("compute", "compute"), [], 120.0)  # both have ended
+
+
+class DictStore(dict[str, bytes]):
+    """A store in this process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+def peer_watches(phases: list[str], now: list[float], told: list[tuple[int, str]]) -> list[PeerWatch]:
+    """Watches of two ranks on a clock of their own; their threads have ended, so that the test alone moves them."""
+    store: Any = DictStore()
+
+    def watch(rank: int) -> PeerWatch:
+        def read() -> dict[str, Any]:
+            return {"member": f"host{rank}/x/aa", "rank": rank, "slot": 7, "phase": phases[rank]}
+
+        made = PeerWatch(store, rank, DEVICES, read, lambda text: told.append((rank, text)), clock=lambda: now[0])
+        made.close()
+        return made
+
+    return [watch(0), watch(1)]
+
+
+def test_under_torchrun_rank_0_finds_the_stuck_rank_and_every_rank_is_told() -> None:
+    now, told = [0.0], list[tuple[int, str]]()
+    watches = peer_watches(["wait", "data"], now, told)
+    while not told:
+        assert now[0] < 60.0
+        now[0] += 1.0
+        for watch in reversed(watches):
+            watch.exchange()
+    watches[1].exchange()
+    assert 30.0 < now[0] < 35.0
+    assert [rank for rank, _ in told] == [0, 1]
+    assert all("rank 1 (cpu@0.4 on host1) is stuck in data at slot 7" in text for _, text in told)
+
+
+def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is() -> None:
+    now, told = [0.0], list[tuple[int, str]]()
+    first, second = peer_watches(["wait", "wait"], now, told)
+    for now[0] in range(100):
+        first.exchange()
+    assert told == []
+    second.exchange()
+    for now[0] in range(100, 117):
+        first.exchange()
+    ((_, text),) = told[:1]
+    assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text

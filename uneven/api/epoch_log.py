@@ -1,0 +1,74 @@
+"""Numbers that a loop of the user's own logs with `ddp.log`: means over all ranks, weighted by samples, per epoch.
+
+Made by api/loop.py; every epoch's end and the end of the run collect what was logged since the last time. Ranks may
+log different names, and a rank without samples none, so what travels is text and not a row of numbers.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.errors import InputError
+
+TAKEN = ("epoch", "epochs", "samples", "skipped", "train_loss", "lr", "train_seconds", "samples_per_s")
+
+Sums = dict[int, dict[str, list[Any]]]  # epoch -> name -> [sum of value x weight, sum of weights]
+
+
+class EpochLog:
+    """`add` on any rank at any time, `collect` on all ranks together."""
+
+    def __init__(self) -> None:
+        self._new: Sums = {}  # of this rank, since the last collect
+        self._totals: Sums = {}  # of all ranks
+
+    def add(self, epoch: int, values: Mapping[str, Any], weight: float) -> None:
+        """Tensors are added up on their device, so that logging does not wait for it."""
+        for name, value in values.items():
+            if name in TAKEN:
+                raise InputError(f"ddp.log({name}=...): the history has an entry of that name already; choose another")
+            if isinstance(value, Tensor):
+                value = value.detach().double()
+            if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise InputError(f"ddp.log({name}=...) takes one number, got {type(value).__name__}")
+            entry = self._new.setdefault(epoch, {}).setdefault(name, [0.0, 0.0])
+            entry[0] = entry[0] + value * weight
+            entry[1] += weight
+
+    def collect(self, group: Group, history: Sequence[dict[str, Any]], epoch: int | None = None) -> dict[str, float]:
+        """The means of an epoch that ends here; new numbers of earlier ones go into their entries. A collective."""
+        own = {e: {n: [float(total), weight] for n, (total, weight) in v.items()} for e, v in self._new.items()}
+        self._new = {}
+        texts = [json.dumps(own).encode()] if group.world_size == 1 else gather_bytes(group, json.dumps(own).encode())
+        changed = set()
+        for text in texts:
+            for key, values in json.loads(text).items():
+                changed.add(int(key))
+                for name, (total, weight) in values.items():
+                    entry = self._totals.setdefault(int(key), {}).setdefault(name, [0.0, 0.0])
+                    entry[0] += total
+                    entry[1] += weight
+        means = {
+            which: {name: total / weight if weight else float("nan") for name, (total, weight) in entries.items()}
+            for which, entries in self._totals.items()
+            if which in changed
+        }
+        ending = means.pop(-1 if epoch is None else epoch, {})
+        for past in history:
+            if not past.get("is_inside_epoch"):
+                past.update(means.get(past["epoch"] - 1, {}))
+        return ending
+
+
+def common_metric(group: Group, metric: Any) -> float:
+    """The mean of a metric over the ranks that have one (None: it was not evaluated here); a collective."""
+    row = [0.0, 0.0] if metric is None else [float(metric), 1.0]
+    total, count = group.all_reduce(torch.tensor(row, dtype=torch.float64)).wait().tolist()
+    if not count:
+        raise InputError("ddp.scheduler_step(None) on every rank: one rank at least must have evaluated the metric")
+    return float(total / count)

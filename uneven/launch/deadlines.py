@@ -1,0 +1,92 @@
+"""When a rank counts as lost or stuck, judged by its heartbeats.
+
+Used by launch/watch.py in the launcher and by launch/peers.py under torchrun. Invariant: a healthy slow run is never
+ended. A rank that waits for others is not stuck, nor is one whose phase may last: setup, compile, evaluation,
+checkpoint, and code of the user's own between epochs or inside `ddp.pause()`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from uneven.errors import RankError
+from uneven.hardware.device import Device
+
+SILENT_S = 15.0  # a rank without a heartbeat for so long is lost
+STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot; `deadline` replaces it
+START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
+SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint", "user")  # may last as long as they like
+WAITING_PHASES = ("wait", "communication")  # the rank waits for others
+
+
+@dataclass
+class RankHealth:
+    """What is known about one rank process, from its heartbeats."""
+
+    member: str
+    device: Device
+    heard_s: float  # when its last heartbeat was new
+    moved_s: float  # when it last finished a slot, or was in a phase that may last
+    status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
+    longest_step_s: float = 0.0
+
+    def update(self, status: dict[str, Any], now_s: float) -> None:
+        """Take in a heartbeat that was read; nothing changes where it is the last one again."""
+        if status["count"] == self.status.get("count"):
+            return
+        self.heard_s = now_s
+        if status["slot"] != self.status.get("slot") or status["phase"] in SLOW_PHASES:
+            steps = max(1, status["slot"] - self.status.get("slot", 0))
+            if status["phase"] not in SLOW_PHASES and self.status.get("phase") not in SLOW_PHASES:
+                self.longest_step_s = max(self.longest_step_s, (now_s - self.moved_s) / steps)
+            self.moved_s = now_s
+        self.status = status
+
+    @property
+    def deadline(self) -> Any:
+        """The setting of that name, which travels in the heartbeats: the launcher of a script knows no settings."""
+        return self.status.get("deadline", "auto")
+
+    @property
+    def silence_limit_s(self) -> float:
+        if not self.status:
+            return START_S
+        # Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run.
+        if self.deadline is None or self.status["phase"] == "user":
+            return math.inf
+        return SILENT_S if self.deadline == "auto" else max(SILENT_S, self.deadline)
+
+    @property
+    def step_limit_s(self) -> float:
+        if self.deadline is None:
+            return math.inf
+        return max(STUCK_S, 10 * self.longest_step_s) if self.deadline == "auto" else float(self.deadline)
+
+    def name(self, number: int) -> str:
+        """A process by its present rank, its device and its machine."""
+        host = self.status.get("member", self.member).split("/")[0]
+        return f"rank {self.status.get('rank', number)} ({self.device} on {host})"
+
+
+def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
+    """RankError where a running process is silent, or where no process moves and one does not wait for others."""
+    for number in running:
+        rank = ranks[number]
+        silent_s = now_s - rank.heard_s
+        if silent_s > rank.silence_limit_s:
+            raise RankError(
+                f"{rank.name(number)} fell silent {silent_s:.0f} s ago (stopped or swapped out?); deadline=SECONDS "
+                "waits longer for it, deadline=None for ever"
+            )
+    if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
+        return  # one of them moves: the others wait for it and are not stuck
+    for number in running:
+        rank = ranks[number]
+        if rank.status and rank.status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES):
+            raise RankError(
+                f"{rank.name(number)} is stuck in {rank.status['phase']} at slot {rank.status['slot']} for "
+                f"{rank.step_limit_s:.0f} s. If it does long work of your own there, such as an evaluation, put that "
+                'into `with ddp.pause("evaluation"):`, or set deadline=SECONDS (now '
+                f"{rank.deadline!r}; None waits for ever)"
+            )

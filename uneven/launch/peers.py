@@ -1,0 +1,93 @@
+"""The watch under torchrun, where no launcher of ours runs: the ranks watch each other through torchrun's store.
+
+Made by launch/context.py when a group has formed, closed when its run is over. A thread of every rank sends
+heartbeats; rank 0's also reads them all, judges by launch/deadlines.py, and posts the failure. Every rank that reads
+it ends: a rank that waits in a collective cannot be woken in another way before Gloo's own limit of 30 minutes.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from uneven.comm.store import Store, get_text
+from uneven.errors import RankError
+from uneven.hardware.device import Device
+from uneven.launch.deadlines import RankHealth, check_deadlines
+from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
+
+FAILED_KEY = "failed"
+JOIN_S = 2.0  # for the thread, which may be inside a call of a store that is gone
+
+
+class PeerWatch:
+    """Life cycle: one per group, on every rank; the thread runs from the start to `close()`.
+
+    `store` is used by this thread alone, with keys of this group alone. `on_failed(message)` ends the process.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        devices: Sequence[Device],
+        read_status: Callable[[], dict[str, Any]],
+        on_failed: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._rank, self._read_status, self._clock = store, rank, read_status, clock
+        self._on_failed = on_failed or self._end_process
+        now = clock()
+        self._peers = [RankHealth(f"rank-{number}", device, now, now) for number, device in enumerate(devices)]
+        self._count = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="uneven-peers", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside a call of the store would break the interpreter's shutdown
+
+    def close(self) -> None:
+        """This rank's run is over: the others must not take its silence for a loss."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        self._thread.join(JOIN_S)
+
+    def exchange(self) -> None:
+        """Send a heartbeat, on rank 0 check everybody's, and obey a failure that was posted."""
+        self._send()
+        if self._rank == 0:
+            self._check()
+        if message := get_text(self._store, FAILED_KEY):
+            self._on_failed(message)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(INTERVAL_S):
+                self.exchange()
+            self._send(has_ended=True)
+        except RuntimeError:  # the store is gone, so the run is over, and torchrun ends what is left
+            return
+
+    def _send(self, has_ended: bool = False) -> None:
+        self._count += 1
+        status = {"count": self._count, "has_ended": has_ended, **self._read_status()}
+        self._store.set(heartbeat_key(self._peers[self._rank].member), json.dumps(status))
+
+    def _check(self) -> None:
+        now = self._clock()
+        for peer in self._peers:
+            if text := get_text(self._store, heartbeat_key(peer.member)):
+                peer.update(json.loads(text), now)
+        running = [number for number, peer in enumerate(self._peers) if not peer.status.get("has_ended")]
+        try:
+            check_deadlines(self._peers, running, now)
+        except RankError as error:
+            self._store.set(FAILED_KEY, str(error))
+
+    def _end_process(self, message: str) -> NoReturn:
+        if self._rank == 0:
+            print(f"uneven: error: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
