@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from uneven.api.instances import as_factories
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Loading, Task, TrainStep, read_every, resolve
 from uneven.config.every import ALLOWED
@@ -104,10 +103,8 @@ class Builder(SettingMethods):
         evaluation = None
         if self._evaluation is not None:
             evaluation = take_test_set(*self._evaluation, self._loading.collate_fn)
-        make_model, make_optimizer, train_step = self._factories
         task = Task(
-            *as_factories(make_model, make_optimizer),
-            train_step,
+            *self._factories,
             dataset,
             self._make_scheduler,
             evaluation,

@@ -54,9 +54,8 @@ def fit(
 ) -> TrainedState:
     """Train a model and return its state.
 
-    model() makes the model, or is one, of which each device trains a copy; optimizer(params) its optimizer,
-    likewise; step(model, batch) returns the batch's mean loss, or (loss_sum, count);
-    scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
+    model() makes the model; optimizer(params) its optimizer; step(model, batch) returns the batch's mean
+    loss, or (loss_sum, count); scheduler(optimizer) or scheduler(optimizer, total_steps) makes a torch
     scheduler; evaluate is (test_set, eval_step) with eval_step(model, batch) -> (dict of sums, count);
     before_step(model) is called before every update, with the summed gradients in the params' .grad.
     dataset and test_set may be DataLoaders; collate_fn, sampler and batch_sampler mean what they mean there.
