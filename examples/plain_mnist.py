@@ -23,11 +23,12 @@ class Net(nn.Module):
         return F.log_softmax(self.fc(x.flatten(1)), dim=1)
 
 
-def test(model, test_loader):
+def test(model, device, test_loader):
     model.eval()
     loss, right = 0.0, 0
     with torch.no_grad():
         for data, target in test_loader:
+            data, target = data.to(device), target.to(device)
             output = model(data)
             loss += F.nll_loss(output, target, reduction="sum").item()
             right += (output.argmax(1) == target).sum().item()
@@ -47,6 +48,7 @@ def main():
     parser.add_argument("--save-model", help="file for the trained model")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     digits = datasets.load("mnist-mini")
     images, labels = torch.from_numpy(digits.train_images).float() / 255, torch.from_numpy(digits.train_labels)
@@ -56,18 +58,19 @@ def main():
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True, generator=shuffled)
     test_loader = DataLoader(test_set, batch_size=args.test_batch_size)
 
-    model = Net()
+    model = Net().to(device)
     optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     for epoch in range(args.epochs):
         model.train()
         for batch_idx, (data, target) in enumerate(train_loader):
+            data, target = data.to(device), target.to(device)
             optimizer.zero_grad()
             loss = F.nll_loss(model(data), target)
             loss.backward()
             optimizer.step()
             if batch_idx % args.log_interval == 0:
                 print(f"epoch {epoch} batch {batch_idx} loss {loss.item():.4f}")
-        test(model, test_loader)
+        test(model, device, test_loader)
 
     if args.save_model:
         torch.save(model.state_dict(), args.save_model)

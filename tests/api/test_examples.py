@@ -41,8 +41,8 @@ def params(folder: Path, *command: Any) -> dict[str, torch.Tensor]:
         starter = [sys.executable, "-m", "uneven", "run", *command[1:], script, "--", *args]
     done = run_forked([str(word) for word in starter], cwd=folder)
     assert done.returncode == 0, done.stderr
-    accuracy = float(done.stdout.split()[-1])
-    assert accuracy > 0.5
+    found = re.findall(r"accuracy (\S+)", done.stdout)  # lines of another rank may come last
+    assert float(found[-1]) > 0.5
     values: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
     return values
 
