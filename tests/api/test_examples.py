@@ -16,7 +16,7 @@ from uneven.launch.environment import ALONE, LaunchEnvironment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAIRS = {"plain_mnist.py": "mnist.py", "plain_finetune.py": "finetune.py"}
+PAIRS = {f"plain_{name}": name for name in ("mnist.py", "finetune.py", "gan.py", "chargpt.py")}
 MOST_LINES = 12
 
 
@@ -30,7 +30,9 @@ def test_the_diff_is_short_and_the_one_that_the_tutorial_shows(plain: str) -> No
     lines = [line for line in changes(plain, PAIRS[plain]) if line.strip("+-")]
     assert len(lines) <= MOST_LINES
     shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
-    assert lines in [[line for line in block.splitlines() if line[0] in "+-" and line.strip("+-")] for block in shown]
+    assert lines in [
+        [line for line in block.splitlines() if line[:1] in ("+", "-") and line.strip("+-")] for block in shown
+    ]
 
 
 def params(folder: Path, *command: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """Plain scripts and their twins with uneven: a short difference, the same params on two devices; async ends well."""
 
-import difflib
 import runpy
 import sys
 from collections.abc import Iterator
@@ -62,13 +61,6 @@ def plain(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]
         torch.set_default_dtype(torch.float32)
     model = torch.nn.ModuleList([made["gen"], made["disc"]]) if name == "gan" else made["model"]
     return {name: param.detach() for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_a_twin_differs_in_at_most_twelve_lines(name: str) -> None:
-    ours, theirs = ((EXAMPLES / f"{prefix}{name}.py").read_text().splitlines() for prefix in ("", "plain_"))
-    changed = [line for line in difflib.ndiff(theirs, ours) if line[0] in "+-"]
-    assert 0 < len(changed) <= 12, "\n".join(changed)
 
 
 def run_twins(folder: Path, policy: str) -> list[dict[str, Any]]:
