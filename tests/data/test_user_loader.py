@@ -464,7 +464,9 @@ def test_a_state_carried_from_batch_to_batch_is_that_of_one_device_with_fixed_sh
         def save(worker: Worker, was_interrupted: bool) -> Any:
             return collect(worker.group, worker.result(), worker.axis)
 
-        ddp = Loop(Recurrent(), sgd, TensorData(pieces), None, make_worker, save, lambda: None)
+        model = Recurrent()
+        task = Task(lambda: model, sgd, lambda *_: None, TensorData(pieces))
+        ddp = Loop(task, make_worker, save, lambda: None)
         state = torch.zeros((5, 3)[group.rank], 4).double()
         for x in ddp.batches(0):
             state = ddp(x, state.detach())

@@ -132,9 +132,8 @@ def test_muon_runs_its_three_phases_in_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("_muon_in_fp64")
 def test_muon_in_a_loop_of_ones_own() -> None:
-    OPTIMIZERS["sgd"] = make_muon  # what the loop of these tests makes; undone by the fixture
-    dense = train_loop(1, batch_size=24)[0]
-    for state in train_loop(2, batch_size=12):
+    dense = train_loop(1, batch_size=24, optimizer=make_muon)[0]
+    for state in train_loop(2, batch_size=12, optimizer=make_muon):
         assert {"first.weight.momentum_buffer", "second.bias.exp_avg"} <= state.optimizer.keys()
         for key, value in dense.params.items():
             torch.testing.assert_close(state.params[key], value, rtol=1e-10, atol=1e-10)

@@ -19,6 +19,8 @@ from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.results.progress import Reporter
+from uneven.step.finite import OwnCheck
+from uneven.train.gradient_sync import StepStats
 from uneven.train.rank_info import RankInfo
 from uneven.train.worker import Worker
 
@@ -66,7 +68,8 @@ def test_pairs_are_complete_and_solo_segments_leave_the_replicas_equal(policy: s
 
 def test_bytes_per_step_are_those_of_the_gradients_and_a_few_numbers(tmp_path: Path) -> None:
     pairs, _ = measure("sync", tmp_path)
-    numbers = 5 + 2 + 2 * 8  # gradients, a flag per param, a row of eight per rank
+    row = len(StepStats._fields) + len(OwnCheck._fields)
+    numbers = 5 + 2 + 2 * row  # gradients, a flag per param, a row of statistics per rank
     assert pairs.payload_bytes == 4 * numbers
 
 
