@@ -146,14 +146,19 @@ def test_benchmarks_use_public_names_and_one_seam(path: Path) -> None:
             assert is_allowed or is_package, f"bench/{folder} imports {name}"
 
 
-@pytest.mark.parametrize("verb", ["devices", "run", "data", "diagnose"])
-def test_plain_verbs_do_not_import_the_benchmarks(verb: str) -> None:
+def test_plain_verbs_do_not_import_the_benchmarks() -> None:
+    """All in one process: what none of them loads together, none loads alone."""
+    verbs = ("devices", "run", "data", "diagnose")
     check = (
-        f"import sys; sys.argv = ['uneven', {verb!r}, '--help']\n"
+        "import sys\n"
         "from uneven.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        f"import uneven.cli.{verb}, uneven.launch.run, uneven.api.fit\n"
+        f"for verb in {verbs!r}:\n"
+        "    sys.argv = ['uneven', verb, '--help']\n"
+        "    try: main()\n"
+        "    except SystemExit: pass\n"
+        f"import {', '.join(f'uneven.cli.{verb}' for verb in verbs)}, uneven.launch.run, uneven.api.fit\n"
         "print('LOADED', *[name for name in sys.modules if name.startswith('uneven.bench')])"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert all(f"uneven {verb}" in done.stdout for verb in verbs)
     assert done.stdout.splitlines()[-1] == "LOADED"
