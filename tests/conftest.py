@@ -1,6 +1,7 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 # As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
 # in those that tests start. It is read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would all processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
