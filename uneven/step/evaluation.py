@@ -1,5 +1,6 @@
 """Evaluation, a collective: each rank evaluates its own range of the data set, and sums and counts are all-reduced."""
 
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import EvalStep
 from uneven.data.feed import Feed
@@ -34,8 +36,9 @@ def evaluate(
     """Metrics over a whole data set, of which this rank evaluates the range `own`.
 
     A metric is its sum over all ranks divided by the count over all ranks. A stop request on any rank ends evaluation
-    early, and then there are no metrics. `least_batches` is for models with collectives in forward: a rank with fewer
-    batches repeats its last one, without counting it.
+    early, and then there are no metrics. A rank without samples learns the metrics' names from the others.
+    `least_batches` is for models with collectives in forward: a rank with fewer batches repeats one, without counting
+    it.
     """
     sums: dict[str, Any] = {}
     total = 0
@@ -50,19 +53,22 @@ def evaluate(
                 sums[name] = sums.get(name, 0) + value
             total += count
             if stop is not None and stop.is_set():
-                break  # after one batch at least, so that all ranks know the metrics' names
+                break
         for _ in range(least_batches - batches):
+            if not batches:
+                batch, batches = next(iter(feed.in_order(0, 1)))[0], 1
             eval_step(model, batch)
     model.train(was_training)
-    names = sorted(sums)
     is_stopped = stop is not None and stop.is_set()
-    own_row = [*(float(sums[name]) for name in names), float(total), float(is_stopped)]
-    *values, count, num_stopped = group.all_reduce(torch.tensor(own_row, dtype=torch.float64)).wait().tolist()
-    if num_stopped:
+    own_sums = {name: float(value) for name, value in sums.items()}
+    rows = [json.loads(row) for row in gather_bytes(group, json.dumps([own_sums, float(total), is_stopped]).encode())]
+    if any(was_stopped for _, _, was_stopped in rows):
         return {}
+    count = sum(own_count for _, own_count, _ in rows)
     if not count:
         raise InputError(f"the eval step counted no samples: {WANTED}")
-    return {name: value / count for name, value in zip(names, values, strict=True)}
+    names = sorted({name for named, _, _ in rows for name in named})
+    return {name: sum(named.get(name, 0.0) for named, _, _ in rows) / count for name in names}
 
 
 def monitored(metrics: Mapping[str, float], name: str | None) -> float:

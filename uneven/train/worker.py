@@ -324,7 +324,7 @@ class Worker:
         model, precision = self.engine.model, self.engine.eager.precision
         if self.config.is_model_parallel:
             return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
-        # Split by speed, as in training; at least one sample for each rank, so that all know the metrics' names.
+        # Split by speed, as in training; a rank may have no samples.
         shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
         first = sum(shares[: self.rank_info.rank])
         own = (first, first + shares[self.rank_info.rank])
