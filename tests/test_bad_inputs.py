@@ -220,7 +220,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("zero1 on one device", {"strategy": "zero1"}, "strategy='zero1'.*name several.*leave strategy out"),
     ("a strategy with async", {"strategy": "zero1", "policy": "async", "devices": TWO}, "policy='balanced' or 'sync'"),
     ("shares for others", {"shares": (1, 2, 3), "devices": TWO}, "3 entries for 2 devices"),
-    ("checkpoints without out", {"checkpoint_every": 1}, "checkpoint_every needs a folder.*add out="),
+    ("checkpoints without out", {"save_every": 1}, "save_every needs a folder.*add out="),
     ("overwrite without out", {"overwrite": True}, "overwrite=True without out.*add out="),
     ("out holds other files", {"out": "."}, r"holds files .*\(thesis.tex\).*overwrite=True \(--overwrite\)"),
     ("out is the root", {"out": "/"}, r"overwrite=True \(--overwrite\)"),

@@ -26,7 +26,7 @@ from uneven.train.events import local_sgd_config
         ({"compile": "yes"}, ("compile='yes'", "off, default, graph")),
         ({"progress": "loud"}, ("progress='loud'", "auto, bar, lines, off")),
         ({"max_grad_norm": 0}, ("max_grad_norm=0", "above 0")),
-        ({"checkpoint_every": 1}, ("out=",)),
+        ({"save_every": 1}, ("out=",)),
         ({"lr_scale": 0}, ("lr_scale=0", "above 0", "auto, linear, sqrt")),
         ({"lr_scale": -1.5}, ("lr_scale=-1.5",)),
         ({"lr_scale": True}, ("lr_scale=True",)),

@@ -120,7 +120,7 @@ def test_builder_and_fit_are_the_same_road(tmp_path: Path) -> None:
         .compile("off")
         .num_workers(0)
         .max_grad_norm(None)
-        .checkpoint_every(2)
+        .save_every(2)
         .out(tmp_path / "run")
         .progress("off")
         .run()

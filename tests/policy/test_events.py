@@ -42,7 +42,7 @@ def test_the_unfinished_last_epoch_is_evaluated() -> None:
 
 
 def test_checkpoints_leave_the_end_to_the_result() -> None:
-    found = events(checkpoint_every="12 steps", out="runs/x")
+    found = events(save_every="12 steps", out="runs/x")
     assert [slot for slot in range(1, 37) if found.saves(slot)] == [12, 24]
 
 

@@ -141,7 +141,7 @@ def count_right(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
 def test_evaluation_and_checkpoints(name: str, tmp_path: Path) -> None:
     """Ranks have unequal numbers of test batches; a checkpoint is a whole model."""
     test = Evaluation(TensorData(X[:37].double(), Y[:37]), count_right, batch_size=4)
-    common: dict[str, Any] = {"global_batch_size": 24, "evaluation": test, "checkpoint_every": 1}
+    common: dict[str, Any] = {"global_batch_size": 24, "evaluation": test, "save_every": 1}
     dense = train(1, out=tmp_path / "dense", **common)[0].state
     shares = {} if name == "tensor" else {"shares": (5, 0, 2)}
     ours = train(3, strategy=name, out=tmp_path / "ours", **shares, **common)[0].state

@@ -58,7 +58,7 @@ def recorded(size: int, **options: Any) -> list[Recording]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_is_called_at_every_step_of_an_exact_policy(size: int, tmp_path: Path) -> None:
     options = {"max_steps": 4, "eval_every": "3 steps", "evaluation": EVALUATION}
-    own = recorded(size, checkpoint_every="2 steps", out=tmp_path, **options)
+    own = recorded(size, save_every="2 steps", out=tmp_path, **options)
     steps = [("on_step", step) for step in (1, 2, 3, 4)]
     for rank, callback in enumerate(own):
         assert callback.calls == [
@@ -162,7 +162,7 @@ def test_an_exception_in_one_rank_ends_the_run_on_all(options: dict[str, Any], h
         return
     # A rank may have no step of its own on a busy machine: there both have the callback, and one of them fails first.
     ranks = (0, 1) if hook == "on_step" else (1,)
-    common = {"evaluation": EVALUATION, "eval_every": "6 steps", "checkpoint_every": "4 steps", "out": tmp_path}
+    common = {"evaluation": EVALUATION, "eval_every": "6 steps", "save_every": "4 steps", "out": tmp_path}
     with pytest.raises(RankError) as caught:
         train(
             2,

@@ -149,7 +149,7 @@ def test_rank_processes_end_in_words_and_keep_the_good_checkpoint(
     with pytest.raises(NotFiniteError) as caught:
         fit(
             model=make_net, optimizer=OPTIMIZERS["adam"], step=step, dataset=TensorData(X, Y), devices="cpu,cpu",
-            batch_size=12, epochs=4, shares=(1, 1), checkpoint_every=1, out=tmp_path / "run", progress="lines",
+            batch_size=12, epochs=4, shares=(1, 1), save_every=1, out=tmp_path / "run", progress="lines",
         )  # fmt: skip
     message = str(caught.value)
     assert message.startswith("slot 5, rank 1: the loss of rank 1 is nan; 3 steps in a row")
@@ -171,7 +171,7 @@ def test_no_checkpoint_is_written_of_params_that_an_update_has_spoilt(tmp_path: 
         fit(
             model=lambda: nn.Linear(6, 3), optimizer=lambda params: torch.optim.SGD(params, lr=3e38), batch_size=70,
             step=lambda model, batch: mean_loss(model, batch) * 1e3, dataset=TensorData(X.float(), Y), epochs=3,
-            devices="cpu", checkpoint_every=1, out=tmp_path / "run", progress="off",
+            devices="cpu", save_every=1, out=tmp_path / "run", progress="off",
         )  # fmt: skip
     assert not (tmp_path / "run" / "epoch-1").exists()
 

@@ -233,7 +233,7 @@ def test_a_plateau_needs_one_metric_to_follow() -> None:
 
 @pytest.mark.parametrize("options", [{}, LOCAL])
 def test_checkpoints_in_steps(options: dict[str, Any], tmp_path: Path) -> None:
-    results = train(2, epochs=2, checkpoint_every="4 steps", out=tmp_path, **options)
+    results = train(2, epochs=2, save_every="4 steps", out=tmp_path, **options)
     total = results[0].state.slot
     steps = list(range(4, total, 4))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in steps)

@@ -62,7 +62,10 @@ class Settings(TypedDict, total=False):
     num_workers: int
     eval_every: int | str | None
     monitor: str | None
-    checkpoint_every: int | str | None
+    save_every: int | str | None
+    keep_last: int | None
+    keep_best: int | None
+    resume: str | Path | None
     out: str | Path | None
     overwrite: bool
     replay: str | Path | None
@@ -218,12 +221,24 @@ class SettingMethods:
         return self.settings(eval_every=eval_every)
 
     def monitor(self, monitor: str | None) -> "Self":
-        """The evaluated metric that a ReduceLROnPlateau follows."""
+        """The evaluated metric that a ReduceLROnPlateau and keep_best follow."""
         return self.settings(monitor=monitor)
 
-    def checkpoint_every(self, checkpoint_every: int | str | None) -> "Self":
-        """Save the state every N epochs, or as in '500 steps', under out."""
-        return self.settings(checkpoint_every=checkpoint_every)
+    def save_every(self, save_every: int | str | None) -> "Self":
+        """Save a checkpoint every N epochs, or as in '500 steps' or '10 min', under out."""
+        return self.settings(save_every=save_every)
+
+    def keep_last(self, keep_last: int | None) -> "Self":
+        """Keep this many of the newest checkpoints."""
+        return self.settings(keep_last=keep_last)
+
+    def keep_best(self, keep_best: int | None) -> "Self":
+        """Keep this many checkpoints with the best monitored metric: the lowest loss or error, else the highest."""
+        return self.settings(keep_best=keep_best)
+
+    def resume(self, resume: str | Path | None) -> "Self":
+        """Go on from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out."""
+        return self.settings(resume=resume)
 
     def out(self, out: str | Path | None) -> "Self":
         """Folder for state and timeline: new, empty, or an earlier run's, whose files are moved to FOLDER.1."""

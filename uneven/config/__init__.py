@@ -2,9 +2,7 @@
 
 from uneven.config.arguments import check_evaluate
 from uneven.config.every import Every, read_every
-from uneven.config.resolve import check_settings, resolve
-from uneven.config.run_config import (
-    CHOICES,
+from uneven.config.names import (
     EXACT_POLICIES,
     LOCAL_POLICIES,
     MODEL_PARALLEL,
@@ -21,9 +19,10 @@ from uneven.config.run_config import (
     Policy,
     Precision,
     Progress,
-    RunConfig,
     Strategy,
 )
+from uneven.config.resolve import check_settings, resolve
+from uneven.config.run_config import CHOICES, RunConfig
 from uneven.config.setting import Setting, settings_of
 from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
 

@@ -8,30 +8,28 @@ Each field is the only place where its setting is declared: see [Note: one list 
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from uneven.config.conflicts import check_conflicts
 from uneven.config.every import about_every
+from uneven.config.names import (
+    EXACT_POLICIES,
+    LOCAL_POLICIES,
+    MODEL_PARALLEL,
+    REPLICATED,
+    Activations,
+    Backend,
+    Compile,
+    Deadline,
+    LRScale,
+    OptimizerState,
+    Policy,
+    Precision,
+    Progress,
+    Strategy,
+)
 from uneven.config.setting import about, settings_of
 from uneven.errors import InputError
-
-Policy = Literal["sync", "balanced", "cadence", "async"]
-Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero1-flat", "zero2", "fsdp", "tensor", "sequence"]
-Backend = Literal["auto", "nccl", "cpu"]
-Precision = Literal["fp32", "bf16", "fp16", "auto"]
-Compile = Literal["off", "default", "graph"]
-Activations = Literal["keep", "recompute", "offload", "auto"]
-LRScale = Literal["auto", "linear", "sqrt"]
-OptimizerState = Literal["keep", "average"]
-Progress = Literal["auto", "bar", "lines", "off"]
-Deadline = Literal["auto"]
-
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
-LOCAL_POLICIES: tuple[Policy, ...] = ("cadence", "async")  # step by themselves and average params in rounds
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-REPLICATED: tuple[Strategy, ...] = ("ddp-flat", "ddp-bucketed", "zero1", "zero1-flat")  # the whole model everywhere
-MODEL_PARALLEL: tuple[Strategy, ...] = ("tensor", "sequence")  # all devices work on the same samples
-SHARDED: tuple[Strategy, ...] = ("zero1", "zero1-flat", "zero2", "fsdp", *MODEL_PARALLEL)  # shards of something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,14 +242,34 @@ class RunConfig:
     monitor: str | None = field(
         default=None,
         metadata=about(
-            "The evaluated metric that a ReduceLROnPlateau follows.",
+            "The evaluated metric that a ReduceLROnPlateau and keep_best follow.",
             allowed="the name of a metric, as in 'loss'",
             default="'loss', or the only metric",
         ),
     )
-    checkpoint_every: int | str | None = field(
+    save_every: int | str | None = field(
         default=None,
-        metadata=about_every("Save the state every N epochs, or as in '500 steps', under out.", "at the end alone"),
+        metadata=about_every(
+            "Save a checkpoint every N epochs, or as in '500 steps' or '10 min', under out.", "at the end alone"
+        ),
+    )
+    keep_last: int | None = field(
+        default=None, metadata=about("Keep this many of the newest checkpoints.", least=1, default="all of them")
+    )
+    keep_best: int | None = field(
+        default=None,
+        metadata=about(
+            "Keep this many checkpoints with the best monitored metric: the lowest loss or error, else the highest.",
+            least=1,
+            default="none beside keep_last",
+        ),
+    )
+    resume: Path | None = field(
+        default=None,
+        metadata=about(
+            "Go on from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out.",
+            default="a new run",
+        ),
     )
     out: Path | None = field(
         default=None,
@@ -283,68 +301,7 @@ class RunConfig:
             setting.check(getattr(self, name))
         for name, setting in settings_of(RunConfig).items():
             setting.check_policy(getattr(self, name), self.policy)
-        if self.checkpoint_every is not None and self.out is None:
-            raise InputError("checkpoint_every needs a folder to write to: add out='runs/my-run'")
-        if self.overwrite and self.out is None:
-            raise InputError(
-                "overwrite=True without out=...: nothing is written; add out='runs/my-run', or leave it out"
-            )
-        if self.replay is not None and self.shares is not None:
-            raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
-        if self.max_anchor is not None and self.anchor is not None and self.anchor > self.max_anchor:
-            raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
-        self._check_strategy()
-        self._check_activations()
-
-    def _check_strategy(self) -> None:
-        """InputError for settings that do not go with what the strategy divides among devices."""
-        name = self.strategy
-        if self.memory_shares is not None and name not in SHARDED:
-            raise InputError(
-                f"memory_shares={self.memory_shares!r} divides the bytes of a strategy, and strategy={name!r} has "
-                f"nothing to divide; use one of {', '.join(SHARDED)}, or leave it out"
-            )
-        if self.compile == "graph" and name in SHARDED:
-            raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
-        if name is not None and not self.is_replicated:
-            self._check_sharded_model(name)
-
-    def _check_activations(self) -> None:
-        """InputError where activations cannot be recomputed or offloaded, or no gradient bucket is sent."""
-        if self.bucket_mb is not None and self.strategy in ("ddp-flat", "zero1-flat", *MODEL_PARALLEL):
-            raise InputError(
-                f"bucket_mb={self.bucket_mb!r} with strategy={self.strategy!r}: it sends no buckets; leave it out"
-            )
-        if self.activations == "keep":
-            return
-        given = f"activations={self.activations!r}"
-        if self.compile != "off":
-            raise InputError(f"{given} with compile={self.compile!r}: use compile='off', or activations='keep'")
-        if self.sync_batchnorm and self.activations != "offload":
-            raise InputError(
-                f"{given} with sync_batchnorm=True: a recomputed BatchNorm would wait for ranks that do not recompute; "
-                "use 'keep' or 'offload'"
-            )
-        if self.activations == "auto" and self.is_model_parallel:
-            raise InputError(f"{given} with strategy={self.strategy!r}: all devices must choose alike; use 'recompute'")
-
-    def _check_sharded_model(self, name: str) -> None:
-        """InputError for settings that need the whole model on every device."""
-        same_samples = "devices train the same samples together; leave it out"
-        reasons = {
-            "precision": (self.precision == "fp16", "the loss scaler needs whole gradients; use 'bf16'"),
-            "sync_batchnorm": (self.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
-            "max_grad_value": (
-                self.max_grad_value is not None,
-                "gradients are in shards; use max_grad_norm or 'zero1'",
-            ),
-            "compile": (self.compile != "off", "params are gathered and freed while the model computes; use 'off'"),
-            "shares": (self.is_model_parallel and self.shares is not None, same_samples),
-            "memory_cap": (self.is_model_parallel and self.memory_cap is not None, same_samples),
-        }
-        for setting, (is_given, reason) in reasons.items():
-            if is_given:
-                raise InputError(f"{setting}={getattr(self, setting)!r} with strategy={name!r}: {reason}")
+        check_conflicts(self)
 
     def slot_size(self, ranks: int) -> int:
         """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""
@@ -374,6 +331,11 @@ class RunConfig:
     def is_model_parallel(self) -> bool:
         """Whether all devices train the same samples, each its part of the layers."""
         return self.strategy in MODEL_PARALLEL
+
+    @property
+    def resumes_newest(self) -> bool:
+        """Whether the run goes on from the newest whole checkpoint in `out`, where there is one."""
+        return self.resume == Path("auto")
 
     @property
     def has_fixed_shares(self) -> bool:

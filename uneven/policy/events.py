@@ -52,4 +52,4 @@ def find_events(axis: Axis, config: RunConfig, evaluation: Evaluation | None, is
     evaluated = None if evaluation is None else read_every(config.eval_every or evaluation.every)
     # Nobody knows where the next epoch of a stream without length begins before all ranks have passed this one.
     has_every_epoch = is_own_loop or isinstance(axis, StreamAxis)
-    return Events(axis, evaluated, read_every(config.checkpoint_every), has_every_epoch)
+    return Events(axis, evaluated, read_every(config.save_every), has_every_epoch)

@@ -288,7 +288,7 @@ class Worker:
         assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
-        every = read_every(self.config.checkpoint_every)
+        every = read_every(self.config.save_every)
         is_in_epochs = every is not None and every.unit == "epochs"
         name = f"epoch-{self.axis.epochs_before(slot)}" if is_in_epochs else f"step-{slot}"
         is_rank_0 = self.rank_info.rank == 0

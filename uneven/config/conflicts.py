@@ -1,0 +1,90 @@
+"""Settings that are right by themselves and do not go together: InputError in one line, with the fix.
+
+Called by RunConfig whenever one is made. `config` is a RunConfig, which imports this module.
+"""
+
+from typing import Any
+
+from uneven.config.names import MODEL_PARALLEL, SHARDED
+from uneven.errors import InputError
+
+
+def check_conflicts(config: Any) -> None:
+    """InputError for the first pair of settings of this RunConfig that cannot be had together."""
+    if config.overwrite and config.out is None:
+        raise InputError("overwrite=True without out=...: nothing is written; add out='runs/my-run', or leave it out")
+    if config.replay is not None and config.shares is not None:
+        raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
+    if config.max_anchor is not None and config.anchor is not None and config.anchor > config.max_anchor:
+        raise InputError(f"anchor={config.anchor} is above max_anchor={config.max_anchor}, which bounds it")
+    _check_strategy(config)
+    _check_activations(config)
+    _check_saves(config)
+
+
+def _check_strategy(config: Any) -> None:
+    """InputError for settings that do not go with what the strategy divides among devices."""
+    name = config.strategy
+    if config.memory_shares is not None and name not in SHARDED:
+        raise InputError(
+            f"memory_shares={config.memory_shares!r} divides the bytes of a strategy, and strategy={name!r} has "
+            f"nothing to divide; use one of {', '.join(SHARDED)}, or leave it out"
+        )
+    if config.compile == "graph" and name in SHARDED:
+        raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
+    if name is not None and not config.is_replicated:
+        _check_sharded_model(config, name)
+
+
+def _check_activations(config: Any) -> None:
+    """InputError where activations cannot be recomputed or offloaded, or no gradient bucket is sent."""
+    if config.bucket_mb is not None and config.strategy in ("ddp-flat", "zero1-flat", *MODEL_PARALLEL):
+        raise InputError(
+            f"bucket_mb={config.bucket_mb!r} with strategy={config.strategy!r}: it sends no buckets; leave it out"
+        )
+    if config.activations == "keep":
+        return
+    given = f"activations={config.activations!r}"
+    if config.compile != "off":
+        raise InputError(f"{given} with compile={config.compile!r}: use compile='off', or activations='keep'")
+    if config.sync_batchnorm and config.activations != "offload":
+        raise InputError(
+            f"{given} with sync_batchnorm=True: a recomputed BatchNorm would wait for ranks that do not recompute; "
+            "use 'keep' or 'offload'"
+        )
+    if config.activations == "auto" and config.is_model_parallel:
+        raise InputError(f"{given} with strategy={config.strategy!r}: all devices must choose alike; use 'recompute'")
+
+
+def _check_sharded_model(config: Any, name: str) -> None:
+    """InputError for settings that need the whole model on every device."""
+    same_samples = "devices train the same samples together; leave it out"
+    reasons = {
+        "precision": (config.precision == "fp16", "the loss scaler needs whole gradients; use 'bf16'"),
+        "sync_batchnorm": (config.sync_batchnorm, "use 'zero1', or a norm that sees single samples"),
+        "max_grad_value": (
+            config.max_grad_value is not None,
+            "gradients are in shards; use max_grad_norm or 'zero1'",
+        ),
+        "compile": (config.compile != "off", "params are gathered and freed while the model computes; use 'off'"),
+        "shares": (config.is_model_parallel and config.shares is not None, same_samples),
+        "memory_cap": (config.is_model_parallel and config.memory_cap is not None, same_samples),
+    }
+    for setting, (is_given, reason) in reasons.items():
+        if is_given:
+            raise InputError(f"{setting}={getattr(config, setting)!r} with strategy={name!r}: {reason}")
+
+
+def _check_saves(config: Any) -> None:
+    """InputError where checkpoints have no folder, or would be kept or resumed by a rule that cannot be followed."""
+    if config.save_every is not None and config.out is None and config.resume is None:
+        raise InputError("save_every needs a folder to write to: add out='runs/my-run'")
+    for name in ("keep_last", "keep_best"):
+        if getattr(config, name) is not None and config.save_every is None:
+            raise InputError(f"{name}={getattr(config, name)} without save_every=...: no checkpoint is saved")
+    if config.resumes_newest and config.out is None:
+        raise InputError("resume='auto' looks for checkpoints in the run's own folder: add out='runs/my-run'")
+    if config.resume is not None and config.replay is not None:
+        raise InputError("resume=... with replay=...: a replay repeats a whole run; leave one of them out")
+    if config.resume is not None and config.overwrite:
+        raise InputError("resume=... with overwrite=True: a resumed run goes on in its folder; leave overwrite out")

@@ -1,0 +1,22 @@
+"""The words that settings take as choices, and the groups of policies and strategies that behave alike."""
+
+from typing import Literal, get_args
+
+Policy = Literal["sync", "balanced", "cadence", "async"]
+Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero1-flat", "zero2", "fsdp", "tensor", "sequence"]
+Backend = Literal["auto", "nccl", "cpu"]
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
+Compile = Literal["off", "default", "graph"]
+Activations = Literal["keep", "recompute", "offload", "auto"]
+LRScale = Literal["auto", "linear", "sqrt"]
+OptimizerState = Literal["keep", "average"]
+Progress = Literal["auto", "bar", "lines", "off"]
+Deadline = Literal["auto"]
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params
+LOCAL_POLICIES: tuple[Policy, ...] = ("cadence", "async")  # step by themselves and average params in rounds
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+REPLICATED: tuple[Strategy, ...] = ("ddp-flat", "ddp-bucketed", "zero1", "zero1-flat")  # the whole model everywhere
+MODEL_PARALLEL: tuple[Strategy, ...] = ("tensor", "sequence")  # all devices work on the same samples
+SHARDED: tuple[Strategy, ...] = ("zero1", "zero1-flat", "zero2", "fsdp", *MODEL_PARALLEL)  # shards of something
