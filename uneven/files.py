@@ -19,6 +19,7 @@ MARK = ".uneven"  # in every folder that a run writes to
 # What runs and benchmarks write to such a folder; a folder of that name is ours where it holds a state of ours.
 RUN_FILES = (
     *(MARK, "state.json", "state.safetensors", "optimizer.safetensors", "log.json", "epoch-*", "step-*", "best"),
+    *(".epoch-*", ".step-*"),  # a checkpoint that a killed run was writing or removing
     *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
     *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
 )
@@ -40,10 +41,11 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     # The rename itself is only durable once the folder is synced: a power cut could otherwise lose the new name.
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -96,7 +98,7 @@ def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
     entries = sorted(path.iterdir())
     named_as_ours = [entry for entry in entries if any(fnmatch(entry.name, name) for name in RUN_FILES)]
     if (path / MARK).is_file() or _is_state(path / "state.json"):
-        return [entry for entry in named_as_ours if not entry.is_dir() or _is_state(entry / "state.json")]
+        return [entry for entry in named_as_ours if not entry.is_dir() or _is_ours(entry)]
     if not entries:
         return []
     if not overwrite:
@@ -110,6 +112,11 @@ def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
             "move it away, or choose another folder"
         )
     return []
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder below a run's own is a state or checkpoint, also a damaged one that has lost its record."""
+    return _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
 
 
 def _is_state(path: Path) -> bool:

@@ -182,3 +182,45 @@ def test_synchronised_batchnorm_leaves_the_structure_that_was_asked_for() -> Non
     state = on_threads(2, rank)[0]
     assert state.structure == make_graph(nn.ReLU()).structure
     state.load_into(make_graph(nn.ReLU()))
+
+
+def test_a_results_files_are_verified(tmp_path: Path) -> None:
+    state = TrainedState(**capture_state(*trained()), log=[[(0, 0, 6)]], dataset_samples=6, slot=1)
+    state.save(tmp_path)
+    record = json.loads((tmp_path / "state.json").read_text())
+    assert (record["version"], record["kind"]) == (2, "result")
+    assert set(record["versions"]) == {"uneven", "torch", "python"}
+    for name in ("state.safetensors", "optimizer.safetensors", "log.json"):
+        content = (tmp_path / name).read_bytes()
+        assert record["files"][name]["bytes"] == len(content)
+        (tmp_path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(
+            InputError, match=rf"^state {tmp_path}: {name} is damaged: its crc32 is \w+ instead of \w+$"
+        ):
+            TrainedState.load(tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(InputError, match=rf"^state {tmp_path}: {name} is missing$"):
+            TrainedState.load(tmp_path)
+        (tmp_path / name).write_bytes(content)
+    state.save(tmp_path)  # over the old one
+    assert TrainedState.load(tmp_path).slot == 1
+    assert {path.name for path in tmp_path.iterdir()} == {*record["files"], "state.json"}
+    text = (tmp_path / "state.json").read_text()
+    (tmp_path / "state.json").write_text(text[: len(text) // 2])
+    with pytest.raises(InputError, match=r"state\.json is damaged: [^\n]+$"):
+        TrainedState.load(tmp_path)
+
+
+def test_a_result_of_version_1_loads_without_checksums(tmp_path: Path) -> None:
+    state = TrainedState(**capture_state(*trained()), slot=3, samples=6)
+    state.save(tmp_path)
+    record = json.loads((tmp_path / "state.json").read_text())
+    for name in ("kind", "files", "versions", "date"):
+        del record[name]
+    (tmp_path / "state.json").write_text(json.dumps({**record, "version": 1}))
+    old = TrainedState.load(tmp_path)
+    assert all(torch.equal(old.optimizer[name], value) for name, value in state.optimizer.items())
+    assert (old.slot, old.samples) == (3, 6)
+    (tmp_path / "state.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match=r"state\.safetensors is damaged: [^\n]+$"):
+        TrainedState.load(tmp_path)

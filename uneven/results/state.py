@@ -2,8 +2,9 @@
 
 A folder holds `state.safetensors` (params and buffers under their plain names: any tool loads it),
 `optimizer.safetensors` (optimizer state by param name, random states), `log.json` (which rank trained which samples,
-for a replay) and `state.json` (tied names, param groups, history, position, a graph's structure). `state.json` is
-written last: where it exists, the others are complete.
+for a replay) and `state.json` (tied names, param groups, history, position, a graph's structure, and length and
+checksum of the others). `state.json` is written last: where it exists, the others are complete. A checkpoint
+(results/checkpoint.py) is loaded in the same way, with the optimizer state of rank 0.
 """
 
 import json
@@ -11,21 +12,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.data.replay import log_record
 from uneven.data.sample_order import check_dropped, prove_exactly_once
 from uneven.errors import InputError
-from uneven.files import folder_error, write_atomically
+from uneven.files import folder_error, sync_folder
 from uneven.policy.axis import Axis
+from uneven.results.record import RECORD, check_files, encode, read_record, record_head
+from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 from uneven.timeline.timeline import Timeline
 
-VERSION = 1
 NOT_METRICS = ("lr", "train_seconds", "samples_per_s")  # numbers of a history entry that are not results
 
 
@@ -104,10 +106,9 @@ class TrainedState:
             facts["folder"] = str(self.folder)
         return facts
 
-    def save(self, folder: str | Path) -> Path:
-        folder = Path(folder)
-        record = {
-            "version": VERSION,
+    def record(self) -> dict[str, Any]:
+        """The entries of `state.json` that are the state's own."""
+        return {
             "finished": self.finished,
             "stopped": self.stopped,
             "best": self.best,
@@ -124,46 +125,72 @@ class TrainedState:
             "structure": self.structure,
             "skipped": self.skipped,
         }
+
+    def save(self, folder: str | Path) -> Path:
+        folder = Path(folder)
+        files: dict[str, FileSum] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "state.safetensors", save({**self.params, **self.buffers}))
-            write_atomically(folder / "optimizer.safetensors", save(self.optimizer))
-            if self.log:
-                head = (self.dataset_samples, self.slot, self.config, self.skipped)
-                log = log_record(self.log, self.rounds, self.dropped, *head)
-                write_atomically(folder / "log.json", json.dumps(log).encode())
-            write_atomically(folder / "state.json", json.dumps(record, indent=1).encode())
+            with TemporaryDirectory(dir=folder, prefix=".state.partial-") as hidden:
+                work = Path(hidden)
+                for name, tensors in (
+                    ("state.safetensors", {**self.params, **self.buffers}),
+                    ("optimizer.safetensors", self.optimizer),
+                ):
+                    files[name] = write_tensors(work / name, tensors)
+                if self.log:
+                    head = (self.dataset_samples, self.slot, self.config, self.skipped)
+                    log = log_record(self.log, self.rounds, self.dropped, *head)
+                    files["log.json"] = write_pieces(work / "log.json", [json.dumps(log).encode()])
+                write_pieces(work / RECORD, [encode({**record_head("result", files), **self.record()})])
+                (folder / RECORD).unlink(missing_ok=True)  # of an earlier state: it does not describe these files
+                for name in (*files, RECORD):
+                    (work / name).replace(folder / name)
+            sync_folder(folder)
         except OSError as error:
             raise folder_error(folder, error) from error
         return folder
 
     @classmethod
     def load(cls, folder: str | Path) -> "TrainedState":
-        """A state that `save` wrote."""
+        """A state that `save` wrote, or a checkpoint; InputError in one line where a file is missing or damaged."""
         folder = Path(folder)
-        if not (folder / "state.json").is_file():
+        if not (folder / RECORD).is_file():
             raise InputError(f"no trained state in {folder}: there is no state.json (was the run finished?)")
-        record = json.loads((folder / "state.json").read_text())
-        tensors = load((folder / "state.safetensors").read_bytes())
-        return cls(
-            params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
-            buffers={name: tensors[name] for name in record["buffers"]},
-            tied=record["tied"],
-            optimizer=load((folder / "optimizer.safetensors").read_bytes()),
-            param_groups=record["param_groups"],
-            history=record["history"],
-            config=record["config"],
-            slot=record["slot"],
-            samples=record["samples"],
-            dataset_samples=record.get("dataset_samples", 0),
-            finished=record["finished"],
-            stopped=record.get("stopped"),
-            best=record.get("best"),
-            dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
-            folder=folder,
-            structure=record.get("structure"),
-            skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
-        )
+        what = f"state {folder}"
+        record = read_record(folder, what)
+        check_files(folder, record, what)
+        tensors = open_tensors(folder / "state.safetensors", what)
+        is_checkpoint = record.get("kind") == "checkpoint"
+        optimizer = open_tensors(folder / ("rank-0.safetensors" if is_checkpoint else "optimizer.safetensors"), what)
+        try:
+            return cls(
+                params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
+                buffers={name: tensors[name] for name in record["buffers"]},
+                tied=record["tied"],
+                optimizer=_own_optimizer(optimizer) if is_checkpoint else dict(optimizer),
+                param_groups=record["param_groups"],
+                history=record["history"],
+                config=record["config"],
+                slot=record["slot"],
+                samples=record["samples"],
+                dataset_samples=record.get("dataset_samples", 0),
+                finished=record["finished"],
+                stopped=record.get("stopped"),
+                best=None if is_checkpoint else record.get("best"),  # a checkpoint's params are the last
+                dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
+                folder=folder,
+                structure=record.get("structure"),
+                skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
+            )
+        except KeyError as error:
+            raise InputError(f"{what}: there is no {error} in it") from error
+
+
+def _own_optimizer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Optimizer state and random states among the tensors of a checkpoint's rank."""
+    names = {name: name.removeprefix("optimizer.") for name in tensors if name.startswith(("optimizer.", "random."))}
+    return {plain: tensors[name] for name, plain in names.items()}
 
 
 def verified_state(

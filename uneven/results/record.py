@@ -1,0 +1,125 @@
+"""state.json, the record of a folder: what it holds, with length and checksum of every other file.
+
+Written last, so that a folder with a record is complete. A checkpoint's record also carries a checksum of itself (its
+first line): a flipped digit in it would otherwise resume at another slot. Used by results/state.py (results) and
+results/checkpoint.py (checkpoints); reading needs no tensor and no code of the user's.
+"""
+
+import json
+import platform
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uneven.errors import InputError
+from uneven.results.tensor_file import FileSum, check_file
+from uneven.version import __version__
+
+VERSION = 2  # 1: no checksums, no state of each rank
+RECORD = "state.json"
+_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+_SLICE = 1000  # entries of a long list that are encoded at once: the interpreter is not free meanwhile
+
+
+def record_head(kind: str, files: Mapping[str, FileSum]) -> dict[str, Any]:
+    """The entries that every record has, of a "checkpoint" or a "result"."""
+    return {
+        "version": VERSION,
+        "kind": kind,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"uneven": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "files": {name: sums.to_json() for name, sums in files.items()},
+    }
+
+
+def encode(record: Mapping[str, Any], *, own: bool = False) -> bytes:
+    """A record as JSON, an entry a line; with `own`, its own checksum is in the first line."""
+    text = b"".join(_lines(record))
+    return b'{"crc32": "%08x",\n' % zlib.crc32(text) + text if own else b"{\n" + text
+
+
+def _lines(record: Mapping[str, Any]) -> Iterator[bytes]:
+    for number, (name, value) in enumerate(record.items()):
+        yield (",\n" if number else "").encode() + f"{json.dumps(name)}: ".encode()
+        if isinstance(value, list) and len(value) > _SLICE:
+            for first in range(0, len(value), _SLICE):
+                text = json.dumps(value[first : first + _SLICE])[1:-1]
+                yield ("[" if first == 0 else ", ").encode() + text.encode()
+            yield b"]"
+        else:
+            yield json.dumps(value).encode()
+    yield b"\n}\n"
+
+
+def read_record(folder: Path, what: str | None = None) -> dict[str, Any]:
+    """The record of a checkpoint or result, without the tensors; InputError in one line where it is not whole.
+
+    A record of version 1 is a result. The other files are not looked at: `check_files` does that.
+    """
+    what = what or describe(folder)
+    try:
+        content = (folder / RECORD).read_bytes()
+        record = json.loads(content)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{what}: {RECORD} is missing, so it was never finished, or is no folder of a run") from None
+    except OSError as error:
+        raise InputError(f"{what}: {RECORD} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InputError(f"{what}: {RECORD} is damaged: {error}") from error
+    if not isinstance(record, dict) or "version" not in record:
+        raise InputError(f"{what}: {RECORD} is not the record of a run of uneven")
+    _check_version(record, what)
+    if record["version"] == VERSION and record.get("kind") == "checkpoint":
+        _check_crc32(content, what)
+    return {name: value for name, value in record.items() if name != "crc32"}
+
+
+def _check_version(record: Mapping[str, Any], what: str) -> None:
+    if record["version"] in (1, VERSION):
+        return
+    versions = record.get("versions")
+    writer = versions.get("uneven", "unknown") if isinstance(versions, dict) else "unknown"
+    raise InputError(
+        f"{what}: {RECORD} has version {record['version']!r} of the format, written by uneven {writer}; this is uneven "
+        f"{__version__}, which reads versions 1 and {VERSION}: use the uneven that wrote it"
+    )
+
+
+def _check_crc32(content: bytes, what: str) -> None:
+    first_line = _FIRST_LINE.match(content)
+    if first_line is None:
+        raise InputError(f"{what}: {RECORD} is damaged: it does not begin with its own crc32")
+    expected, found = first_line[1].decode(), f"{zlib.crc32(content[first_line.end() :]):08x}"
+    if expected != found:
+        raise InputError(f"{what}: {RECORD} is damaged: its crc32 is {found} instead of {expected}")
+
+
+def describe(folder: Path) -> str:
+    """How messages name a folder."""
+    return f"checkpoint {folder}"
+
+
+def listed_files(record: Mapping[str, Any], what: str) -> dict[str, FileSum]:
+    """Length and checksum of every other file of the folder; none in version 1."""
+    try:
+        return {name: FileSum.from_json(sums) for name, sums in record.get("files", {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{what}: {RECORD} is damaged: its list of files cannot be read ({error!r})") from error
+
+
+def check_files(folder: Path, record: Mapping[str, Any], what: str | None = None) -> None:
+    """InputError in one line unless all files that the record lists are there and have their checksums."""
+    what = what or describe(folder)
+    for name, expected in listed_files(record, what).items():
+        check_file(folder / name, expected, what)
+
+
+def has_all_files(folder: Path, record: Mapping[str, Any]) -> bool:
+    """The quick half of `check_files`: all files are there and as long as they should be."""
+    sizes = {name: sums.length for name, sums in listed_files(record, describe(folder)).items()}
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
