@@ -6,10 +6,12 @@ no rank stuck) is checked here; tests look at the rest.
 """
 
 import heapq
+import json
 import random
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from uneven.policy.axis import Axis
 from uneven.policy.slot_schedule import SlotSchedule
@@ -91,6 +93,10 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
     work: list[tuple[int, float, float]] = field(default_factory=list)  # (slot, start, end)
     decisions: list[tuple[int, Decision]] = field(default_factory=list)  # with the number of their round
+    slots: dict[int, list[int]] = field(default_factory=dict)  # every rank's, in order
+    state: dict[str, Any] = field(default_factory=dict)  # of the controller in the end
+    start: int = 0
+    stop: int = 0
 
     @property
     def efficiency(self) -> float:
@@ -114,7 +120,10 @@ Life = Generator["float | Round", None, None]
 
 
 class Simulation:
-    """`hints` are the times per slot measured beforehand; None as in a loop of the user's own."""
+    """`hints` are the times per slot measured beforehand; None as in a loop of the user's own.
+
+    A run may begin at a slot > 0, with the `state` of another run's controller or none, and stop at an event.
+    """
 
     def __init__(
         self,
@@ -122,10 +131,15 @@ class Simulation:
         config: LocalSGDConfig,
         hints: list[float] | None = None,
         max_staleness: int | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self.cluster, self.config = cluster, config
         self.now_ms = 0.0
-        self.outcome = Outcome(cluster)
+        self.outcome = Outcome(cluster, start=start, stop=cluster.total if stop is None else stop)
+        self.state = state
         self.claimed = 0
         self._rng = random.Random(cluster.seed)
         self._queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(cluster.ranks)]
@@ -147,6 +161,7 @@ class Simulation:
                 wish.waiting.append(rank)
         assert left == 0, "ranks wait for each other for ever"
         self.outcome.makespan_ms = self.now_ms
+        self.outcome.state = self._ranks[0].windows.state_dict()
         self.outcome.most_lead = max(rank.most_lead for rank in self._ranks)
         check_stream(self.outcome) if self.cluster.hides_ends else check(self.outcome)
         return self.outcome
@@ -158,6 +173,7 @@ class Simulation:
 
     def enter(self, rank: int, number: int, due: int, row: RoundReport) -> Round:
         rounds = self.outcome.rounds
+        number -= 0 if self.state is None else int(self.state["rounds"])
         if number == len(rounds):
             rounds.append(Round(due))
         one = rounds[number]
@@ -196,6 +212,10 @@ class _Rank:
             total = UNKNOWN
         self.stream_end, self.epoch = StreamEnd(axis), 0
         self.windows = Windows(config, cluster.ranks, cluster.slot_size, next_event, hints, cluster.hides_ends)
+        if simulation.state is not None:
+            self.windows.load_state_dict(json.loads(json.dumps(simulation.state)))
+        if simulation.outcome.start:
+            self.windows.resume_at(simulation.outcome.start)
         self.slot_schedule = SlotSchedule(
             self.windows, rank, total, self._claim if config.is_async else None, max_staleness
         )
@@ -208,6 +228,10 @@ class _Rank:
         self._costs = RoundReport()
         self._has_stopped = False
         self._spell = (0, 1.0)  # slots left, factor
+
+    @property
+    def is_over(self) -> bool:
+        return self.slot_schedule.is_over or self.windows.passed >= self.simulation.outcome.stop
 
     def life(self) -> Life:
         yield from self._boundary()
@@ -227,7 +251,7 @@ class _Rank:
     def _feed(self) -> Iterator[int | None]:
         """Slots in the order handed out; a loader asks for the next one before it gives the oldest."""
         ahead = deque(self._hand() for _ in range(self.cluster.lookahead))
-        while not self.slot_schedule.is_over:
+        while not self.is_over:
             ahead.append(self._hand())
             yield ahead.popleft()
 
@@ -245,7 +269,7 @@ class _Rank:
 
     def _boundary(self) -> Life:
         slot_schedule = self.slot_schedule
-        while not slot_schedule.is_over:
+        while not self.is_over:
             if slot_schedule.in_flight:
                 if not slot_schedule.may_merge(self.round.arrival_ms <= self.simulation.now_ms):
                     break
@@ -316,6 +340,7 @@ class _Rank:
 
     def _note_slot(self, slot: int) -> None:
         self.simulation.outcome.work.append((slot, self._start_ms, self.simulation.now_ms))
+        self.simulation.outcome.slots.setdefault(self.rank, []).append(slot)
         self._samples += self.cluster.samples(slot)
         self.slot_schedule.trained()
         if self.slot_schedule.in_flight:
@@ -351,24 +376,24 @@ def check_stream(outcome: Outcome) -> None:
 def check(outcome: Outcome) -> None:
     """What must hold in every run, whatever the cluster."""
     cluster, rounds = outcome.cluster, outcome.rounds
-    work = sorted(outcome.work)
-    assert [slot for slot, *_ in work] == list(range(cluster.total)), "not every slot exactly once"
-    trained = sum(cluster.samples(slot) for slot in range(cluster.total))
+    work, start, stop = sorted(outcome.work), outcome.start, outcome.stop
+    assert [slot for slot, *_ in work] == list(range(start, stop)), "not every slot exactly once"
+    trained = sum(cluster.samples(slot) for slot in range(start, stop))
     assert sum(row.samples for one in rounds for row in one.rows.values()) == trained, "work outside all averages"
     dues = [one.due for one in rounds]
     assert dues == sorted(set(dues)), "rounds out of axis order"
-    assert dues[-1] == cluster.total, "the last round is not at the end"
+    assert dues[-1] == stop, "the last round is not at the end"
     for one in rounds:
         assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
         assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
         assert all(at_ms >= one.arrival_ms for at_ms in one.merged_ms.values()), "merged before it was there"
-    event, free_ms = 0, 0.0
-    while event < cluster.total:
+    event, free_ms = start, 0.0
+    while event < stop:
         last, event = event, cluster.next_event(event)
         assert event in dues, "an event without a round"
         one = rounds[dues.index(event)]
         assert all(row.next_slot >= event for row in one.rows.values()), "a rank passed an event too early"
-        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last:event]), (
+        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last - start : event - start]), (
             "a slot on the wrong side of an event"
         )
         free_ms = one.arrival_ms

@@ -1,5 +1,6 @@
 """Shares calibrated in the first slots, without a warm-up, on simulated clusters."""
 
+import json
 import random
 
 import pytest
@@ -48,3 +49,21 @@ def test_caps_hold_while_learning_and_afterwards() -> None:
         assert shares[1] <= 24
         policy.note(slot, 64, [float(share) for share in shares])
     assert policy.shares(40, 64) == (40, 24)
+
+
+def test_a_resumed_run_keeps_the_costs_and_begins_half_a_measurement_anew() -> None:
+    cluster = Cluster([Cost(10.0, 0.5), Cost(2.0, 1.0)], 0.1, random.Random(0))
+    policy = Calibrating(2, 64, first=4)
+    for slot in range(3, 40):
+        resumed = Calibrating(2, 64, first=slot + 1)
+        resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        if policy.costs is None:
+            assert resumed == Calibrating(2, 64, first=slot + 1)
+        else:
+            assert resumed.shares(slot, 64) == policy.shares(slot, 64)
+        busy_ms = cluster.busy_ms(policy.shares(slot, 64))
+        move = policy.note(slot, 64, busy_ms)
+        if resumed.costs is not None:
+            assert resumed.note(slot, 64, busy_ms) == move
+            assert resumed.fingerprint() == policy.fingerprint() != 0
+    assert policy.costs is not None

@@ -1,5 +1,6 @@
 """The exact policies on simulated clusters: efficiency, settling, no oscillation; thousands of them."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,3 +214,28 @@ def test_caps_hold_whatever_the_speeds_do(caps: list[int], grid: int, rng: rando
             assert all(share <= cap for share, cap in zip(shares, caps, strict=True))
         shares = policy.shares(slot, slot_size)
         policy.note(slot, slot_size, [share * rng.uniform(0.1, 10.0) for share in shares])
+
+
+def test_a_policy_that_loads_the_state_goes_on_alike() -> None:
+    rng = random.Random(3)
+    costs = [Cost(2.0, 0.5), Cost(4.0, 1.0, 48.0), Cost(1.0, 0.2)]
+    cluster = Cluster(costs, 0.2, rng)
+    policy = Balanced((Cost(1.0, 1.0), Cost(1.0, 1.0, 48.0), Cost(1.0, 1.0)), 96, lookahead=2, grid=4)
+    for slot in range(80):
+        resumed = Balanced((Cost(9.0, 9.0),) * 3, 96, lookahead=2, grid=4)
+        resumed.load_state_dict(json.loads(json.dumps(policy.state_dict(), allow_nan=False)))
+        assert resumed == policy
+        busy_ms = cluster.busy_ms(policy.shares(slot, 96))
+        assert resumed.note(slot, 96, busy_ms) == policy.note(slot, 96, busy_ms)
+        assert resumed.fingerprint() == policy.fingerprint()
+    with pytest.raises(ValueError, match="the state of 3 ranks does not fit 2"):
+        Balanced((Cost(1.0, 1.0),) * 2, 96).load_state_dict(policy.state_dict())
+    assert Fixed.even(2).state_dict() == {}
+
+
+def test_a_state_that_memory_cannot_hold_any_more_gives_new_shares() -> None:
+    policy = Balanced((Cost(0.0, 1.0), Cost(0.0, 3.0)), 96)
+    tight = Balanced((Cost(0.0, 1.0), Cost(0.0, 3.0)), 96, caps=(64, 64))
+    tight.load_state_dict(policy.state_dict())
+    assert policy.shares(0, 96) == (72, 24)
+    assert tight.shares(0, 96) == (64, 32)

@@ -88,6 +88,57 @@ def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
     assert outcome.decisions == []
 
 
+# Stopped at an event, and resumed by fresh ranks
+
+
+def draw_stop(cluster: Cluster, place: int) -> int:
+    """An event of the run: its end where it has no other."""
+    stop = cluster.next_event(0)
+    for _ in range(place):
+        stop = cluster.next_event(stop)
+    return stop
+
+
+@settings(max_examples=30, deadline=None)
+@given(clusters(), st.booleans(), st.sampled_from([None, 1.0]), st.integers(0, 4), st.integers(0, 3), st.integers(1, 4))
+def test_a_resumed_run_trains_every_slot_once_on_any_number_of_ranks(
+    cluster: Cluster, is_async: bool, hint: float | None, max_staleness: int, place: int, ranks: int
+) -> None:
+    cluster = replace(cluster, epoch=cluster.epoch or 20)
+    config, stop = LocalSGDConfig(is_async=is_async, anchor=3), draw_stop(cluster, place)
+    hints = None if hint is None else list(cluster.slot_ms)
+    first = Simulation(cluster, config, hints, max_staleness or None, stop=stop).run()
+    if stop == cluster.total:
+        assert first.state["is_over"]
+        return
+    same = Simulation(cluster, config, hints, max_staleness or None, start=stop, state=first.state).run()
+    assert same.rounds[0].due > stop
+    assert same.state["rounds"] == first.state["rounds"] + len(same.rounds)
+    other = replace(cluster, slot_ms=(cluster.slot_ms * 4)[:ranks], stop=None, change=None)
+    hints = None if hint is None else list(other.slot_ms)
+    Simulation(other, config, hints, max_staleness or None, start=stop).run()
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters(), st.integers(1, 5), st.integers(0, 3))
+def test_with_fixed_shares_a_resumed_run_gives_every_rank_the_same_slots(
+    cluster: Cluster, anchor: int, place: int
+) -> None:
+    cluster = replace(cluster, epoch=cluster.epoch or 20)
+    shares = tuple(float(rank % 3) for rank in range(1, cluster.ranks + 1))
+    config, stop = LocalSGDConfig(anchor=anchor, shares=shares), draw_stop(cluster, place)
+    whole = Simulation(cluster, config).run()
+    first = Simulation(cluster, config, stop=stop).run()
+    if stop == cluster.total:
+        return
+    rest = Simulation(cluster, config, start=stop, state=first.state).run()
+    for rank in range(cluster.ranks):
+        joined = first.slots.get(rank, []) + rest.slots.get(rank, [])
+        assert joined == whole.slots.get(rank, [])
+    assert [one.due for one in first.rounds + rest.rounds] == [one.due for one in whole.rounds]
+    assert rest.rounds[-1].print == whole.rounds[-1].print
+
+
 @POLICIES
 def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(config: LocalSGDConfig) -> None:
     slot_ms = [10.0 + rank for rank in range(64)]

@@ -1,5 +1,6 @@
 """The controller of the local policies: windows tile the axis, counts and anchor settle and follow, the guard holds."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
 
@@ -354,3 +355,37 @@ def test_a_persistent_rise_shrinks_the_anchor_and_recovery_brings_it_back() -> N
     ranks.meet(10)
     assert ranks.windows.anchor == 10.0
     assert not ranks.windows.is_held
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_copy_that_loads_the_state_goes_on_alike(is_async: bool) -> None:
+    config = LocalSGDConfig(is_async=is_async, divergence_threshold=0.01)
+    for hints in ([10.0, 25.0, 13.0], None):
+        ranks = Ranks(Windows(config, 3, 64, every(200, 2000), hints), [10.0, 25.0, 17.0], jitter=0.2)
+        ranks.transfer_ms, ranks.latency_ms = 3.0, 5.0
+        copy = Windows(config, 3, 64, every(200, 2000), [1.0, 2.0, 3.0])
+        for number in range(12):
+            ranks.divergence = 0.01 * number
+            copy.load_state_dict(json.loads(json.dumps(ranks.windows.state_dict())))
+            assert copy.fingerprint() == ranks.windows.fingerprint()
+            rows = ranks.rows()
+            assert ranks.windows.note(rows) == copy.note(rows)
+            assert copy.fingerprint() == ranks.windows.fingerprint()
+            assert (copy.passed, copy.is_measured) == (ranks.windows.passed, ranks.windows.is_measured)
+        assert copy.is_held
+    with pytest.raises(ValueError, match="the state of 3 ranks does not fit 2"):
+        Windows(config, 2, 64, every(200, 2000)).load_state_dict(ranks.windows.state_dict())
+
+
+def test_a_run_goes_on_at_a_slot_as_after_a_round_at_an_event() -> None:
+    ranks = Ranks(Windows(LocalSGDConfig(), 2, 64, every(50, 120), [10.0, 10.0]), [10.0, 10.0])
+    ranks.meet(3)
+    windows = ranks.windows
+    assert windows.passed == windows.start == 50
+    fresh = Windows(LocalSGDConfig(), 2, 64, every(50, 120), [10.0, 10.0])
+    fresh.resume_at(50)
+    assert (fresh.start, fresh.event, fresh.due, fresh.passed) == (windows.start, windows.event, windows.due, 50)
+    fresh.resume_at(57)
+    assert (fresh.start, fresh.event, fresh.due, fresh.passed, fresh.is_over) == (57, 100, 77, 57, False)
+    fresh.resume_at(120)
+    assert fresh.is_over

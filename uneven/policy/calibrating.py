@@ -6,8 +6,9 @@ shares to one extreme. So the first slots come in three sizes for every rank (ev
 ranks more), and the line through the measured times is the rank's cost. train/gradient_sync.py uses it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from uneven.policy.exact import Balanced, Move
 from uneven.policy.finish import Cost, by_ratio, fitted
@@ -25,7 +26,8 @@ class Calibrating:
 
     ranks: int
     slot_size: int
-    first: int = 1  # the first slot that is measured: the one before it compiles and allocates
+    # The first slot that is measured: the one before it, where the run begins or was resumed, compiles and allocates.
+    first: int = 1
     least: int = 1
     lookahead: int = 0
     caps: tuple[int, ...] | None = None
@@ -55,6 +57,21 @@ class Calibrating:
 
     def fingerprint(self) -> int:
         return 0 if self._balanced is None else self._balanced.fingerprint()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "balanced": None if self._balanced is None else self._balanced.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The costs that the run had measured; where it had not finished that, this one measures anew.
+
+        Half a measurement is not kept: the first steps of a new process take longer and would tilt the line.
+        """
+        if state["balanced"] is None:
+            return
+        unknown = (Cost(0.0, 1.0),) * self.ranks
+        balanced = Balanced(unknown, self.slot_size, self.caps, self.least, self.lookahead)
+        balanced.load_state_dict(state["balanced"])
+        self.first, self._balanced = state["first"], balanced
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:

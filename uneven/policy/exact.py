@@ -6,11 +6,12 @@ comparisons, and `fingerprint()` travels with the gradients to prove that the co
 drives them.
 """
 
+import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from uneven.policy.finish import Cost, by_ratio, equal_finish, finish_ms
 
@@ -42,6 +43,12 @@ class ExactPolicy(Protocol):
         """24 bits of the state: equal on all ranks, exact in fp32."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON, for a run with as many ranks that goes on from here; empty where there is none."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -64,6 +71,12 @@ class Fixed:
 
     def fingerprint(self) -> int:
         return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
 
 
 @dataclass
@@ -123,6 +136,31 @@ class Balanced:
         state = struct.pack(f"<{len(self._factors)}d", *self._factors)
         rest = (self._plan, self._seen, self._directions, self._damping)
         return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "costs": [
+                [cost.fixed_ms, cost.sample_ms, cost.cap if cost.cap < math.inf else None] for cost in self.costs
+            ],
+            "plan": [[start, list(shares)] for start, shares in self._plan],
+            "factors": list(self._factors),
+            "seen": [list(seen) for seen in self._seen],
+            "directions": list(self._directions),
+            "damping": self._damping,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Shares and costs as they were, whatever was measured since; the memory caps are those of this run."""
+        if len(state["costs"]) != len(self.costs):
+            raise ValueError(f"the state of {len(state['costs'])} ranks does not fit {len(self.costs)}")
+        self.costs = tuple(Cost(fixed, each, math.inf if cap is None else cap) for fixed, each, cap in state["costs"])
+        self._factors = list(state["factors"])
+        self._seen = [list(seen) for seen in state["seen"]]
+        self._directions, self._damping = list(state["directions"]), state["damping"]
+        self._plan = [(start, tuple(shares)) for start, shares in state["plan"]]
+        is_too_much = [share > self._cap(rank) for _, shares in self._plan for rank, share in enumerate(shares)]
+        if any(is_too_much) or any(sum(shares) != self.slot_size for _, shares in self._plan):
+            self._plan = [(0, self._best(self._current_costs()))]
 
     def _planned(self, slot: int) -> tuple[int, ...]:
         """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""

@@ -6,10 +6,10 @@ a run of a local policy repeats itself bit by bit (tests/train/test_replay.py).
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from uneven.policy.exact import Move
 from uneven.policy.windows import Decision, RoundReport
@@ -34,6 +34,12 @@ class RecordedShares:
 
     def fingerprint(self) -> int:
         return self._fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
 
     @cached_property
     def _fingerprint(self) -> int:
@@ -92,6 +98,10 @@ class RecordedWindows:
 
     def fingerprint(self) -> int:
         return self.rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what a replay does is in the log."""
+        return {}
 
 
 @dataclass

@@ -6,17 +6,23 @@ order, and gets the same windows; it reads nothing else and uses only + - * / an
 grows until rounds cost little, and the guard holds it back when replicas drift apart. train/local_sgd.py drives it.
 """
 
+import copy
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from uneven.policy.finish import by_ratio
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
 SETTLING = 2  # rounds at the start whose costs are not representative: the first step compiles and allocates
+# What a resumed run goes on with; the other fields are its settings.
+STATE = (
+    *("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due", "passed", "_held"),
+    *("_floor", "_ms", "_seen_ms", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"),
+)
 MEMORY = 3  # rounds in the median of an estimate, so a single outlier changes nothing
 
 
@@ -164,6 +170,25 @@ class Windows:
             *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms),
         )
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON: with it, a fresh copy for as many ranks goes on with equal fingerprints."""
+        return {"ranks": self.ranks, **{name: copy.deepcopy(getattr(self, name)) for name in STATE}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The state of a run with as many ranks; next comes `resume_at`, unless it stopped after a round."""
+        if state["ranks"] != self.ranks:
+            raise ValueError(f"the state of {state['ranks']} ranks does not fit {self.ranks}")
+        for name in STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
+        self.counts = tuple(self.counts)
+
+    def resume_at(self, slot: int) -> None:
+        """Before any slot was given out: go on here as after a round at an event. Estimates stay what they are."""
+        self.start = self.passed = slot
+        self.event = self.next_event(slot)
+        self.is_over, self._held = self.event == slot, 0
+        self._set_due()
 
     def _set_due(self) -> None:
         """The end of the window that begins at `start`."""
