@@ -131,6 +131,7 @@ TYPED = {
     "overwrite": (None, True),
     "replay": ("runs/b", "runs/b"),
     "deadline": ("none", None),
+    "grace": ("0", 0.0),
     "progress": ("off", "off"),
 }
 

@@ -124,7 +124,8 @@ BENCH = (
 )
 BENCH_MAY_USE = (
     *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
-    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.run", "launch.script", "train.segment"),
+    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.requests", "launch.run", "launch.script"),
+    "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),
 )
 STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion")

@@ -9,6 +9,7 @@ from uneven import InputError
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment, new_member_id
+from uneven.launch.requests import Requests
 
 MODEL = torch.nn.Linear(2, 1)
 
@@ -43,9 +44,9 @@ def test_a_second_run_waits_until_the_first_has_ended() -> None:
     with pytest.raises(InputError, match="another group of this process is still open"):
         context.join(MODEL, context.make_rank_info())
     with pytest.raises(InputError, match=r"call finish\(\) on the loop"):
-        context.begin_run(threading.Event())
+        context.begin_run(Requests())
     context.end_run()
-    context.begin_run(threading.Event())
+    context.begin_run(Requests())
     context.join(MODEL, context.make_rank_info())
 
 
@@ -53,20 +54,20 @@ def test_runs_of_a_process_alone_may_overlap() -> None:
     context = ProcessContext(LaunchEnvironment(ALONE))
     first, second = context.make_rank_info(), context.make_rank_info()
     for rank_info in (first, second):
-        context.begin_run(threading.Event())
+        context.begin_run(Requests())
         assert context.join(MODEL, rank_info).world_size == 1
     context.end_run()
     assert first.group is not second.group
 
 
 def test_a_stop_request_reaches_the_run_that_is_on_and_the_next_one() -> None:
-    context, first, second = launched(), threading.Event(), threading.Event()
+    context, first, second = launched(), Requests(), Requests()
     context.begin_run(first)
     context.request_stop()
-    assert first.is_set()
+    assert first.stop.is_set()
     context.end_run()
     context.begin_run(second)
-    assert second.is_set()
+    assert second.stop.is_set()
 
 
 def test_a_stop_request_without_a_run_interrupts_the_script() -> None:

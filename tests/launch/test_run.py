@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.forked import ForkedPopen, run_forked
 from uneven import Ddp, InputError, MachineError, TensorData, TrainedState, fit
 from uneven.data.sample_order import permutation
+from uneven.launch.context import ProcessContext
 
 torch.manual_seed(0)
 X = torch.randn(100, 6)
@@ -353,3 +354,35 @@ def test_the_examples_of_the_public_names_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_a_wish_for_a_checkpoint_reaches_the_worker_and_needs_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[Any] = []
+    make = ProcessContext.make_worker
+
+    def note(*given: Any, **named: Any) -> Any:
+        workers.append(make(*given, **named))
+        return workers[-1]
+
+    monkeypatch.setattr(ProcessContext, "make_worker", note)
+    seen, release = threading.Event(), threading.Event()
+
+    def slow_step(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.set()
+        release.wait(100)
+        return train_step(model, batch)
+
+    builder = Ddp.builder(make_net, momentum, slow_step).dataset(TensorData(X, Y))
+    builder.settings(batch_size=16, epochs=1, devices="cpu", progress="off")
+    run = builder.out(tmp_path / "run").run()
+    assert seen.wait(100)
+    run.checkpoint()
+    assert workers[0].save_requested.is_set()
+    release.set()
+    run.join()
+    run = builder.out(None).run()
+    with pytest.raises(InputError, match="needs a folder to write to: add out="):
+        run.checkpoint()
+    run.join()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import read_torchrun
 from uneven.launch.launcher import run_ranks
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 
 PAIR = "cuda:0%60,cuda:0%24"
@@ -49,7 +49,7 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 def run_on(devices: str, folder: Path, source: str) -> None:
     (folder / "script.py").write_text(source)
     order = {"path": str(folder / "script.py"), "args": [str(folder)], "settings": {}}
-    run_ranks(None, parse_devices(devices), threading.Event(), Reporter("lines"), lambda _: None, script=order)
+    run_ranks(None, parse_devices(devices), Requests(), Reporter("lines"), lambda _: None, script=order)
 
 
 def test_every_rank_is_given_its_slice(fake_mps: FakeMps, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

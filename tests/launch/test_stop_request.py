@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from uneven.comm.store import get_text, open_store
 from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
+from uneven.launch.context import ProcessContext
+from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
 from uneven.launch.processes import INTERRUPTED
+from uneven.launch.requests import Requests
 from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
@@ -38,9 +42,35 @@ class Processes:
 def wait(folder: Path, *beats: dict[str, Any]) -> None:
     store, _ = open_store()
     processes: Any = Processes(store, list(beats))
-    stop = threading.Event()
-    stop.set()
-    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")).wait(stop)
+    requests = Requests()
+    requests.stop.set()
+    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")).wait(requests)
+
+
+def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked_for(tmp_path: Path) -> None:
+    store, port = open_store()
+    environment = LaunchEnvironment("fit", world_size=2, host="127.0.0.1", port=port, member="a")
+    context, asked, heard = ProcessContext(environment), Requests(), Requests()
+    context.begin_run(heard)
+    context.start_heartbeat(dict, lambda: None)
+    waits = {"count": 1, "slot": 0, "phase": "setup"}
+    store.set(heartbeat_key("b"), json.dumps(waits))
+    processes: Any = SimpleNamespace(exit_codes=lambda: [0, 0] if ended.is_set() else [None, None])
+    ended, watch = (
+        threading.Event(),
+        Watch(processes, store, tmp_path, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")),
+    )
+    thread = threading.Thread(target=watch.wait, args=(asked,))
+    thread.start()
+    for _ in range(2):
+        asked.save.set()
+        assert heard.save.wait(100)
+        heard.save.clear()  # as the worker does
+    assert not asked.save.is_set()
+    assert not heard.stop.is_set()
+    ended.set()
+    thread.join()
+    context.close_heartbeat()
 
 
 def test_heartbeats_from_before_the_request_do_not_tell_that_nothing_has_begun(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The watch on made-up processes and heartbeats: which rank is named as the cause."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.launch.deadlines import RankHealth
 from uneven.launch.heartbeat import heartbeat_key
+from uneven.launch.requests import Requests
 from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
@@ -44,7 +44,7 @@ def beat(store: Any, member: str, rank: int) -> None:
 
 def watch(store: Any, folder: Path, *codes: int) -> None:
     processes: Any = Processes(list(codes))
-    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu@0.4"), Reporter("off")).wait(threading.Event())
+    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu@0.4"), Reporter("off")).wait(Requests())
 
 
 def fail(folder: Path, number: int, time: float, what: str, kind: str = "other") -> None:

@@ -1,6 +1,5 @@
 """A device whose speed changes in the middle of a real run: shares follow, and the result is still exact."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.hardware.throttle import Throttle
 from uneven.launch.launcher import train_on_ranks
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 
 SPEEDS = {0: 0.4, 150: 0.8, 300: 0.2}  # of rank 1, from these slots on
@@ -64,7 +64,7 @@ def test_soak_shares_follow_a_changing_device() -> None:
     config = resolve({"batch_size": BATCH, "epochs": 10, "devices": "cpu,cpu@0.4", "progress": "off"})
     task = Task(make_model, make_optimizer, step, TensorData(X, Y))
     devices = parse_devices(config.devices)
-    state = train_on_ranks(task, config, devices, threading.Event(), Reporter("off"), train_changing)
+    state = train_on_ranks(task, config, devices, Requests(), Reporter("off"), train_changing)
     shares = [samples for _, _, samples in state.log[1]]
     ends = [*list(SPEEDS)[1:], len(shares)]
     stretches = [shares[start:end] for start, end in zip(SPEEDS, ends, strict=True)]

@@ -5,7 +5,6 @@ Invariant: the same script runs on one device (plain training in this process), 
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.preflight import prepare
+from uneven.launch.requests import Requests
 from uneven.launch.run import save_interrupted, save_results
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
@@ -189,12 +189,12 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    stop = threading.Event()
+    requests = Requests()
     begin = read_counters(context.tree_pid)
 
     def make_worker(task: Task) -> Worker:
-        context.begin_run(stop)
-        return context.make_worker(task, config, devices, stop, reporter, is_own_loop=True)
+        context.begin_run(requests)
+        return context.make_worker(task, config, devices, requests, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
         is_lead = worker.rank_info.rank == 0

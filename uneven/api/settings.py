@@ -70,6 +70,7 @@ class Settings(TypedDict, total=False):
     overwrite: bool
     replay: str | Path | None
     deadline: float | Deadline | None
+    grace: float
     progress: Progress
 
 
@@ -255,6 +256,10 @@ class SettingMethods:
     def deadline(self, deadline: float | Deadline | None) -> "Self":
         """Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."""
         return self.settings(deadline=deadline)
+
+    def grace(self, grace: float) -> "Self":
+        """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once."""
+        return self.settings(grace=grace)
 
     def progress(self, progress: Progress) -> "Self":
         """Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."""

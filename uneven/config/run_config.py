@@ -291,6 +291,13 @@ class RunConfig:
             "Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."
         ),
     )
+    grace: float = field(
+        default=30.0,
+        metadata=about(
+            "Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once.",
+            least=0,
+        ),
+    )
     progress: Progress = field(
         default="auto",
         metadata=about("Progress on stderr: a bar, a line per epoch, or none; auto: a bar on a terminal, else lines."),

@@ -61,8 +61,9 @@ def about(
     """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
 
     `least` and `most` are the smallest and largest whole number allowed (`most`: of all bits 1), `below` the bound of a
-    number above 0. `policies` are those the setting belongs to (None: all); `why_not` explains a refusal with another
-    one. `default` describes what None means. `accepts` and its words `allowed` narrow text down to what can be read.
+    number, which is above 0, or with least=0 may be 0. `policies` are those the setting belongs to (None: all);
+    `why_not` explains a refusal with another one. `default` describes what None means. `accepts` and its words
+    `allowed` narrow text down to what can be read.
     """
     return {
         "help": help,
@@ -136,7 +137,8 @@ class Setting:
             most = "" if self.most is None else f" and below 2**{self.most.bit_length()}"
             phrases.append(f"a whole number of at least {self.least}{most}")
         if float in self.members:
-            phrases.append("a number above 0" + (f" and below {self.below:g}" if self.below is not None else ""))
+            lowest = "of at least 0" if self.least == 0 else "above 0"
+            phrases.append(f"a number {lowest}" + (f" and below {self.below:g}" if self.below is not None else ""))
         if bool in self.members:
             phrases.append("True or False")
         if self.choices:
@@ -186,7 +188,7 @@ class Setting:
             return _is_whole(value) and value >= (self.least or 0) and (self.most is None or value <= self.most)
         if member is float:
             upper = float("inf") if self.below is None else self.below
-            return _is_number(value) and 0 < value < upper
+            return _is_number(value) and 0 <= value < upper and (value > 0 or self.least == 0)
         if member == tuple[int, ...]:
             return isinstance(value, tuple) and value != () and all(self._accepts(int, entry) for entry in value)
         if member == tuple[float, ...]:

@@ -27,6 +27,7 @@ from uneven.hardware.inventory import usable_devices
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
+from uneven.launch.requests import Requests
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
@@ -81,7 +82,7 @@ class ProcessContext:
         self._is_placed = devices is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
-        self._stop: threading.Event | None = None
+        self._requests: Requests | None = None  # to the run that is on
         self._runs = 0
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under torchrun
@@ -141,19 +142,19 @@ class ProcessContext:
         first = self.environment.rank - self.environment.local_rank
         return devices[first : first + self.environment.local_world_size]
 
-    def begin_run(self, stop: threading.Event) -> None:
-        """From now on a stop request sets `stop`; without a run it interrupts the script."""
+    def begin_run(self, requests: Requests) -> None:
+        """From now on a stop request goes to `requests`; without a run it interrupts the script."""
         self._refuse_second_group()
-        self._stop = stop
+        self._requests = requests
         if self.stop_requested.is_set():
-            stop.set()
+            requests.stop.set()
 
     def make_worker(
         self,
         task: Task,
         config: RunConfig,
         devices: tuple[Device, ...],
-        stop: threading.Event,
+        requests: Requests,
         report: Report,
         *,
         is_own_loop: bool = False,
@@ -166,7 +167,10 @@ class ProcessContext:
             data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
             return self.join(model, rank_info, config, data)
 
-        worker = self._worker = Worker(task, config, rank_info, join, stop, report, is_own_loop=is_own_loop)
+        stop, save = requests.stop, requests.save
+        worker = self._worker = Worker(
+            task, config, rank_info, join, stop, report, is_own_loop=is_own_loop, save_requested=save
+        )
         return worker
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
@@ -221,7 +225,7 @@ class ProcessContext:
             self._peers.close()
             self._peers = None
         rank_info, self._rank_info = self._rank_info, None
-        self._worker = self._stop = None
+        self._worker = self._requests = None
         if rank_info is not None:
             rank_info.group.close()
 
@@ -232,7 +236,8 @@ class ProcessContext:
             return {**self._show(), **read_status()}
 
         store = self.environment.connect("")
-        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned)
+        on_save = self.request_save if self.environment.rank == 0 else None
+        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned, on_save)
 
     def _show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
@@ -252,11 +257,16 @@ class ProcessContext:
     def request_stop(self) -> None:
         """The run that is on ends after its step; without one the script is interrupted."""
         self.stop_requested.set()
-        if self._stop is not None:
-            self._stop.set()
+        if self._requests is not None:
+            self._requests.stop.set()
         else:
             # A signal, not a flag: it also ends a sleep or a read.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def request_save(self) -> None:
+        """A checkpoint of the run that is on, as `Run.checkpoint` asks for it in the launcher."""
+        if (requests := self._requests) is not None:
+            requests.save.set()
 
     def handle_signals(self) -> None:
         """Under torchrun Ctrl-C and SIGTERM are the stop request; a second Ctrl-C interrupts at once."""
@@ -266,9 +276,9 @@ class ProcessContext:
         def handle(number: int, frame: FrameType | None) -> None:
             is_second = self.stop_requested.is_set()
             self.stop_requested.set()
-            if self._stop is None or (is_second and number == signal.SIGINT):
+            if self._requests is None or (is_second and number == signal.SIGINT):
                 signal.default_int_handler(number, frame)
-            self._stop.set()
+            self._requests.stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, handle)

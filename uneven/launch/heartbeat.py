@@ -14,6 +14,7 @@ from uneven.comm.store import Store, get_text
 
 INTERVAL_S = 0.2
 STOP_KEY = "stop"
+SAVE_KEY = "save"  # how many checkpoints were asked for
 
 
 def heartbeat_key(member: str) -> str:
@@ -22,7 +23,10 @@ def heartbeat_key(member: str) -> str:
 
 
 class Heartbeat:
-    """Writes `read_status()` under the member's key until `close()`; calls `on_stop` once when asked to stop."""
+    """Writes `read_status()` under the member's key until `close()`; calls `on_stop` once when asked to stop.
+
+    `on_save`, which rank 0 alone has, is called whenever another checkpoint is asked for: one rank's wish is enough.
+    """
 
     def __init__(
         self,
@@ -31,10 +35,12 @@ class Heartbeat:
         read_status: Callable[[], dict[str, Any]],
         on_stop: Callable[[], None],
         on_orphaned: Callable[[], None],
+        on_save: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
         self._key = heartbeat_key(member)
         self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
+        self._on_save, self._saves = on_save, "0"
         self._was_stop_read = False
         self._closed = threading.Event()
         self._count = 0
@@ -56,12 +62,17 @@ class Heartbeat:
         try:
             self._send()
             is_stop_requested = not self._was_stop_read and get_text(self._store, STOP_KEY) is not None
+            saves = self._saves if self._on_save is None else get_text(self._store, SAVE_KEY) or "0"
         except RuntimeError:
             self._on_orphaned()
             return
         if is_stop_requested:
             self._was_stop_read = True
             self._on_stop()
+        if saves != self._saves:
+            self._saves = saves
+            assert self._on_save is not None, "it has read the key"
+            self._on_save()
 
     def _send(self) -> None:
         self._count += 1

@@ -7,7 +7,6 @@ of a GPU included.
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.environment import new_member_id
 from uneven.launch.payload import write_payload
 from uneven.launch.processes import RankProcesses
+from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_state
 from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
@@ -34,18 +34,20 @@ def train_on_ranks(
     task: Task,
     config: RunConfig,
     devices: tuple[Device, ...],
-    stop: threading.Event,
+    requests: Requests,
     reporter: Reporter,
     program: Program | None = None,
 ) -> TrainedState:
     """Train on one process per device; the state that the ranks collected. `program` trains in place of the worker."""
-    return run_ranks((task, config, program), devices, stop, reporter, lambda folder: read_state(folder / "result-0"))
+    return run_ranks(
+        (task, config, program), devices, requests, reporter, lambda folder: read_state(folder / "result-0")
+    )
 
 
 def run_ranks(
     content: tuple[Task, RunConfig, Program | None] | None,
     devices: tuple[Device, ...],
-    stop: threading.Event,
+    requests: Requests,
     reporter: Reporter,
     collect: Callable[[Path], T],
     script: dict[str, Any] | None = None,
@@ -76,7 +78,7 @@ def run_ranks(
         with sliced(devices) as variables:
             processes = RankProcesses(folder, list(cores.threads), variables)
             try:
-                Watch(processes, store, folder, members, devices, reporter).wait(stop)
+                Watch(processes, store, folder, members, devices, reporter).wait(requests)
                 return collect(folder)
             finally:
                 processes.end()

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -83,19 +82,20 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
     """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state."""
     from uneven.launch.heartbeat import HeartbeatReport
     from uneven.launch.payload import read_payload
+    from uneven.launch.requests import Requests
     from uneven.launch.training import train_as_rank, write_state
     from uneven.train.worker import Worker
 
-    stop, devices = threading.Event(), context.devices("auto")
+    requests, devices = Requests(), context.devices("auto")
     report = HeartbeatReport(str(devices[number]))
-    context.begin_run(stop)
+    context.begin_run(requests)
     context.start_heartbeat(lambda: report.status, lambda: end_orphaned_run(folder))
     task, config, program = read_payload(folder)
     report.loaded()
     own_folder = folder / f"result-{number}"
     own_folder.mkdir()
     run = Worker.train if program is None else lambda worker: program(worker, own_folder)
-    state = train_as_rank(context, task, config, devices, stop, report, run)
+    state = train_as_rank(context, task, config, devices, requests, report, run)
     if state is not None and context.rank == 0:
         write_state(state, own_folder)
     context.end_run()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.config import RunConfig, Task
-from uneven.errors import StoppedError
+from uneven.errors import InputError, StoppedError
 from uneven.files import folder_error, release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -25,6 +25,7 @@ from uneven.launch.context import ProcessContext, process_context
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
+from uneven.launch.requests import Requests
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
@@ -33,7 +34,7 @@ from uneven.timeline.export import save_timeline
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
 
-Body = Callable[[threading.Event, Reporter], TrainedState]
+Body = Callable[[Requests, Reporter], TrainedState]
 
 
 class Run:
@@ -52,7 +53,7 @@ class Run:
         self._config = config
         self._devices = devices
         self._reporter = reporter
-        self._stop = threading.Event()
+        self._requests = Requests()
         # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
         self._done = threading.Event()
         self._state: TrainedState | None = None
@@ -74,7 +75,13 @@ class Run:
 
     def stop(self) -> None:
         """Ask the run to stop after its current step; `join` then returns the state reached."""
-        self._stop.set()
+        self._requests.stop.set()
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint at the next slot where all ranks can meet; returns at once, and needs `out`."""
+        if self._config.out is None and self._config.resume is None:
+            raise InputError("run.checkpoint() needs a folder to write to: add out='runs/my-run'")
+        self._requests.save.set()
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The entries of the history as they come, one per epoch and per evaluation; ends with the run.
@@ -137,7 +144,7 @@ class Run:
     def _run_body(self) -> None:
         begin = read_counters(self._context.tree_pid)
         try:
-            state = self._body(self._stop, self._reporter)
+            state = self._body(self._requests, self._reporter)
             interference = Interference.between(begin, read_counters(self._context.tree_pid))
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
@@ -180,13 +187,13 @@ def _train_in_process(
     task: Task,
     config: RunConfig,
     devices: tuple[Device, ...],
-    stop: threading.Event,
+    requests: Requests,
     reporter: Reporter,
 ) -> TrainedState:
     """On the run's thread, in the caller's process: one device alone, or one of several ranks already started."""
-    context.begin_run(stop)
+    context.begin_run(requests)
     try:
-        state = train_as_rank(context, task, config, devices, stop, reporter)
+        state = train_as_rank(context, task, config, devices, requests, reporter)
         assert state is not None, "Worker.train has a result"
         return state
     finally:

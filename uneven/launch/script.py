@@ -20,6 +20,7 @@ from uneven.errors import InputError, StoppedError
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.launch.requests import Requests
 from uneven.launch.script_imports import uses_uneven
 from uneven.results.progress import Reporter
 
@@ -69,7 +70,8 @@ def run_on_ranks(
     """
     from uneven.launch.launcher import run_ranks  # imports torch
 
-    stop = threading.Event()
+    requests = Requests()
+    stop = requests.stop
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
@@ -80,7 +82,7 @@ def run_on_ranks(
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
     order = {"path": str(script.resolve()), "args": list(args), "settings": as_json}
     try:
-        unused = run_ranks(None, devices, stop, reporter, _unused_ranks, script=order)
+        unused = run_ranks(None, devices, requests, reporter, _unused_ranks, script=order)
     except StoppedError as error:
         raise KeyboardInterrupt from error
     finally:

@@ -6,7 +6,6 @@ which was checked to have trained every sample exactly once. Only a rank process
 """
 
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
+from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
 from uneven.timeline.timeline import Timeline
@@ -32,7 +32,7 @@ def train_as_rank(
     task: Task,
     config: RunConfig,
     devices: tuple[Device, ...],
-    stop: threading.Event,
+    requests: Requests,
     report: Report,
     run: Callable[[Worker], RankResult | None] = Worker.train,
 ) -> TrainedState | None:
@@ -41,7 +41,7 @@ def train_as_rank(
     The caller begins and ends the run. A rank process that failed must not end it: closing a group may wait for the
     other ranks, and the error has to be reported first.
     """
-    worker = context.make_worker(task, config, devices, stop, report)
+    worker = context.make_worker(task, config, devices, requests, report)
     result = run(worker)
     return None if result is None else collect(worker.group, result, worker.axis)
 

@@ -6,7 +6,6 @@ silent or hangs. It ends no process itself; the launcher does when the watch has
 """
 
 import json
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from uneven.comm.store import Store, get_text
 from uneven.errors import USER_ERRORS, NotFiniteError, RankError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.deadlines import RankHealth, check_deadlines
-from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
+from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, RankProcesses, describe_exit
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 
 POLL_S = 0.1
@@ -41,10 +41,11 @@ class Watch:
         now = time.monotonic()
         self._ranks = [RankHealth(member, device, now, now) for member, device in zip(members, devices, strict=True)]
         self._stop_sent_s: float | None = None
+        self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
 
-    def wait(self, stop: threading.Event) -> None:
-        """Until every rank has ended well; raises when one does not. `stop` is passed on to the ranks."""
+    def wait(self, requests: Requests) -> None:
+        """Until every rank has ended well; raises when one does not. `requests` are passed on to the ranks."""
         while True:
             codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
             now = time.monotonic()
@@ -56,7 +57,11 @@ class Watch:
                 raise self._failure()
             check_deadlines(self._ranks, [rank for rank, code in enumerate(codes) if code is None], now)
             self._drop_mapped_tensors()
-            if stop.is_set() and self._stop_sent_s is None:
+            if requests.save.is_set():
+                requests.save.clear()
+                self._saves += 1
+                self._store.set(SAVE_KEY, str(self._saves))
+            if requests.stop.is_set() and self._stop_sent_s is None:
                 self._store.set(STOP_KEY, "1")
                 self._stop_sent_s = now
             if self._stop_sent_s is not None:

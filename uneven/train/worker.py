@@ -59,7 +59,10 @@ class Worker:
         report: Report,
         *,
         is_own_loop: bool = False,
+        save_requested: threading.Event | None = None,
     ) -> None:
+        # Set from any thread, cleared here when the wish has been taken up.
+        self.save_requested = threading.Event() if save_requested is None else save_requested
         self.task, self.config, self.rank_info = task, config, rank_info
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)

@@ -7,7 +7,6 @@ without communication (its bound), and how the rest of a step is spent.
 
 import json
 import statistics
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.launch.launcher import run_ranks
 from uneven.launch.preflight import settle
+from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 
 POLICIES = ("sync", "balanced", "cadence", "async", "torch-ddp")
@@ -88,7 +88,7 @@ def measure_efficiency(order: EfficiencyOrder, reporter: Reporter) -> dict[str, 
         most_pairs=order.most_pairs,
         half_width=order.half_width,
     )
-    pairs = run_ranks((task, config, partial(alternate, plan)), devices, threading.Event(), reporter, _read)
+    pairs = run_ranks((task, config, partial(alternate, plan)), devices, Requests(), reporter, _read)
     return summarise(order, config, pairs)
 
 
