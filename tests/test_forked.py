@@ -87,8 +87,7 @@ def test_a_stopped_or_waiting_process_is_ended_and_reaped() -> None:
 
 def test_a_server_ends_with_the_process_that_uses_it() -> None:
     program = (
-        "import os, signal\nme = os.getpid()\nprint(*[pid for pid in os.listdir('/proc') if pid.isdigit()"
-        " and f'PPid:\\t{me}\\n' in open(f'/proc/{pid}/status').read()], flush=True)\nsignal.pause()"
+        "import psutil, signal\nprint(*[child.pid for child in psutil.Process().children()], flush=True)\nsignal.pause()"
     )
     with ForkedPopen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
