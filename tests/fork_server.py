@@ -5,15 +5,16 @@ one thread and runs no torch operation: a fork from among the threads of an Open
 with the process at the other end of its socket.
 
 A forked process differs from one that `python` starts in this: it has the server's modules (those named in `_warm_up`
-and what they import), its hash seed and its /proc/PID/environ, and its end leaves its objects to the kernel, which takes
-a second less: after threads and exit functions no `__del__` is called. Everything else is made alike: parent, session,
-standard streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, exit code.
+and what they import), its hash seed and its /proc/PID/environ; and at the end it leaves its objects to the kernel,
+which takes a second less: after threads and exit functions no `__del__` is called. Everything else is made alike:
+parent, session, standard streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, exit code.
 """
 
 import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import pickle
 import runpy
@@ -145,7 +146,11 @@ def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.soc
         os.dup2(fd, place)
         os.close(fd)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115, for the life of the process
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    if order.args[1] == "-u":
+        sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
+    else:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.__stdout__ = sys.stdout
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(order.env)
@@ -165,7 +170,7 @@ def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.soc
     numpy.random.seed()
     # OpenMP has read its variable in the server.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(order.cores))))
-    _run(order.args[1:], base_path)
+    _run(order.args[2 if order.args[1] == "-u" else 1 :], base_path)
 
 
 def _run(words: list[str], base_path: list[str]) -> None:
