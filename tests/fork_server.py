@@ -33,6 +33,8 @@ PADDING = 8192  # bytes of the server's own command line, which the forked proce
 HEADER = 8  # bytes of a message's length
 WARM = (
     "torch._dynamo",  # an optimizer's first step imports it
+    "torch.distributed.optim",
+    "torch.distributed.tensor.debug",
     "cloudpickle",
     "numpy.random",
     "psutil",
