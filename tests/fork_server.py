@@ -5,29 +5,36 @@ one thread and runs no torch operation: a fork from among the threads of an Open
 with the process at the other end of its socket.
 
 A forked process differs from one that `python` starts in this: it has the server's modules (those named in `_warm_up`
-and what they import), its hash seed and its /proc/PID/environ. Everything else is made alike: parent, session, standard
-streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, the interpreter's end.
+and what they import), its hash seed and its /proc/PID/environ; and at the end it leaves its objects to the kernel,
+which takes a second less: after threads and exit functions no `__del__` is called. Everything else is made alike:
+parent, session, standard streams, environment, cores, arguments (in /proc/PID/cmdline, too), `__main__`, exit code.
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
+import io
 import os
 import pickle
 import runpy
 import signal
 import socket
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 PADDING = 8192  # bytes of the server's own command line, which the forked processes overwrite with theirs
 HEADER = 8  # bytes of a message's length
 WARM = (
     "torch._dynamo",  # an optimizer's first step imports it
+    "torch.distributed.optim",
+    "torch.distributed.tensor.debug",
     "cloudpickle",
     "numpy.random",
     "psutil",
@@ -137,13 +144,15 @@ def _fork_for_grandparent() -> int:
 
 def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.socket) -> None:
     """Turn this fork into the process that was ordered, and run it."""
-    # What is frozen is not freed when the interpreter ends, and torch 2.15's triton then reports leaks on stderr.
-    atexit.register(gc.unfreeze)
     for place, fd in enumerate(fds):
         os.dup2(fd, place)
         os.close(fd)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115, for the life of the process
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    if order.args[1] == "-u":
+        sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
+    else:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.__stdout__ = sys.stdout
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(order.env)
@@ -163,7 +172,7 @@ def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.soc
     numpy.random.seed()
     # OpenMP has read its variable in the server.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(order.cores))))
-    _run(order.args[1:], base_path)
+    _run(order.args[2 if order.args[1] == "-u" else 1 :], base_path)
 
 
 def _run(words: list[str], base_path: list[str]) -> None:
@@ -183,6 +192,31 @@ def _run(words: list[str], base_path: list[str]) -> None:
     if kind == "script":
         main.__file__ = name
     exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
+
+
+def _run_to_the_end(work: Callable[[], None]) -> NoReturn:
+    """Run it and end as the interpreter ends, without taking apart what is shared with the server."""
+    code: object = 0
+    try:
+        work()
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # closed by the program, or nobody reads it any more
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
 
 
 def _show_args(args: list[str]) -> None:
@@ -209,7 +243,7 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     send(sock, str(count_threads()).encode())
     work = serve(sock, base_path)
-    work()  # at the bottom of the stack: the interpreter ends as after a program of its own
+    _run_to_the_end(work)  # at the bottom of the stack: nothing of the server is unwound
 
 
 if __name__ == "__main__":

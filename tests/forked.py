@@ -1,8 +1,9 @@
 """Processes of Python forked from a warmed-up server instead of started anew: one server per process of pytest.
 
-`ForkedPopen` is a `subprocess.Popen` that does so for `python -m ...`, `python -c ...` and `python script.py`; what it
-starts is a child of this process and everything else about it is Popen's. tests/conftest.py puts `PackagePopen` in the
-place of `subprocess.Popen`: what the package itself starts (ranks above all) is forked, other commands are not. A
+`ForkedPopen` is a `subprocess.Popen` that does so for `python -m ...`, `python -c ...`, `python script.py` and for the
+commands `uneven` and `torchrun`; what it starts is a child of this process and everything else about it is Popen's.
+tests/conftest.py puts `PackagePopen` in the place of `subprocess.Popen`: what the package itself starts (ranks above
+all) and torchrun's workers are forked, other commands are not. A
 forked process that may start others gets a server of its own, and starts them in the same way. Tests marked
 `real_start`, `cuda` and `soak` start every process for real.
 """
@@ -25,6 +26,7 @@ from tests.fork_server import PADDING, Order, receive, send
 ROOT = Path(__file__).parent.parent
 PR_SET_CHILD_SUBREAPER = 36
 RealPopen = subprocess.Popen
+COMMANDS = tuple(str(Path(sys.executable).parent / name) for name in ("uneven", "torchrun"))
 LIGHT = ("uneven.hardware.mps_supervisor",)  # imports no torch: started for real as quickly
 # These start nothing: no server of their own.
 LEAVES = ("uneven.launch.rank", "uneven.bench.strategies.rank", "uneven.hardware.measure", "tests.rank_process")
@@ -111,6 +113,8 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
         options = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
         args = options["args"]
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
+        if words and words[0] in COMMANDS:
+            words = [sys.executable, *words]  # as their first line says
         is_plain = not options["pass_fds"] and not options["shell"]
         if not is_plain or not self._is_forked(words) or not the_server().can_fork:
             super()._execute_child(*given)  # type: ignore[misc]
@@ -134,16 +138,17 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
     def _is_forked(self, words: list[str]) -> bool:
         if subprocess.Popen is RealPopen:  # this test starts its processes for real
             return False
-        return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-m", "-c") or words[1][0] != "-")
+        return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-m", "-c", "-u") or words[1][0] != "-")
 
 
 class PackagePopen(ForkedPopen):
-    """Forks `python -m uneven...` and the tests' own ranks alone."""
+    """Forks `python -m uneven...`, the tests' own ranks and the workers of a forked torchrun alone."""
 
     def _is_forked(self, words: list[str]) -> bool:
-        is_module = super()._is_forked(words) and words[1] == "-m"
-        is_ours = is_module and (words[2].split(".")[0] == "uneven" or words[2] == "tests.rank_process")
-        return is_ours and words[2] not in LIGHT
+        if not super()._is_forked(words) or words[1] not in ("-m", "-u"):
+            return False
+        is_ours = words[2].split(".")[0] == "uneven" or words[2] == "tests.rank_process"
+        return words[1] == "-u" or (is_ours and words[2] not in LIGHT)
 
 
 def run_forked(command: list[str | Path], **options: Any) -> "subprocess.CompletedProcess[str]":

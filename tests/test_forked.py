@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import uneven
 from tests import forked
 from tests.forked import ForkedPopen, run_forked
 
@@ -86,16 +87,25 @@ def test_a_stopped_or_waiting_process_is_ended_and_reaped() -> None:
 
 
 def test_a_server_ends_with_the_process_that_uses_it() -> None:
-    program = (
-        "import os, signal\nme = os.getpid()\nprint(*[pid for pid in os.listdir('/proc') if pid.isdigit()"
-        " and f'PPid:\\t{me}\\n' in open(f'/proc/{pid}/status').read()], flush=True)\nsignal.pause()"
-    )
+    children = "[child.pid for child in psutil.Process().children()]"
+    program = f"import psutil, signal\nprint(*{children}, flush=True)\nsignal.pause()"
     with ForkedPopen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         (own_server,) = (psutil.Process(int(pid)) for pid in process.stdout.readline().split())
         process.kill()
     psutil.wait_procs([own_server], timeout=100)
     assert not own_server.is_running() or own_server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_command_beside_python_is_forked_too_and_torchruns_workers_with_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(
+        "import os, sys\nprint('torch._dynamo' in sys.modules, sys.argv, os.environ['RANK'])"
+    )
+    version = run_forked([Path(sys.executable).parent / "uneven", "--version"])
+    assert version.stdout == f"uneven {uneven.__version__}\n"
+    torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2", "rank.py", "word"]
+    done = run_forked(torchrun, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == [f"True ['rank.py', 'word'] {rank}" for rank in range(2)], done.stderr
 
 
 @pytest.mark.real_start

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,15 @@ ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
 PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imported_modules(path: Path) -> list[str]:
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -89,7 +96,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     source = path.read_text()
     assert source.isascii()
     assert source.count("\n") <= 400
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno <= 70, f"{node.name} is too long"
 

@@ -1,7 +1,7 @@
 """Every kind of start on real processes: plainly, by `uneven run`, by torchrun. All end with the same parameters.
 
 One script uses `fit`, the own loop and the manual tier in turn, so that each start is paid for once and groups follow
-each other in one process. `python -c` and pytest as starters are in test_processes.py.
+each other in one process. Most processes are forked (tests/forked.py); each starter is started for real once.
 """
 
 import json
@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.forked import ForkedPopen, run_forked
 from uneven import InputError, TrainedState
 from uneven.cli.main import app
 from uneven.errors import RankError
@@ -91,7 +92,7 @@ if len(sys.argv) > 3:
 
 
 def start(command: list[str | Path], cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False, **options)
+    return run_forked(command, cwd=cwd, **options)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,35 @@ def test_torchrun_equals_one_process(script: Path, plain: dict[str, dict[str, to
     assert_same_everywhere(tmp_path, plain)
 
 
+SMALL = """
+import sys, torch
+from pathlib import Path
+from uneven import Ddp
+
+model = torch.nn.Linear(1, 1, bias=False)
+ddp = Ddp.wrap(model)
+ddp(torch.full((1, 1), 1.0 + ddp.rank)).sum().backward()
+ddp.weighted_all_reduce_gradients(1 + 2 * ddp.rank)
+Path(sys.argv[1], f"r{ddp.rank}").write_text(str(model.weight.grad.item()))
+ddp.close()
+"""
+
+
+@pytest.mark.real_start
+@pytest.mark.parametrize(
+    ("starter", "means"),
+    [
+        (("uneven", "run", "--devices", "cpu,cpu"), [(1 * 1 + 3 * 2) / 4] * 2),
+        (("torchrun", "--standalone", "--nproc-per-node", "1"), [1.0]),
+    ],
+)
+def test_it_is_so_after_a_real_start(starter: tuple[str, ...], means: list[float], tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+    done = start([BIN / starter[0], *starter[1:], "small.py", tmp_path], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [float(path.read_text()) for path in sorted(tmp_path.glob("r?"))] == means
+
+
 BREAKS = (
     HEAD
     + """
@@ -222,7 +252,7 @@ for epoch in range(10**6):
 def test_ctrl_c_stops_all_ranks_after_one_step_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with ForkedPopen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "training\n"
         child.send_signal(signal.SIGINT)

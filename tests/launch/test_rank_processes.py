@@ -18,7 +18,6 @@ from uneven.comm.store import get_text
 from uneven.launch import watch
 
 
-@pytest.mark.real_start
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     killed(tmp_path, "async")
 

