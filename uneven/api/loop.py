@@ -10,17 +10,14 @@ its step) sends its status in one last collective, and all ranks raise: none wai
 
 import atexit
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
 from uneven.api.batch_steps import BatchSteps
 from uneven.api.epoch_log import EpochLog, common_metric
+from uneven.api.loop_view import LoopView
 from uneven.comm.group import SoloGroup
 from uneven.config import EvalStep, Task
 from uneven.data.feed import make_feed
@@ -30,14 +27,13 @@ from uneven.errors import InputError, RankError
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
-from uneven.step.several import OptimizerGroup
 from uneven.train.status import RankStatus
 from uneven.train.worker import UNMEASURED, Worker
 
 Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
-class Loop:
+class Loop(LoopView):
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
     As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
@@ -58,6 +54,8 @@ class Loop:
         self._broken: str | None = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
+        self._passed = 0  # epochs that were trained before a checkpoint from which this run goes on
+        self._asked = 0  # iterators that `__iter__` has given
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
@@ -69,68 +67,14 @@ class Loop:
             self._open.close()
             end_run()
             raise
+        self._passed = self._synchronizer.epoch
         worker.report.started(worker.axis, worker.engine.feed.place)
+        worker.wishes.start(worker.recorder.clock())
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
         atexit.register(self._finish_at_exit)
         if worker.callbacks.is_active:
             self._start_callbacks()
-
-    @property
-    def model(self) -> nn.Module:
-        return self.worker.engine.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer; of several, all of them as one."""
-        return self.worker.engine.optimizer
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """By name, or by their places "0", "1", ..."""
-        made = self.worker.engine.optimizer
-        return dict(made.members) if isinstance(made, OptimizerGroup) else {"0": made}
-
-    @property
-    def device(self) -> torch.device:
-        return self.worker.engine.device
-
-    @property
-    def rank(self) -> int:
-        return self.worker.rank_info.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.worker.rank_info.world_size
-
-    @property
-    def epochs(self) -> int:
-        """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
-        return self.worker.config.epochs
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
-        return self.worker.engine.trained - self.worker.engine.skipped_slots
-
-    @property
-    def samples(self) -> int:
-        """Samples that all ranks together have trained until `global_step`."""
-        return self.worker.engine.samples_before(self.worker.engine.trained)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the present batch is the last of its step: with accumulate=k only there the optimizer steps."""
-        return self._steps.is_last
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model, in the run's precision."""
-        with self.autocast():
-            return self.worker.engine.model(*inputs, **named)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The run's precision, around a forward that is not `ddp(x)`."""
-        return self.worker.engine.eager.precision.region()
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
@@ -141,6 +85,8 @@ class Loop:
         due = self._synchronizer.epoch
         if self._iterated is not None:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
+        if isinstance(epoch, int) and 0 <= epoch < self._passed:
+            return iter(())  # trained before the checkpoint from which this run goes on
         if due >= worker.config.epochs:
             raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
         if epoch != due:
@@ -149,7 +95,8 @@ class Loop:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch: a loop stands where a DataLoader stood."""
-        return self.batches(self._synchronizer.epoch)
+        self._asked += 1
+        return self.batches(max(self._asked - 1, 0) if self._asked <= self._passed else self._synchronizer.epoch)
 
     def step(self, loss: Any = None, *, optimizer: Any = None) -> None:
         """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count).
@@ -216,6 +163,22 @@ class Loop:
             self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
         self.worker.engine.schedule.step_metric(value := common_metric(self.worker.group, metric))
         return value
+
+    def register(self, name: str, value: Any) -> Any:
+        """Keep `value` in every checkpoint under this name; returns it, with its saved state in a resumed run.
+
+        Anything with state_dict and load_state_dict, or numbers, text, tensors, and lists and dicts of them. An object
+        is given its state in place; a plain number comes back as it was saved, and is kept anew by another call.
+        """
+        self._check_usable()
+        return self.worker.register(name, value)
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint: it is taken at the next slot where all ranks can meet. Any rank may ask."""
+        self._check_usable()
+        if self.worker.saves.out is None:
+            raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
+        self.worker.wishes.requested.set()
 
     def evaluate(self, dataset: Any, eval_step: EvalStep, batch_size: int | None = None) -> dict[str, float]:
         """Metrics of this rank's model by itself, at any moment and on any rank, without communication.
@@ -375,8 +338,7 @@ class Loop:
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
         worker = self.worker
-        self._synchronizer.finalize()
-        worker.end_callbacks()
+        worker.end(self._synchronizer, was_interrupted)
         self._open.close()
         self._is_stopped = worker.stopped is not None
         self._state = self._save(worker, was_interrupted and not self._is_stopped)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from uneven.data.sample_order import prove_exactly_once
@@ -29,6 +30,7 @@ class Log:
 
     parts: list[list[tuple[int, int, int]]]
     rounds: list[list[Round]]
+    stop_rounds: frozenset[int] = frozenset()  # after which the run was stopped, saved and resumed
 
     def shares(self, slots: int) -> RecordedShares:
         """The policy that repeats the shares of an exact run."""
@@ -47,16 +49,31 @@ def log_record(
     slots: int,
     config: Mapping[str, Any],
     skipped: Any = (),
+    resumed: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The content of log.json. Parts that were dropped are among those of their rank: a replay skips them again."""
+    """The content of log.json. Parts that were dropped are among those of their rank: a replay skips them again.
+
+    `resumed` has the slots at which checkpoints were taken ("saves"), the rounds after which a local policy was stopped
+    ("stop_rounds") and where the run began and went on ("segments"): the log is that of all segments together.
+    """
     settings = {name: config[name] for name in _FIXED_SETTINGS if name in config}
     head = {"version": 1, "dataset_samples": axis_samples, "slots": slots, "config": settings}
-    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped)}
+    return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped), **resumed}
+
+
+def read_saves(folder: Path) -> list[int]:
+    """The slots at which the recorded run took its checkpoints: a replay averages buffers there, too."""
+    return [int(slot) for slot in _read(folder).get("saves", [])]
 
 
 def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:
     """Read the log of the run in `folder`; InputError if its settings, devices or data set differ from this run's."""
     record = _read(folder)
+    if len({len(segment["devices"]) for segment in record.get("segments", [])}) > 1:
+        raise InputError(
+            f"replay={str(folder)!r}: that run was resumed on another number of devices, and only a run of one number "
+            "of them is repeated"
+        )
     _compare(folder, "devices", len(record["ranks"]), ranks, f"name {len(record['ranks'])} devices")
     rounds = [[Round(*entry) for entry in log] for log in record.get("rounds", [])]
     was_local = any(rounds)
@@ -81,7 +98,7 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
             _check_rounds(rounds, parts)
     except RuntimeError as error:
         raise InputError(f"replay={str(folder)!r}: log.json is damaged: {error}") from error
-    return Log(parts, rounds)
+    return Log(parts, rounds, frozenset(record.get("stop_rounds", ())))
 
 
 def _check_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, int]]]) -> None:

@@ -25,11 +25,13 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
+from uneven.launch.resume import check_data, go_on_in_folder, plan_resume
 from uneven.launch.streams import check_streams
 from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
 from uneven.version import __version__
 
 
@@ -40,6 +42,7 @@ class Prepared:
     config: RunConfig
     devices: tuple[Device, ...]
     reporter: Reporter
+    finished: TrainedState | None = None  # the result of a run that was to be resumed, where nothing is left to train
 
 
 def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str = "train") -> Prepared:
@@ -51,9 +54,16 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     config, notes = settle(config, devices, local)
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
+    finished: TrainedState | None = None
+    if config.resume is not None:
+        plan = plan_resume(task, config, len(devices))
+        config, finished = plan.config, plan.finished
+        notes += plan.notes
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
+    if config.resume is not None:
+        check_data(config, axis)
     check_batch(task, config, order)
     _check_evaluation(task, config)
     if config.replay is not None:
@@ -63,15 +73,18 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         check_count(devices, available_cores())
         try_functions(task, config, axis.schedule_length)
     is_lead = context.rank == 0
-    if config.out is not None and is_lead and (moved := make_out_folder(config.out, config.overwrite)) is not None:
-        notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
+    if config.out is not None and is_lead and finished is None:
+        if config.resume is not None and config.resume.resolve().parent == config.out.resolve():
+            notes += go_on_in_folder(config.out, config.resume)
+        elif (moved := make_out_folder(config.out, config.overwrite)) is not None:
+            notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
         reporter.say([*describe(axis, config, devices, found), *notes])
     if context.note:
         reporter.say([f"  {context.note}"])
-    return Prepared(config, devices, reporter)
+    return Prepared(config, devices, reporter, finished)
 
 
 def settle(
@@ -143,15 +156,17 @@ def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
 
 def _check_evaluation(task: Task, config: RunConfig) -> None:
     """InputError for settings of an evaluation that there is none of."""
-    for name in ("eval_every", "monitor"):
+    for name in ("eval_every", "monitor", "keep_best"):
         value = getattr(config, name)
         if value is not None and task.evaluation is None:
             raise InputError(
                 f"{name}={value!r} without an evaluation: pass evaluate=(test_set, eval_step) to fit, or leave it out; "
                 "in a loop of your own you evaluate yourself"
             )
-    if config.monitor is not None and task.make_scheduler is None:
-        raise InputError(f"monitor={config.monitor!r} is for scheduler=ReduceLROnPlateau; pass one, or leave it out")
+    if config.monitor is not None and task.make_scheduler is None and config.keep_best is None:
+        raise InputError(
+            f"monitor={config.monitor!r} is for a ReduceLROnPlateau and for keep_best=...; pass one, or leave it out"
+        )
 
 
 def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:

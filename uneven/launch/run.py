@@ -145,6 +145,9 @@ class Run:
         begin = read_counters(self._context.tree_pid)
         try:
             state = self._body(self._requests, self._reporter)
+            if state.folder is not None:  # of a run that was finished before
+                self._state = state
+                return
             interference = Interference.between(begin, read_counters(self._context.tree_pid))
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
@@ -172,6 +175,8 @@ def launch(
     prepared.reporter.say(notes)
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
+    if (finished := prepared.finished) is not None:
+        return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context)
     starts_ranks = context.is_alone and needs_ranks(devices)
     train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
     return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, context)

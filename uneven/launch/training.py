@@ -48,22 +48,24 @@ def train_as_rank(
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
-    if group.world_size == 1:
-        return verified_state(result.state, axis, [result.log], [result.rounds], [result.timeline], [result.dropped])
     own = {
         "timeline": result.timeline.to_json(),
         "log": result.log,
         "rounds": result.rounds,
         "dropped": result.dropped,
+        "earlier_logs": result.run.earlier_logs,  # of ranks that earlier segments of the run had, on rank 0
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
     logs = [_parts(record["log"]) for record in records]
     rounds = [_rounds(record["rounds"]) for record in records]
     timelines = [Timeline.from_json(record["timeline"]) for record in records]
-    return verified_state(
-        result.state, axis, logs, rounds, timelines, [_parts(record["dropped"]) for record in records]
-    )
+    dropped = [_parts(record["dropped"]) for record in records]
+    logs += [_parts(earlier["log"]) for earlier in records[0]["earlier_logs"]]
+    dropped += [_parts(earlier["dropped"]) for earlier in records[0]["earlier_logs"]]
+    run = result.run
+    state = replace(result.state, saves=run.saves, stop_rounds=run.stop_rounds, segments=run.segments)
+    return verified_state(state, axis, logs, rounds, timelines, dropped)
 
 
 def write_state(state: TrainedState, folder: Path) -> None:
@@ -78,7 +80,8 @@ def read_state(folder: Path) -> TrainedState:
     log = json.loads((folder / "log.json").read_text())
     timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
     logs, rounds = [_parts(parts) for parts in log["ranks"]], [_rounds(rows) for rows in log["rounds"]]
-    return replace(TrainedState.load(folder), folder=None, timeline=timeline, log=logs, rounds=rounds)
+    resumed = {name: log[name] for name in ("saves", "stop_rounds", "segments")}
+    return replace(TrainedState.load(folder), folder=None, timeline=timeline, log=logs, rounds=rounds, **resumed)
 
 
 def _parts(rows: list[list[int]]) -> list[tuple[int, int, int]]:

@@ -42,6 +42,15 @@ class FullState:
     optimizer: dict[str, Any]
 
 
+class HasFullState(Protocol):
+    """What is needed of a strategy to save and load it."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+    def full_state(self) -> FullState: ...
+    def load_full_state(self, state: FullState) -> None: ...
+
+
 class Strategy(Protocol):
     """A model and its optimizer over the ranks of a group. Making one changes the model in place; `close` undoes it."""
 

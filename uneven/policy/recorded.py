@@ -111,6 +111,7 @@ class RecordedSchedule:
     windows: RecordedWindows
     slots: deque[int]
     total: int
+    claimed: int = 0  # of a replay: nothing
     claim_ms: float = 0.0
     in_flight: bool = False
     parts: int = 0

@@ -44,6 +44,8 @@ class RoundReport(NamedTuple):
     bad_slot: float = 0.0  # the last of these steps ...
     bad_cause: float = 0.0  # ... and why, see step/finite.py
     end_samples: float = 0.0  # of the epoch in progress, where this rank was told the end of a stream without length
+    wish: float = 0.0  # to save or evaluate soon, see train/synchronizer.py
+    claimed: float = 0.0  # slots that this rank has claimed so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ class TrainedState:
     dropped: list[tuple[int, int, int, int]] = field(default_factory=list)
     rounds: list[list[tuple[int, int, int, float]]] = field(default_factory=list)  # per rank, of a local policy
     skipped: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) left out by ddp.skip_rest()
+    saves: list[int] = field(default_factory=list)  # slots at which checkpoints were taken
+    stop_rounds: list[int] = field(default_factory=list)  # rounds after which a run of a local policy was stopped
+    segments: list[dict[str, Any]] = field(default_factory=list)  # (slot, devices): where it began and was resumed
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
 
@@ -140,7 +143,8 @@ class TrainedState:
                     files[name] = write_tensors(work / name, tensors)
                 if self.log:
                     head = (self.dataset_samples, self.slot, self.config, self.skipped)
-                    log = log_record(self.log, self.rounds, self.dropped, *head)
+                    resumed = {"saves": self.saves, "stop_rounds": self.stop_rounds, "segments": self.segments}
+                    log = log_record(self.log, self.rounds, self.dropped, *head, resumed)
                     files["log.json"] = write_pieces(work / "log.json", [json.dumps(log).encode()])
                 write_pieces(work / RECORD, [encode({**record_head("result", files), **self.record()})])
                 (folder / RECORD).unlink(missing_ok=True)  # of an earlier state: it does not describe these files
@@ -231,12 +235,16 @@ def join_state(
     """The same for a sharded model, whose full state was gathered: as `state_dict` of model and optimizer give it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {params[place]: found for place, found in whole_optimizer["state"].items()}
-    return _fields(model, whole_model, optimizer, state)
+    fields, first_name = model_fields(model, whole_model, optimizer)
+    for kind in ("params", "buffers"):
+        fields[kind] = {name: _clone(tensor) for name, tensor in fields[kind].items()}
+    return {**fields, "optimizer": _optimizer_tensors(state, first_name)}
 
 
-def _fields(
-    model: nn.Module, values: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]]
-) -> dict[str, Any]:
+def model_fields(
+    model: nn.Module, values: Mapping[str, Tensor], optimizer: Optimizer
+) -> tuple[dict[str, Any], dict[Tensor, str]]:
+    """The fields of a TrainedState but for the optimizer's tensors, without a copy; and the params' names."""
     first_name: dict[Tensor, str] = {}
     tied = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -245,13 +253,13 @@ def _fields(
         else:
             first_name[param] = name
     persistent = model.state_dict().keys()
-    return {
-        "params": {name: _clone(values[name]) for name in first_name.values()},
-        "buffers": {name: _clone(values[name]) for name, _ in model.named_buffers() if name in persistent},
+    fields = {
+        "params": {name: values[name].detach() for name in first_name.values()},
+        "buffers": {name: values[name].detach() for name, _ in model.named_buffers() if name in persistent},
         "tied": tied,
-        "optimizer": _optimizer_tensors(state, first_name),
         "param_groups": [_plain_group(group, first_name) for group in optimizer.param_groups],
     }
+    return fields, first_name
 
 
 def _flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

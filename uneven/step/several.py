@@ -60,6 +60,20 @@ class OptimizerGroup(Optimizer):
         for member in self.members.values():
             member.zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Each member takes its own part: the base class would replace the groups and state that they share."""
+        groups = list(state_dict["param_groups"])
+        first = 0
+        for member in self.members.values():
+            own = [groups.pop(0) for _ in member.param_groups]
+            stop = first + sum(len(settings["params"]) for settings in own)
+            state = {place - first: v for place, v in state_dict["state"].items() if first <= place < stop}
+            placed = [{**g, "params": [place - first for place in g["params"]]} for g in own]
+            member.load_state_dict({"state": state, "param_groups": placed})
+            first = stop
+        self.param_groups = [settings for member in self.members.values() for settings in member.param_groups]
+        self.state = _MergedState(self.members)  # type: ignore[assignment]
+
     def name_of(self, given: Any) -> str:
         """The member that the user means: its name, its place, or the optimizer itself."""
         for place, (name, member) in enumerate(self.members.items()):

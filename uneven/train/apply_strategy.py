@@ -6,6 +6,7 @@ once the group has formed. Samples are shared by speed and bytes by memory, inde
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.errors import InputError
+from uneven.hardware.system import read_memory
 from uneven.parallel.activations import Activations
 from uneven.parallel.catalog import DEFAULT_STRATEGY, check_optimizer, make_replicated, make_strategy
 from uneven.parallel.ddp import Replicated
@@ -64,7 +66,7 @@ def apply_strategy(
         if config.is_model_parallel:
             Activations(engine.model, config.activations)
         step = StrategyStep(engine.eager, strategy, group, is_model_parallel=config.is_model_parallel)
-        engine.use_strategy(strategy.optimizer, strategy.full_state, step)
+        engine.use_strategy(strategy, step)
         optimizer = strategy.optimizer
     if shares is None:
         return []
@@ -81,7 +83,7 @@ def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequ
     strategy = _make_replicated(engine, engine.config.strategy, make_optimizer, group, num_stats, shares)
     engine.use_reducer(strategy.reducer)
     if is_sharded:
-        engine.use_strategy(strategy.optimizer, strategy.full_state)
+        engine.use_strategy(strategy)
     return strategy.optimizer
 
 
@@ -123,12 +125,12 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
     optimizer = plain.over(group, memory=memory, speed=speeds, sums_gradients=sums)
     if sums:
         phased = ThreePhase(engine.model, optimizer)
-        engine.use_strategy(optimizer, phased.full_state, StrategyStep(engine.eager, phased, group))
+        engine.use_strategy(phased, StrategyStep(engine.eager, phased, group))
     else:
         name = "ddp-flat" if config.strategy in ("ddp-flat", "zero1-flat") else "ddp-bucketed"
         strategy = _make_replicated(engine, name, lambda _: optimizer, group, num_stats)
         engine.use_reducer(strategy.reducer)
-        engine.use_strategy(optimizer, strategy.full_state)
+        engine.use_strategy(strategy)
     how = "sums gradients, updates and sends in turn" if sums else "updates and sends what a DDP has summed"
     return [
         f"  MuonAdamW over {group.world_size} devices: matrices by speed, {_percent(speeds)}; the rest "
@@ -200,7 +202,16 @@ def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:
     """As given, or by the memory of the devices."""
     if engine.config.memory_shares is not None:
         return engine.config.memory_shares
-    return [memory for (memory,) in gather_rows(group, [float(engine.memory_bytes)])]
+    return [memory for (memory,) in gather_rows(group, [_memory_bytes(engine)])]
+
+
+def _memory_bytes(engine: Engine) -> float:
+    """This rank's part of its device's memory; CPU ranks share the machine's."""
+    info = engine.rank_info
+    sharing = [device.torch_name for device in info.devices].count(info.device.torch_name)
+    if engine.device.type == "cuda":
+        return torch.cuda.get_device_properties(engine.device).total_memory / sharing
+    return (read_memory()[0] or 1.0) / sharing
 
 
 def _refuse_dropout(name: str, model: nn.Module) -> None:

@@ -37,6 +37,10 @@ class DroppedSteps:
         self._reported = 0  # of `samples`
         self._unknown: deque[tuple[Part, Verdict]] = deque()
 
+    def restore(self, parts: list[tuple[int, int, int]], samples: int, in_a_row: int) -> None:
+        """What was dropped before the checkpoint from which this run goes on."""
+        self.parts, self.samples, self._reported, self.in_a_row = parts, samples, samples, in_a_row
+
     def add(self, part: Part, verdict: Verdict) -> None:
         self._unknown.append((part, verdict))
 

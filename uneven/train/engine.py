@@ -4,30 +4,30 @@ The worker makes one engine, the synchronizer drives it. Only the engine's own m
 compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch.optim import Optimizer
 
 from uneven.comm.group import Group
-from uneven.config import RunConfig, Task
+from uneven.config import SHARDED, RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Micros, make_feed
 from uneven.data.stream import ReaderFeed
 from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
-from uneven.hardware.system import read_memory
 from uneven.hardware.throttle import Throttle
 from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
+from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
-from uneven.parallel.strategy import FullState
-from uneven.policy.axis import Part
+from uneven.parallel.strategy import FullState, HasFullState
+from uneven.policy.axis import Part, Slot
 from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
+from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
 from uneven.policy.stream_axis import StreamAxis
@@ -126,6 +126,8 @@ class Engine:
         # were read for it can be read again.
         self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
         self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
+        self.load_full_state: Callable[[FullState], None] | None = None  # likewise
+        self.ledger = Ledger()  # what was trained before this run began or was resumed
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
         self.log: list[tuple[int, int, int]] = []
         self.dropped = DroppedSteps()
@@ -143,13 +145,11 @@ class Engine:
             return wanted
         return -(-samples // -(-samples // int(cap)))  # as few micro-batches as possible, equally large
 
-    def use_strategy(
-        self, optimizer: Optimizer, full_state: Callable[[], FullState], step: EagerStep | None = None
-    ) -> None:
+    def use_strategy(self, strategy: HasFullState, step: EagerStep | None = None) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
-        self.optimizer = optimizer
+        self.optimizer = optimizer = strategy.optimizer
         self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
-        self.full_state = full_state
+        self.full_state, self.load_full_state = strategy.full_state, strategy.load_full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
 
@@ -177,15 +177,6 @@ class Engine:
         if self.graph is not None or self.captured is not None:
             return micros
         return [(self.feed.open(inputs), samples) for inputs, samples in micros]
-
-    @property
-    def memory_bytes(self) -> float:
-        """This rank's part of its device's memory; CPU ranks share the machine's."""
-        names = [device.torch_name for device in self.rank_info.devices]
-        sharing = names.count(self.rank_info.device.torch_name)
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_properties(self.device).total_memory / sharing
-        return (read_memory()[0] or 1.0) / sharing
 
     def lr_scale(self, default: float | str, speeds: Sequence[float]) -> float:
         """The factor on the learning rate when ranks of these speeds train together."""
@@ -258,13 +249,24 @@ class Engine:
             self.run_ahead.catch_up()
             self.throttle.pause((self.recorder.clock() - began_ns) / 1e9)
 
-    def record_part(self, part: Part, verdict: Verdict) -> list[BadStep]:
+    def slot_at(self, position: int) -> int:
+        """The slot that is trained when so many are: the same number, but for gaps that a stop has left."""
+        return self.ledger.slot_at(position)
+
+    def slots_left(self) -> Iterator[Slot]:
+        """All slots that are not trained, in order; a stream's axis grows while they are trained."""
+        if not self.ledger.gaps:
+            return self.axis.slots(self.trained)
+        return (self.axis.slot(self.slot_at(position)) for position in range(self.trained, self.axis.total))
+
+    def record_part(self, part: Part, verdict: Verdict, position: int) -> list[BadStep]:
         """Add a part to the log that proves exactly-once; returns the steps now known to be bad, which are dropped.
 
-        A captured step's verdict is read when the run-ahead has waited for it anyway.
+        `position`: the number of slots that this rank has passed with it. A captured step's verdict is read when the
+        run-ahead has waited for it anyway.
         """
         self.log.append((part.slot.index, part.first, part.samples))
-        self.trained = part.slot.index + 1
+        self.trained = position
         self.samples += part.samples
         self.dropped.add(part, verdict)
         return self.settle_steps(ahead=0 if self.graph is None else RUN_AHEAD)
@@ -281,6 +283,21 @@ class Engine:
     def record_round(self, round_: Round) -> None:
         """Add a merged round of a local policy to the log."""
         self.rounds.append(round_)
+
+    @property
+    def is_replaced_by_strategy(self) -> bool:
+        """Whether a strategy makes the optimizer anew when the group has formed."""
+        is_sharded = self.config.strategy in SHARDED or isinstance(self.optimizer, MuonAdamW)
+        return is_sharded and self.rank_info.world_size > 1
+
+    def go_on_from(self, ledger: Ledger, log: list[tuple[int, int, int]], rounds: list[Round]) -> None:
+        """Before the first slot of a resumed run: this rank's log of earlier segments, and all that is trained."""
+        self.ledger, self.trained = ledger, ledger.trained
+        self.log, self.rounds = log, rounds
+
+    def restore_left_out(self, skipped: list[tuple[int, int]], skipped_slots: int) -> None:
+        """What the user's loop left out before the checkpoint."""
+        self.skipped, self.skipped_slots = skipped, skipped_slots
 
     def reach_slot(self, slot: int) -> None:
         """All slots before this one are trained, by whichever rank."""

@@ -1,13 +1,16 @@
 """What LocalSGD starts from: window settings and slot schedule, with the events on the axis; and what it prints."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
 from uneven.policy.finish import Cost
+from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
@@ -15,6 +18,7 @@ from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
+from uneven.train.synchronizer import wished
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
@@ -48,8 +52,11 @@ def make_slot_schedule(
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
     windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
+    windows.resume_at(engine.trained)
     is_async = config.policy == "async"
-    return windows, SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
+    schedule = SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
+    schedule.parts = len(engine.log)
+    return windows, schedule
 
 
 def describe_guard(fields: Mapping[str, Any], before: float) -> str:
@@ -90,3 +97,36 @@ def pass_epoch(
     schedule.drop_before(end)
     engine.skip_epoch(epoch, trained)
     return end, [row._replace(next_slot=max(row.next_slot, float(end))) for row in rows]
+
+
+def follow_wish(
+    engine: Engine,
+    windows: Windows | RecordedWindows,
+    schedule: SlotSchedule | RecordedSchedule,
+    rows: Sequence[RoundReport],
+) -> None:
+    """Where a rank wants to save or evaluate, make the next slot at which all ranks can meet an event.
+
+    Where the window was divided all ranks stand at its end: the event is here. With claims it is the first slot that
+    no rank can have been handed before it merges this round. Call it on all ranks before `windows` notes the round.
+    """
+    wish = wished(row.wish for row in rows)
+    if not wish or not isinstance(windows, Windows) or not isinstance(schedule, SlotSchedule):
+        return
+    if schedule.is_divided:
+        slot = windows.due if min(row.next_slot for row in rows) >= windows.due else windows.event
+    else:
+        slot = schedule.first_free_slot([int(row.claimed) for row in rows], engine.feed.lookahead)
+    slot = min(slot, windows.event)
+    if engine.events.request(slot, wish):
+        windows.event = slot
+
+
+def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
+    """What is trained where all ranks were stopped: everything before the last event, and what ranks have done since.
+
+    A collective. `mark`: this rank's number of parts at that event.
+    """
+    own = [slot for slot, _, _ in engine.log[mark:]]
+    gathered = gather_bytes(engine.rank_info.group, json.dumps(own).encode())
+    return engine.ledger.advanced_to(last_event).after(slot for data in gathered for slot in json.loads(data))

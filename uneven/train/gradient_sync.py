@@ -4,8 +4,8 @@ Each rank's statistics (its compute time, a stop request, a fingerprint of its p
 bucket, so agreeing on shares costs no collective of its own. One rank alone takes the same path without a sum.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -22,6 +22,7 @@ from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
+from uneven.policy.ledger import Ledger
 from uneven.policy.subset import advice, forecast
 from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
@@ -30,7 +31,7 @@ from uneven.train.apply_strategy import apply_strategy
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
+from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 
 
 class StepStats(NamedTuple):
@@ -41,6 +42,7 @@ class StepStats(NamedTuple):
     status: float  # RankStatus
     fingerprint: float  # of the policy's state: equal on all ranks
     user_ms: float = 0.0  # code of the user's own since the last step, which is not in busy_ms
+    wish: float = 0.0  # Wish
 
 
 def _is_leaving(row: Sequence[float]) -> bool:
@@ -59,6 +61,9 @@ class GradientSync:
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
         self.after_step: AfterSlot = no_callback
         self.after_round: AfterSlot = no_callback
+        self.wish: Callable[[], Wish] = no_wish
+        self.before_change: Callable[[], None] = no_wait
+        self._wished = Wish.NONE  # by any rank, in the last step
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
@@ -110,6 +115,18 @@ class GradientSync:
         if is_measured:
             self._advise(costs)
 
+    def state_dict(self) -> dict[str, Any]:
+        keeps = isinstance(self.policy, Balanced | Calibrating)
+        return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict() if keeps else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        policy = self.policy
+        if isinstance(policy, Balanced | Calibrating) and state.get("kind") == type(policy).__name__:
+            policy.load_state_dict(state["policy"])
+
+    def ledger(self) -> Ledger:
+        return self.engine.ledger.advanced_to(self.engine.trained)
+
     def reset_timer(self) -> None:
         self._free_ns, self._waited_s = self.engine.recorder.enter("data"), self.group.traffic.wait_s
 
@@ -118,8 +135,8 @@ class GradientSync:
         self._free_ns += ns
 
     def parts(self) -> Iterator[Part]:
-        rank_info = self.engine.rank_info
-        for slot in self.engine.axis.slots(self.engine.trained):
+        engine, rank_info = self.engine, self.engine.rank_info
+        for slot in engine.slots_left():
             if self._is_model_parallel:
                 yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
                 continue
@@ -128,13 +145,18 @@ class GradientSync:
 
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
+        engine = self.engine
+        # The epoch in progress; it is another one than the slot's where a stop has left gaps.
+        epoch = engine.axis.slot(engine.trained).epoch if engine.ledger.gaps else part.slot.epoch
         is_stopped = self.step(part, micros)
-        engine, epoch = self.engine, part.slot.epoch
         if self._is_skipping:
             return self._reach_event(epoch)
         self._free_ns += self.after_step(engine.trained)
         if engine.rank_info.world_size == 1:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
+            self._wished = self.wish()
+        if self._wished:
+            engine.events.request(engine.trained, self._wished)
         is_over = engine.trained == engine.axis.epoch_end(epoch)
         if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
             is_stopped |= self._reach_event(epoch, None if is_over else engine.trained)
@@ -190,7 +212,7 @@ class GradientSync:
         # Ranks that train the same samples log them once.
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
-        bad_steps = engine.record_part(counted, verdict)
+        bad_steps = engine.record_part(counted, verdict, engine.trained + 1)
         # Only one rank alone learns of a bad step later, and it averages no buffers.
         self._weight += 0 if bad_steps else part.samples
         self._note_bad_steps(bad_steps)
@@ -211,6 +233,7 @@ class GradientSync:
         info = self.engine.rank_info
         if info.world_size > 1 and info.has_cuda and self.engine.config.is_replicated:
             # A GPU and a CPU, or two kinds of GPU, round differently: evaluate and save one model, rank 0's.
+            self.before_change()
             model, equal = self.engine.model, synced_buffers(self.engine.model)
             broadcast_params(
                 self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal))
@@ -274,13 +297,15 @@ class GradientSync:
             status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
             is_first = float(engine.was_first_of_its_size(part))
             user_ms, self._user_ns = self._user_ns / 1e6, 0
-            return StepStats(busy_ms, is_first, float(status), float(self.policy.fingerprint()), user_ms)
+            own = (float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
+            return StepStats(busy_ms, is_first, *own)
 
         rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
         stats = [StepStats(*row) for row in rows]
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._record_wait(sent_ns, stats)
         self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
+        self._wished = wished(rank.wish for rank in stats)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
@@ -349,7 +374,8 @@ class GradientSync:
         samples, lookahead = engine.axis.slot(0).samples, engine.feed.lookahead
         caps = tuple(int(min(cap, samples)) for cap in engine.caps)
         if not engine.can_warm_up:
-            return Calibrating(engine.rank_info.world_size, samples, least=least, lookahead=lookahead, caps=caps)
+            first = engine.trained + 1  # the slot before it compiles and allocates
+            return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
         # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
         is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
         return Balanced(tuple(costs), samples, caps, least, lookahead, GRID if is_on_grid else 1)

@@ -6,9 +6,10 @@ Cadence waits for the average. Async keeps training and merges after the first s
 all ranks pass them in that order, so nothing else has to be agreed upon.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from uneven.average.background import BackgroundAverage, RoundResult
+from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
@@ -17,16 +18,25 @@ from uneven.comm.group import Group
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
+from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
-from uneven.policy.scale import CHANGE
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import RoundReport, Windows
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
-from uneven.train.events import describe_guard, describe_lr_scale, local_advice, make_slot_schedule, pass_epoch
+from uneven.train.events import (
+    describe_guard,
+    follow_wish,
+    local_advice,
+    make_slot_schedule,
+    pass_epoch,
+    stopped_ledger,
+)
+from uneven.train.lr_scale import LocalScale
+from uneven.train.round_costs import RoundCosts
 from uneven.train.status import RankStatus, check_agreement, check_status
-from uneven.train.synchronizer import AfterSlot, EpochEnd, no_callback
+from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
 
 
 class LocalSGD:
@@ -37,6 +47,8 @@ class LocalSGD:
         self._is_stopping, self.end_epoch = is_stopping, end_epoch
         self.after_step: AfterSlot = no_callback
         self.after_round: AfterSlot = no_callback
+        self.wish: Callable[[], Wish] = no_wish
+        self.before_change: Callable[[], None] = no_wait
         self.notes: list[str] = []
         self.epoch = 0  # epochs that all ranks have passed
         self.buffers = BufferAverage(engine.model)
@@ -44,19 +56,14 @@ class LocalSGD:
         self._is_stopped = False
         self._others_stop = False  # another rank reported a stop request
         self._skips, self._epoch_samples = False, 0  # a rank leaves out the rest of the epoch; trained of it by all
-        self._costs = RoundReport()  # what this rank's last round cost
+        self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
         self._samples = 0  # since this rank last entered a round ...
         self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
         self._busy_ms = 0.0
         self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
         self._user_ns = 0  # code of the user's own since this rank last entered a round
-        self._entering_ms = self._wait_ms = self.transfer_ms = 0.0
         self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
-        self._has_lr_scale = False
-        self._delay = 0.0  # of the last merge, in steps of the slowest rank
-        self._trip_ns = (0, 0, 0)  # last round: snapshot taken, all ranks entered, average back
-        self._sent_bytes = [0, 0]  # sent for rounds: before the last one, and including it
 
     @property
     def group(self) -> Group:
@@ -73,9 +80,12 @@ class LocalSGD:
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
         self.windows, self.slot_schedule = make_slot_schedule(engine, self._claim, costs)
-        self.lr_scale = 1.0
-        self._set_lr_scale()
-        engine.record_round(Round(0, 0, 0, self.lr_scale))
+        self.epoch = engine.axis.epochs_before(engine.trained)
+        self._mark = len(engine.log)  # this rank's parts at the last event
+        self.scale = LocalScale(engine, self.windows)
+        self.notes += self.scale.update()
+        if not engine.rounds:
+            engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
         is_measured = engine.can_warm_up and not config.has_fixed_shares
         slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
         alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms]
@@ -83,6 +93,29 @@ class LocalSGD:
         engine.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
         if is_measured:
             self.notes += local_advice(engine, self.group, costs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "windows": self.windows.state_dict() if isinstance(self.windows, Windows) else None,
+            "lr_scale": [self.scale.value, self.scale.is_known],
+            "losses": self._losses,
+            "epoch_samples": self._epoch_samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(self.windows, Windows) or state.get("windows") is None:
+            return
+        self.windows.load_state_dict(state["windows"])
+        self.windows.resume_at(self.engine.trained)
+        self.scale.value, self.scale.is_known = state["lr_scale"]
+        self._losses, self._epoch_samples = list(state["losses"]), state["epoch_samples"]
+
+    def ledger(self) -> Ledger:
+        """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
+        engine, last = self.engine, self.windows.passed
+        if not self._is_stopped or engine.trained == last == self.windows.start:
+            return engine.ledger.advanced_to(engine.trained)
+        return stopped_ledger(engine, last, self._mark)
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
@@ -103,7 +136,8 @@ class LocalSGD:
         last = min(self.engine.trained, axis.total - 1)
         while not self._is_ended:
             index = self.slot_schedule.hand()
-            slot = None if index is None else self.stream_end.slot(index, self.epoch, self.slot_schedule)
+            real = None if index is None else self.engine.slot_at(index)
+            slot = None if real is None else self.stream_end.slot(real, self.epoch, self.slot_schedule)
             if slot is None:  # a round is due before the next slot, or a stream ends: an empty part lets `train` run it
                 slot = axis.slot(last)
                 yield Part(slot, slot.first, 0, 1)
@@ -137,7 +171,7 @@ class LocalSGD:
         return self._is_stopped
 
     def set_lr(self, slot: int) -> None:
-        self.engine.set_lr(slot, self.lr_scale)
+        self.engine.set_lr(slot, self.scale.value)
 
     def skip_rest(self) -> bool:
         """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
@@ -163,7 +197,7 @@ class LocalSGD:
             "round": self.windows.rounds,
             "staleness": self.slot_schedule.staleness if self.slot_schedule.in_flight else 0,
             "anchor": self.windows.anchor,
-            "delay": self._delay,
+            "delay": self.costs.delay,
         }
 
     def finalize(self) -> None:
@@ -210,12 +244,13 @@ class LocalSGD:
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
-        engine.set_lr(part.slot.index, self.lr_scale)
+        engine.set_lr(part.slot.index, self.scale.value)
         verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
         self._samples += part.samples
-        self._dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict))
+        position = max(engine.trained, part.slot.index + 1)
+        self._dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
         self._busy_ms += (now_ns - self._free_ns) / 1e6
 
     def _enter(self, status: RankStatus) -> None:
@@ -231,7 +266,7 @@ class LocalSGD:
         began_ns = recorder.enter("communication")
         self._busy_ms += (began_ns - asked_ns) / 1e6
         losses = engine.meter.pop_async()
-        known = self._costs._replace(
+        known = self.costs.report._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(self._samples),
             dropped=float(self._dropped),
@@ -241,12 +276,14 @@ class LocalSGD:
             fingerprint=float(self.windows.fingerprint()),
             user_ms=self._user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
+            wish=float(self.wish()),
+            claimed=float(self.slot_schedule.claimed),
         )
         self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
         self._samples, self._dropped, self._busy_ms, self._user_ns = 0, 0, 0.0, 0
-        self.entered_ns, self._entered = began_ns, self.slot_schedule.parts
-        self._entering_ms = (recorder.enter("other") - began_ns) / 1e6
+        self._entered = self.slot_schedule.parts
+        self.costs.entered(began_ns)
 
     def _enqueued_over_done(self) -> float:
         """Steps enqueued over steps done since the last round: busy_ms covers only what the device has done."""
@@ -258,6 +295,7 @@ class LocalSGD:
     def _receive(self) -> list[RoundReport]:
         """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
         recorder = self.engine.recorder
+        self.before_change()
         began_ns = recorder.enter("wait")
         self.average.wait()
         here_ns = recorder.clock()
@@ -271,8 +309,8 @@ class LocalSGD:
             recorder.enter("user", began_ns)
             recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
         recorder.enter("communication", joined_ns)
-        now_ns = recorder.enter("other")
-        self._note_costs(arrived, began_ns, here_ns, now_ns, user_ms)
+        sent = self.average.traffic.payload_bytes
+        self.costs.received(arrived, began_ns, here_ns, user_ms, min(self.windows.speeds), sent)
         self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
@@ -290,6 +328,7 @@ class LocalSGD:
         passed = self.windows.passed
         if is_skipped:
             due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self._epoch_samples, rows)
+        follow_wish(self.engine, self.windows, self.slot_schedule, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
@@ -299,13 +338,8 @@ class LocalSGD:
             round=self.windows.rounds,
             due=due,
             steps_late=staleness,
-            delay=self._delay,
-            wait_ms=self._wait_ms,
-            transfer_ms=self.transfer_ms,
-            latency_ms=self._costs.latency_ms,
-            divergence=self._costs.divergence,
             samples=[int(row.samples - row.dropped) for row in rows],
-            **self._trip(),
+            **self.costs.fields(),
         )
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
@@ -313,21 +347,22 @@ class LocalSGD:
                 self.notes.append(describe_guard(decision.fields, anchor))
         self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
         self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
-        if not self._has_lr_scale:
-            self._set_lr_scale()
+        if not self.scale.is_known:
+            self.notes += self.scale.update()
         event = self.windows.passed
         is_event = event != passed
         if is_event:
             self.engine.reach_slot(event)
+            self._mark = len(self.engine.log)
         self.after_round(event if is_event else due)
-        self._end_epochs(rows, event if is_event else None)
-        self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.lr_scale))
+        self._end_epochs(rows, event if is_event else None, due)
 
-    def _end_epochs(self, rows: Sequence[RoundReport], event: int | None) -> None:
+    def _end_epochs(self, rows: Sequence[RoundReport], event: int | None, due: int) -> None:
         """End every epoch that all ranks have passed, with the losses that arrived until now, and the event's part.
 
         A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
-        mean, and `first` and `until` say over which slots it was taken.
+        mean, and `first` and `until` say over which slots it was taken. A checkpoint may be taken at the event:
+        everything that belongs to the round is up to date before.
         """
         self._losses[0] += sum(row.loss_sum for row in rows)
         self._losses[1] += sum(row.loss_count for row in rows)
@@ -335,34 +370,19 @@ class LocalSGD:
         stop = max(first, axis.epochs_before(int(min(row.next_slot for row in rows))))
         until = axis.epoch_end(stop - 1) if event is None else event
         is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
+        if stop > first:
+            self.epoch, self._epoch_samples = stop, 0
+            self.stream_end.passed()
+            self.notes += self.scale.update()
+        self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
         if stop > first or is_inside:
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
             loss = loss_sum / count if count else float("nan")
             for epoch in range(first, stop):
                 self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
-                self.epoch += 1
-                self._epoch_samples = 0
-                self.stream_end.passed()
-                self._set_lr_scale()
             if is_inside:
                 self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)
         self.engine.recorder.enter("other")
-
-    def _set_lr_scale(self) -> None:
-        """Set the factor on the learning rates from the measured speeds; a replay takes it from the log."""
-        if isinstance(self.windows, RecordedWindows):
-            self.lr_scale = self.windows.scale
-            return
-        if not self.windows.is_measured:
-            return
-        wanted = self.engine.lr_scale("auto", self.windows.speeds)
-        if abs(wanted / self.lr_scale - 1.0) <= CHANGE and self._has_lr_scale:
-            return
-        self._has_lr_scale, self.lr_scale = True, wanted
-        self.engine.recorder.event("lr_scale", scale=wanted)
-        lr, rule = self.engine.schedule.plain[0], self.engine.config.lr_scale or "auto"
-        if wanted != 1.0:
-            self.notes.append(describe_lr_scale(lr, wanted, rule))
 
     def _claim(self, many: int) -> int:
         """Claim the next slots from the counter in the store, and measure what a claim costs."""
@@ -371,27 +391,6 @@ class LocalSGD:
         ms = (self.engine.recorder.enter("other") - began_ns) / 1e6
         self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
         return first
-
-    def _note_costs(self, arrived: RoundResult, began_ns: int, here_ns: int, now_ns: int, user_ms: float) -> None:
-        own_ms = self._entering_ms + (now_ns - here_ns) / 1e6
-        is_async = self.engine.config.policy == "async"
-        self._wait_ms = ((here_ns - began_ns) if is_async else (arrived.joined_ns - arrived.snapshot_ns)) / 1e6
-        self.transfer_ms = own_ms + (0.0 if is_async else (arrived.done_ns - arrived.joined_ns) / 1e6)
-        self._costs = RoundReport(
-            transfer_ms=own_ms,
-            latency_ms=max(0.0, (arrived.done_ns - arrived.snapshot_ns) / 1e6 - user_ms),
-            divergence=arrived.divergence,
-        )
-        self._delay = (here_ns - arrived.snapshot_ns) / 1e6 * min(self.windows.speeds)
-        self._trip_ns = (arrived.snapshot_ns, arrived.joined_ns, arrived.done_ns)
-        self._sent_bytes = [self._sent_bytes[1], self.average.traffic.payload_bytes]
-
-    def _trip(self) -> dict[str, float]:
-        """The last round's times for the timeline, in ms before now: ranks' clocks are aligned only afterwards."""
-        now_ns = self.engine.recorder.clock()
-        left, met, back = ((now_ns - ns) / 1e6 for ns in self._trip_ns)
-        before, after = self._sent_bytes
-        return {"left_ms_ago": left, "met_ms_ago": met, "back_ms_ago": back, "bytes": after - before}
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:

@@ -10,6 +10,7 @@ from uneven.hardware.device import Device
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.timeline.timeline import Timeline
+from uneven.train.run_record import RunRecord
 
 
 class Report(Protocol):
@@ -76,3 +77,4 @@ class RankResult:
     rounds: list[tuple[int, int, int, float]]
     traffic: Traffic
     dropped: list[tuple[int, int, int]] = field(default_factory=list)
+    run: RunRecord = field(default_factory=RunRecord)  # saves and segments of the whole run

@@ -236,10 +236,10 @@ class LocalSGDSegments:
         while synchronizer.windows.event == end:
             synchronizer.train(*next(self._stream))
         is_async = worker.config.policy == "async"
-        ended_ns = synchronizer.entered_ns if is_async else worker.recorder.clock()
+        ended_ns = synchronizer.costs.entered_ns if is_async else worker.recorder.clock()
         samples = sum(samples for _, _, samples in worker.engine.log[first:])
         # The last round's own time comes after that: it counts here, as the first round's came before `began_ns`.
-        own_s = synchronizer.transfer_ms / 1e3 if is_async else 0.0
+        own_s = synchronizer.costs.transfer_ms / 1e3 if is_async else 0.0
         seconds = (ended_ns - began_ns) / 1e9 + own_s
         self._slots_per_s = (end - start) / _max_over_ranks(worker, seconds)
         rounds = [event.fields for event in worker.recorder.events[known:] if event.kind == "round"]

@@ -1,14 +1,40 @@
 """The contract between the worker's loop and how ranks stay in step: GradientSync (exact) or LocalSGD (rounds)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntFlag
+from typing import Any, Protocol
 
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
+from uneven.policy.ledger import Ledger
 from uneven.train.status import RankStatus
 
 AfterSlot = Callable[[int], int]  # called with the slots trained; returns the ns that it took
+
+
+class Wish(IntFlag):
+    """What a rank wants at the next slot where all ranks can meet: it travels in the sum that ranks exchange anyway."""
+
+    NONE = 0
+    SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
+    EVALUATE = 2
+
+
+def no_wish() -> Wish:
+    return Wish.NONE
+
+
+def no_wait() -> None:
+    """What is called before params change where no checkpoint is being taken."""
+
+
+def wished(values: Iterable[float]) -> Wish:
+    """What any rank wants, of the numbers that arrived."""
+    found = Wish.NONE
+    for value in values:
+        found |= Wish(int(value))
+    return found
 
 
 def no_callback(slot: int) -> int:
@@ -33,6 +59,8 @@ class Synchronizer(Protocol):
     notes: list[str]  # lines for the user, printed once
     after_step: AfterSlot  # after every step of this rank
     after_round: AfterSlot  # after a round was merged, with its slot
+    wish: Callable[[], Wish]  # asked in every exchange
+    before_change: Callable[[], None]  # before params are changed outside the optimizer's step
 
     @property
     def epoch(self) -> int:
@@ -41,6 +69,18 @@ class Synchronizer(Protocol):
 
     def initialize(self, costs: Sequence[Cost]) -> None:
         """Round 0: called when all ranks hold rank 0's params and know every rank's measured cost."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on with, as JSON: speeds, shares or windows, learning-rate scale."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After `initialize`, on the devices that the state is of; on others what was just measured counts."""
+        ...
+
+    def ledger(self) -> Ledger:
+        """Which slots are trained, by all ranks together; where a run was stopped, a collective."""
         ...
 
     def reset_timer(self) -> None:

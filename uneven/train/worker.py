@@ -6,27 +6,26 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.gather import gather_rows
+from uneven.comm.gather import gather_bytes, gather_rows
 from uneven.comm.group import Group
-from uneven.config import Evaluation, RunConfig, Task, read_every
-from uneven.data.feed import Feed, Micros, make_feed
-from uneven.errors import NotFiniteError
-from uneven.hardware.device import needs_ranks
+from uneven.config import RunConfig, Task, read_every
+from uneven.data.feed import Micros
+from uneven.errors import InputError, NotFiniteError
 from uneven.policy.axis import Axis, Part
-from uneven.policy.exact import Fixed
 from uneven.policy.finish import Cost
-from uneven.results.state import TrainedState, capture_state, join_state
+from uneven.results.state_tree import split_tree
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import evaluate, monitored
+from uneven.step.evaluation import monitored
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
@@ -34,10 +33,15 @@ from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
 from uneven.train.callbacks import Agreed, CallbackRunner
 from uneven.train.engine import Engine
+from uneven.train.evaluator import Evaluator
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.resume import Resumed, load_user_state
+from uneven.train.run_record import RunRecord
+from uneven.train.saves import Saves, user_state
+from uneven.train.synchronizer import Synchronizer, Wish
+from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)
@@ -68,15 +72,34 @@ class Worker:
         self.recorder = Recorder(rank_info.rank)
         self.engine = Engine(task, config, rank_info, self.recorder, is_own_loop=is_own_loop)
         self.callbacks = CallbackRunner(task.callbacks, self.engine)
-        self.history: list[dict[str, Any]] = []
-        self._span = ((0, 0.0), (0, 0.0))  # the history's last entry: (slots, training seconds) before and after it
-        self._kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors a callback kept, and their entry
+        self.run = RunRecord()
+        self.resumed: Resumed | None = None
+        self.saves = Saves(self.engine, self.run)
+        self.wishes = Wishes(
+            read_every(config.save_every), self.engine.events.evaluation, self.save_requested, rank_info.rank == 0
+        )
+        self._evaluator = Evaluator(self.engine, config, stop)
+        self._resume()
+        # The history's last entry: (slots, training seconds) before and after it.
+        self._span = ((0, 0.0), (self.engine.trained, self.run.train_seconds))
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self._reported_notes = 0
         self._reported_s = 0.0
-        self._test_feed: Feed | None = None
         self._sampler = Sampler()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return self.run.history
+
+    def _resume(self) -> None:
+        """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
+        if self.config.resume is None:
+            self.run.segments.append({"slot": 0, "devices": [str(device) for device in self.rank_info.devices]})
+            return
+        self.resumed = Resumed(self.config.resume, self.rank_info)
+        self.resumed.restore_record(self.run)
+        self.resumed.restore_engine(self.engine)
 
     @property
     def axis(self) -> Axis:
@@ -96,19 +119,31 @@ class Worker:
             if make_step is not None:
                 self.engine.use_step(make_step(self))
             self.report.started(self.axis, self.engine.feed.place)
-            if not self.start_callbacks():
-                self._train_slots(synchronizer)
-            synchronizer.finalize()
-            self._report_notes(synchronizer)
-            self.end_callbacks()
+            is_stopped = self.start_callbacks()
+            if not is_stopped:
+                is_stopped = self._train_slots(synchronizer)
+            self.end(synchronizer, is_stopped)
         return self.result()
 
-    def _train_slots(self, synchronizer: Synchronizer) -> None:
+    def end(self, synchronizer: Synchronizer, is_stopped: bool) -> None:
+        """After the last slot, or a stop: all replicas are equal, what was stopped is saved, on_end is called."""
+        synchronizer.finalize()
+        if is_stopped and self._agree().stopped is None:
+            self.save_stopped()
+        self.recorder.enter("checkpoint")
+        self.saves.finish()
+        self._report_notes(synchronizer)
+        self.end_callbacks()
+
+    def _train_slots(self, synchronizer: Synchronizer) -> bool:
+        """Train the rest of the axis; returns whether the run was stopped before its end."""
         synchronizer.reset_timer()
+        self.wishes.start(self.recorder.clock())
         for part, micros in self.engine.feed.stream(synchronizer.parts()):
             if self.train_part(synchronizer, part, micros):
-                break
+                return True
             self.recorder.enter("data")
+        return False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -120,7 +155,8 @@ class Worker:
         finally:
             self.recorder.close()
             self._sampler.stop()
-            self._test_feed = None  # ends loader processes that it kept
+            self._evaluator.close()
+            self.saves.close()
             if self.engine.reader is not None:
                 self.engine.reader.close()
 
@@ -152,10 +188,36 @@ class Worker:
         synchronizer.initialize([Cost(*row[:3]) for row in rows])
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
+        if self.resumed is not None:
+            self._resume_rest(self.resumed, synchronizer)
+        self.saves.connect()
+        synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
         self.synchronizer = synchronizer
         self._report_notes(synchronizer)
         self.recorder.enter("setup")
         return synchronizer
+
+    def _resume_rest(self, resumed: Resumed, synchronizer: Synchronizer) -> None:
+        """What needs the group: sharded state, and the policy's own where the devices are the same."""
+        resumed.restore_rest(self.engine)
+        if resumed.is_same_group:
+            synchronizer.load_state_dict(resumed.record["synchronizer"])
+        if lines := self.callbacks.load_state_dict(resumed.record["callbacks"]):
+            self.report.say(lines)
+
+    def register(self, name: str, value: Any) -> Any:
+        """Keep a value of the user's in checkpoints; returns it with its saved state, in a resumed run once."""
+        if not isinstance(name, str) or not name:
+            raise InputError(f"register({name!r}, ...): the name must be text, as in 'tokenizer'")
+        saved = self.resumed.user_state() if self.resumed is not None and name not in self.run.user else {}
+        value = load_user_state(value, saved[name]) if name in saved else value
+        split_tree(user_state(value), name)  # what cannot be kept is told now, not at the first checkpoint
+        self.run.user[name] = value
+        return value
+
+    def _wish(self) -> Wish:
+        """What this rank wants beside what the axis asks for; a replay follows its log alone."""
+        return Wish.NONE if self.config.replay is not None else self.wishes.ask(self.recorder.clock())
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
@@ -179,9 +241,8 @@ class Worker:
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         device = str(self.rank_info.device)
         timeline = Timeline.of(self.recorder, device, self._sampler.samples, engine.run_ahead.busy)
-        state, dropped = self._result_state(), list(engine.dropped.parts)
-        self._check_finite(state.params)
-        return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped)
+        state, dropped = self.saves.result(self.stopped), list(engine.dropped.parts)
+        return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped, self.run)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
@@ -197,6 +258,8 @@ class Worker:
         if len(synchronizer.notes) > self._reported_notes:
             self.report.say(synchronizer.notes[self._reported_notes :])
             self._reported_notes = len(synchronizer.notes)
+        if lines := self.saves.take_notes():
+            self.report.say(lines)
 
     def start_callbacks(self) -> bool:
         """on_start; returns whether a callback has stopped the run already."""
@@ -236,7 +299,7 @@ class Worker:
         self.recorder.enter("other")
         slot, last = self.axis.epoch_end(epoch) if step is None else step, self.axis.slot(until - 1).epoch
         if epoch == first:
-            self._span = (self._span[1], (until, self.recorder.account().training_s))
+            self._span = (self._span[1], (until, self.saves.train_seconds))
         (slots, seconds), (_, now_s) = self._span
         skipped = {} if step is not None else dict(self.engine.skipped)
         samples = self.axis.samples_before(until) - self.axis.samples_before(slots) - skipped.get(epoch, 0)
@@ -262,7 +325,8 @@ class Worker:
         if evaluation is not None and self.engine.events.evaluates(slot):
             self.recorder.enter("evaluation")
             self.synchronizer.average_buffers()
-            metrics = self._evaluate(evaluation, self.synchronizer.ratio())
+            metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
+            self.wishes.evaluated(self.recorder.clock())
             entry |= metrics
         self.history.append(entry)
         is_stopped = self._after_evaluation(entry, metrics) if metrics else False
@@ -282,85 +346,54 @@ class Worker:
         agreed = self._agree()
         if agreed.keeps:
             self.recorder.enter("checkpoint")
-            self._kept = self._tensors(), entry
+            self.run.kept = self.saves.tensors(), entry
         return agreed.stopped is not None
 
-    def _save_checkpoint(self, slot: int) -> bool:
-        """Write a checkpoint, on rank 0; returns whether a callback stops the run here."""
+    def _save_checkpoint(self, slot: int, cause: str = "interval") -> bool:
+        """Take a checkpoint, on all ranks; returns whether a callback stops the run here."""
         assert self.synchronizer is not None, "an epoch ends after round 0"
-        assert self.config.out is not None, "checked with the settings: checkpoints need a folder"
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
-        every = read_every(self.config.save_every)
-        is_in_epochs = every is not None and every.unit == "epochs"
-        name = f"epoch-{self.axis.epochs_before(slot)}" if is_in_epochs else f"step-{slot}"
-        is_rank_0 = self.rank_info.rank == 0
-        is_sharded = self.engine.full_state is not None  # gathering shards is a collective: all ranks take part
-        state = self._state(self._tensors()) if is_rank_0 or is_sharded else None
-        self._check_finite(dict(self.engine.model.named_parameters()) if state is None else state.params)
-        if is_rank_0 and state is not None:
-            state.save(self.config.out / name)
-        self._call_back("on_save", slot, self.config.out / name)
+        self.run.saves.append(slot)
+        if self.saves.out is None:
+            return False  # a replay without a folder: only what a checkpoint changes is repeated
+        folder = self.saves.out / self._checkpoint_name(slot)
+        self._save(folder, cause)
+        if self.callbacks.is_active:
+            self.saves.finish()
+            self.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
+            self._call_back("on_save", slot, folder)
         return self._agree().stopped is not None
 
-    def _check_finite(self, params: Mapping[str, Tensor]) -> None:
-        """NotFiniteError before params are saved that an update has spoilt; on all ranks alike, which hold the same."""
-        for name, param in self.engine.model.named_parameters():
-            if param.requires_grad and not bool(params[name].isfinite().all()):
-                raise NotFiniteError(
-                    f"{name} is not finite after slot {self.engine.trained - 1} on rank {self.rank_info.rank}, though "
-                    "losses and gradients were; such params are not saved: the learning rate may be too high"
-                )
+    def _save(self, folder: Path, cause: str) -> None:
+        assert self.synchronizer is not None, "an epoch ends after round 0"
+        state = {"synchronizer": self.synchronizer.state_dict(), "callbacks": self.callbacks.state_dict()}
+        self.saves.save(folder, cause, self.synchronizer.ledger(), state, self.stopped)
+        self.wishes.saved(self.recorder.clock())
 
-    def _evaluate(self, evaluation: Evaluation, ratio: tuple[int, ...]) -> dict[str, float]:
-        batch_size = evaluation.batch_size or self.config.batch_size
-        if self._test_feed is None:
-            self._test_feed = make_feed(
-                evaluation.dataset,
-                self.engine.device,
-                self.config.seed,
-                batch_size,
-                evaluation.num_workers,
-                is_rank=needs_ranks(self.rank_info.devices),
-                loading=evaluation.loading,
-            )
-        model, precision = self.engine.model, self.engine.eager.precision
-        if self.config.is_model_parallel:
-            return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group)
-        # Split by speed, as in training; a rank may have no samples.
-        shares = Fixed(tuple(max(1.0, float(share)) for share in ratio)).shares(0, len(evaluation.dataset))
-        first = sum(shares[: self.rank_info.rank])
-        own = (first, first + shares[self.rank_info.rank])
-        # FSDP's forward is a collective: all ranks run equally many batches.
-        batches = -(-max(shares) // batch_size) if self.config.strategy == "fsdp" else 0
-        return evaluate(model, evaluation.eval_step, self._test_feed, precision, self.group, own, self.stop, batches)
+    def _checkpoint_name(self, slot: int) -> str:
+        every = read_every(self.config.save_every)
+        is_in_epochs = every is not None and every.unit == "epochs"
+        epochs = self.axis.epochs_before(slot)
+        return f"epoch-{epochs}" if is_in_epochs and slot == self.axis.epoch_end(epochs - 1) else f"step-{slot}"
 
-    def _result_state(self) -> TrainedState:
-        """What the run returns: its last tensors, or those that a callback has kept."""
-        if self._kept is None:
-            return self._state(self._tensors())
-        tensors, entry = self._kept
-        return self._state(tensors, entry)
+    def save_stopped(self) -> None:
+        """Where the run was asked to stop, on all ranks: a checkpoint to go on from, with a local policy's gaps."""
+        assert self.synchronizer is not None, "a run stops after round 0"
+        self.recorder.enter("checkpoint")
+        ledger = self.synchronizer.ledger()
+        if ledger.trained in (0, self.axis.total):
+            return
+        self.engine.reach_slot(ledger.trained)
+        if self.rank_info.world_size > 1 and self.config.is_local:
+            self.run.stop_rounds.append(len(self.engine.rounds) - 1)
+        else:
+            self.run.saves.append(ledger.trained)
+        folder = self.saves.out or _folder_of_stopped_run(self.group)
+        self._save(folder / f"step-{ledger.trained}", "stop")
 
-    def _state(self, tensors: dict[str, Any], best: dict[str, Any] | None = None) -> TrainedState:
-        trained = self.engine.trained
-        is_finished = trained == self.axis.total
-        return TrainedState(
-            **tensors,
-            history=list(self.history),
-            config=self.config.to_json(),
-            slot=trained,
-            samples=self.engine.samples_before(trained) - self.engine.dropped.samples,
-            skipped=list(self.engine.skipped),
-            dataset_samples=self.axis.epoch_samples,
-            finished=is_finished,
-            stopped=None if is_finished else self.stopped,
-            best=best,
-            structure=self.engine.structure,
-        )
 
-    def _tensors(self) -> dict[str, Any]:
-        if self.engine.full_state is None:
-            return capture_state(self.engine.model, self.engine.optimizer)
-        full = self.engine.full_state()
-        return join_state(self.engine.model, self.engine.optimizer, full.model, full.optimizer)
+def _folder_of_stopped_run(group: Group) -> Path:
+    """A new folder for a run without `out`, the same on all ranks; a collective."""
+    name = time.strftime("interrupted-%Y%m%d-%H%M%S")
+    return Path("runs") / gather_bytes(group, name.encode())[0].decode()

@@ -1,0 +1,308 @@
+"""Resumed runs against uninterrupted ones: bit by bit on the same devices, exactly once and to 1e-10 on others.
+
+Workers on threads: what a run had in memory is gone, and a new one has only the checkpoint's files.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
+from tests.train.test_gradient_sync import Net as PlainNet
+from tests.train.test_steps import EVALUATION
+from uneven.api.callbacks import EarlyStopping, KeepBest
+from uneven.config import Evaluation, Task, resolve
+from uneven.data.tensors import TensorData
+from uneven.errors import InputError
+from uneven.hardware.device import parse_devices
+from uneven.launch.training import collect
+from uneven.results.state import TrainedState
+from uneven.train.callbacks import Callback, CallbackInfo
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
+
+EXACT = {"batch_size": 8, "global_batch_size": 24}  # 3 slots an epoch
+CADENCE = {"batch_size": 8, "policy": "cadence", "anchor": 2}  # 9 slots an epoch
+ASYNC = {"batch_size": 8, "policy": "async", "anchor": 2}
+POLICIES = {"sync": {**EXACT, "policy": "sync"}, "balanced": EXACT, "cadence": CADENCE, "async": ASYNC}
+
+
+class Net(PlainNet):
+    """With buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+        self.norm = nn.BatchNorm1d(9).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def one_cycle(optimizer: Any, steps: int) -> LRScheduler:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
+
+
+class StopAt(Callback):
+    """Asks for a stop as Ctrl-C does, after this step of the first rank that gets there."""
+
+    def __init__(self, step: int, stop: threading.Event) -> None:
+        self._step, self._stop = step, stop
+
+    def on_step(self, info: CallbackInfo) -> None:
+        if info.step >= self._step:
+            self._stop.set()
+
+
+def train(
+    size: int,
+    *,
+    make_model: Callable[[], nn.Module] = Net,
+    optimizer: str = "sgd",
+    scheduler: Any = None,
+    evaluation: Evaluation | None = None,
+    callbacks: Any = lambda stop: (),
+    watch: Callable[[Worker], object] | None = None,
+    **changes: Any,
+) -> TrainedState:
+    """The state of a whole run, checked to be exactly once; `callbacks(stop)` makes each rank's own."""
+    config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, "lr_scale": 1.0, **changes})
+    data, devices, stop = TensorData(X.double(), Y), parse_devices(["cpu"] * size), threading.Event()
+
+    def rank(group: ThreadGroup) -> TrainedState:
+        task = Task(
+            make_model, OPTIMIZERS[optimizer], mean_loss, data, scheduler, evaluation, callbacks=tuple(callbacks(stop))
+        )
+        worker = Worker(task, config, RankInfo(group.rank, devices), lambda _: group, stop, Silent())
+        if watch is not None:
+            watch(worker)
+        return collect(group, worker.train(), worker.axis)
+
+    return on_threads(size, rank)[0]
+
+
+def assert_same(found: TrainedState, wanted: TrainedState, tolerance: float = 0.0) -> None:
+    assert found.slot == wanted.slot
+    assert found.finished
+    for name, value in {**wanted.params, **wanted.buffers}.items():
+        other = {**found.params, **found.buffers}[name]
+        if tolerance:
+            assert torch.allclose(other, value, rtol=0, atol=tolerance), name
+        else:
+            assert torch.equal(other, value), name
+
+
+def metrics(state: TrainedState) -> list[dict[str, Any]]:
+    times = ("train_seconds", "samples_per_s")
+    return [{name: value for name, value in entry.items() if name not in times} for entry in state.history]
+
+
+SAME = {
+    "sync": {**EXACT, "policy": "sync"},
+    "balanced": {**EXACT, "shares": (5, 2)},
+    "cadence": {**CADENCE, "shares": (3, 1)},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("policy", list(SAME))
+def test_the_same_devices_go_on_bit_by_bit(policy: str, optimizer: str, tmp_path: Path) -> None:
+    options = {**SAME[policy], "optimizer": optimizer, "scheduler": one_cycle, "evaluation": EVALUATION}
+    whole = train(2, save_every="4 steps", out=tmp_path / "whole", **options)
+    for slot in (4, 8):
+        again = train(
+            2, save_every="4 steps", out=tmp_path / f"{slot}", resume=tmp_path / f"whole/step-{slot}", **options
+        )
+        assert_same(again, whole)
+        assert metrics(again) == metrics(whole)
+        assert (again.log, again.rounds) == (whole.log, whole.rounds)
+        assert set(again.optimizer) == set(whole.optimizer)
+        for name, value in whole.optimizer.items():
+            assert name.startswith("random") or torch.equal(again.optimizer[name], value), name
+        names = {path.name for path in (tmp_path / f"{slot}").glob("*")}
+        assert names == {f"step-{later}" for later in range(4, whole.slot, 4) if later > slot}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_another_number_of_devices_trains_the_rest_exactly_once(
+    policy: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    options = {**POLICIES[policy], "make_model": partial(PlainNet, torch.float64), "scheduler": one_cycle}
+    first, second = sizes
+    whole = train(first, save_every="4 steps", out=tmp_path, **options)
+    again = train(second, resume=tmp_path / "step-4", **options)
+    assert (again.slot, again.finished, again.samples) == (whole.slot, True, 3 * 70)
+    assert sum(map(len, again.log)) == sum(map(len, again.log))
+    if policy in ("sync", "balanced"):
+        assert_same(again, whole, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stopped_run_goes_on_with_its_gaps_and_its_log_repeats_it(policy: str, size: int, tmp_path: Path) -> None:
+    options = {**POLICIES[policy], "scheduler": one_cycle}
+    stopped = train(
+        size, out=tmp_path / "run", callbacks=lambda stop: [StopAt(5, stop)], save_every="20 steps", **options
+    )
+    assert not stopped.finished
+    (folder,) = (path for path in (tmp_path / "run").iterdir() if path.name.startswith("step-"))
+    again = train(size, resume=folder, out=tmp_path / "again", **options)
+    assert again.finished
+    assert again.samples == 3 * 70
+    again.save(tmp_path / "again")
+    repeated = train(size, replay=tmp_path / "again", **options)
+    assert_same(repeated, again)
+    assert repeated.log == again.log
+
+
+def test_gaps_of_a_local_policy_can_be_trained_by_an_exact_one(tmp_path: Path) -> None:
+    stopped = train(2, out=tmp_path, callbacks=lambda stop: [StopAt(5, stop)], **CADENCE)
+    (folder,) = (path for path in tmp_path.iterdir() if path.name.startswith("step-"))
+    again = train(2, resume=folder, policy="balanced", batch_size=4, global_batch_size=8)
+    assert (again.finished, again.samples) == (True, 3 * 70)
+    assert stopped.slot > 0
+
+
+STRATEGIES = ["zero1", "zero2", "fsdp", "tensor", None]
+
+
+@pytest.mark.parametrize("target", STRATEGIES)
+@pytest.mark.parametrize("source", ["zero1", "fsdp", None])
+def test_a_state_moves_into_any_strategy(source: str | None, target: str | None, tmp_path: Path) -> None:
+    options = {**EXACT, "make_model": partial(PlainNet, torch.float64), "optimizer": "adam", "epochs": 2}
+    whole = train(2, save_every="2 steps", out=tmp_path, strategy=source, **options)
+    again = train(2, resume=tmp_path / "step-2", strategy=target, **options)
+    assert_same(again, whole, tolerance=1e-10)
+
+
+def request_a_save(worker: Worker, at: int, rank: int) -> None:
+    """The rank asks for a checkpoint when it has passed this slot, once."""
+
+    def after_step(info: Any) -> None:
+        if info.rank == rank and info.step >= at and not worker.run.saves:
+            worker.wishes.requested.set()
+
+    assert worker.rank_info.rank >= 0
+    worker.callbacks._hooks["on_step"].append(("Request", after_step))
+    worker.callbacks.is_any = True
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_wish_is_followed_by_all_ranks_at_one_slot_and_the_log_repeats_it(policy: str, tmp_path: Path) -> None:
+    options = {**POLICIES[policy], "epochs": 6}
+    state = train(2, out=tmp_path / "run", watch=partial(request_a_save, at=3, rank=1), **options)
+    (slot,) = state.saves
+    assert 3 <= slot < state.slot
+    checkpoint = TrainedState.load(tmp_path / "run" / f"step-{slot}")
+    assert checkpoint.slot == slot
+    state.save(tmp_path / "run")
+    assert_same(train(2, replay=tmp_path / "run", **options), state)
+    again = train(2, resume=tmp_path / "run" / f"step-{slot}", **options)
+    assert (again.finished, again.samples) == (True, 6 * 70)
+
+
+def test_what_callbacks_counted_and_kept_is_resumed(tmp_path: Path) -> None:
+    def callbacks(stop: threading.Event) -> list[Callback]:
+        return [EarlyStopping("loss", patience=50), KeepBest("loss", mode="max")]  # the best is the first
+
+    options = {**SAME["sync"], "evaluation": EVALUATION, "eval_every": "1 steps", "callbacks": callbacks}
+    whole = train(2, save_every="5 steps", out=tmp_path, **options)
+    again = train(2, resume=tmp_path / "step-5", **options)
+    assert again.best == {**whole.best, **{k: again.best[k] for k in ("train_seconds", "samples_per_s")}}
+    assert all(torch.equal(again.params[name], value) for name, value in whole.params.items())
+
+
+def test_a_plateau_goes_on_where_it_was(tmp_path: Path) -> None:
+    options = {
+        **SAME["cadence"],
+        "evaluation": EVALUATION,
+        "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5),
+    }
+    whole = train(2, save_every="9 steps", out=tmp_path, **options)
+    again = train(2, resume=tmp_path / "step-9", **options)
+    assert_same(again, whole)
+    assert metrics(again) == metrics(whole)
+
+
+def test_a_resumed_run_does_not_step_the_scheduler_through(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Counted(StepLR):
+        def step(self, *args: Any) -> None:
+            steps.append(1)
+            super().step(*args)
+
+    options = {**SAME["sync"], "scheduler": lambda optimizer: Counted(optimizer, 2)}
+    train(1, save_every="8 steps", out=tmp_path, **options)
+    steps.clear()
+    train(1, resume=tmp_path / "step-8", **options)
+    assert len(steps) <= 3
+
+
+def test_dropped_steps_are_remembered(tmp_path: Path) -> None:
+    data = X.double().clone()
+    data[7] = float("nan")
+    # The sample is in one slot of every epoch; each of these is dropped, by the first part of the run or the second.
+    options = {**SAME["sync"], "max_bad_steps": 3}
+
+    def run(**more: Any) -> TrainedState:
+        config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, **options, **more})
+        devices = parse_devices(["cpu"] * 2)
+
+        def rank(group: ThreadGroup) -> TrainedState:
+            task = Task(partial(PlainNet, torch.float64), OPTIMIZERS["sgd"], mean_loss, TensorData(data, Y))
+            info = RankInfo(group.rank, devices)
+            worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
+            return collect(group, worker.train(), worker.axis)
+
+        return on_threads(2, rank)[0]
+
+    whole = run(save_every="4 steps", out=tmp_path)
+    again = run(resume=tmp_path / "step-4")
+    assert len(whole.dropped) > 2
+    assert (again.dropped, again.samples) == (whole.dropped, whole.samples)
+    assert_same(again, whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"make_model": partial(PlainNet, torch.float64)}, "is of another model: norm"),
+        ({"optimizer": "two groups"}, "optimizer"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    OPTIMIZERS["two groups"] = lambda params: torch.optim.SGD(
+        [{"params": group} for group in _halves(list(params))], lr=0.1
+    )
+    try:
+        train(1, save_every="4 steps", out=tmp_path)
+        with pytest.raises(InputError, match=words):
+            train(1, resume=tmp_path / "step-4", **changes)
+    finally:
+        del OPTIMIZERS["two groups"]
+
+
+def _halves(params: list[Any]) -> tuple[list[Any], list[Any]]:
+    return params[:2], params[2:]
+
+
+def test_the_record_is_plain_json(tmp_path: Path) -> None:
+    train(2, save_every="4 steps", out=tmp_path, **CADENCE)
+    folder = tmp_path / "step-4"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("rank-0.json", "rank-0.safetensors", "rank-1.json", "rank-1.safetensors"),
+        *("state.json", "state.safetensors"),
+    ]
+    record = json.loads((folder / "state.json").read_text())
+    assert record["ledger"] == {"trained": 4, "next": 4, "gaps": []}
+    assert record["devices"] == ["cpu", "cpu"]

@@ -1,0 +1,186 @@
+"""Before a resumed run starts: find its checkpoint, see that it fits this run, and take over what must not change.
+
+Called by launch/preflight.py. Afterwards `config.resume` is the folder of one whole checkpoint, which every rank reads
+by itself (train/resume.py). The data order, the samples of a slot and the seed stay those of the checkpoint; devices,
+their number, policy and strategy may be others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from uneven.config import RunConfig, Task
+from uneven.data.epoch_order import random_states_preserved
+from uneven.errors import InputError
+from uneven.files import folder_error, mark_as_run
+from uneven.policy.axis import Axis
+from uneven.results.checkpoint import Checkpoint, read_checkpoint
+from uneven.results.checkpoint_folders import find_checkpoints
+from uneven.results.record import read_record
+from uneven.results.state import TrainedState, read_structure
+from uneven.train.resume import check_model
+
+# With another value the slots of the axis would hold other samples.
+FROZEN = ("seed", "shuffle", "drop_last")
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """How a run goes on: its settings, lines to print, and the result where there is nothing left to train."""
+
+    config: RunConfig
+    notes: list[str]
+    finished: TrainedState | None = None
+
+
+def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
+    """Settle `config.resume`; InputError in one line where no checkpoint fits."""
+    assert config.resume is not None, "called for resumed runs"
+    if config.resumes_newest:
+        assert config.out is not None, "checked with the settings"
+        run, candidates = config.out, find_checkpoints(config.out)
+        if not candidates:
+            if finished := _finished(run, config):
+                return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
+            return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} yet, a new run begins"])
+    else:
+        run, candidates = _named(config.resume)
+    out = config.out or run
+    config = replace(config, out=out)
+    checkpoint, notes = _choose(candidates, _model_check(task), config.resumes_newest)
+    if out.resolve() == run.resolve() and (finished := _finished(run, config)):
+        return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
+    config = _freeze(config, checkpoint, ranks)
+    trained, gaps = checkpoint.record["ledger"]["trained"], checkpoint.record["ledger"]["gaps"]
+    left = f", {sum(stop - first for first, stop in gaps)} steps before it come first" if gaps else ""
+    notes.append(f"  resumes from {checkpoint.folder}: {trained:,} steps are trained{left}")
+    if (world_size := checkpoint.record["world_size"]) != ranks:
+        notes.append(f"  it was saved by {world_size} devices and goes on with {ranks}; order and step size stay")
+    return ResumePlan(replace(config, resume=checkpoint.folder), notes)
+
+
+def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
+    """Go on writing to a run's folder; checkpoints after the one that is resumed are moved aside, or they would be
+    taken for this run's. Returns lines to print."""
+    try:
+        mark_as_run(out)
+        found = find_checkpoints(out)
+        later = found[: [folder.resolve() for folder in found].index(checkpoint.resolve())]
+        if not later:
+            return []
+        number = 1
+        while (aside := out / f"superseded-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for folder in later:
+            folder.rename(aside / folder.name)
+    except OSError as error:
+        raise folder_error(out, error) from error
+    return [f"  {len(later)} later checkpoints were moved to {aside}"]
+
+
+def check_data(config: RunConfig, axis: Axis) -> None:
+    """InputError where the data set is not as long as the checkpoint's, or nothing is left of a shorter run."""
+    assert config.resume is not None
+    record = read_record(config.resume)
+    if record["dataset_samples"] != axis.epoch_samples:
+        raise InputError(
+            f"checkpoint {config.resume}: its data set had {record['dataset_samples']:,} samples an epoch, this one "
+            f"has {axis.epoch_samples:,}; train on the same data set"
+        )
+    if record["ledger"]["trained"] > axis.total:
+        raise InputError(
+            f"checkpoint {config.resume}: {record['ledger']['trained']:,} steps are trained, and this run has only "
+            f"{axis.total:,}; pass more epochs or max_steps"
+        )
+
+
+def _named(path: Path) -> tuple[Path, list[Path]]:
+    """(run folder, the one checkpoint meant) of a path that the user named."""
+    if not path.is_dir():
+        raise InputError(f"resume={str(path)!r}: there is no such folder; name a run's folder, or resume='auto'")
+    found = find_checkpoints(path)
+    if found == [path] or found:
+        newest = found[0]
+        return (path if newest != path else path.parent), [newest]
+    raise InputError(
+        f"resume={str(path)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
+    )
+
+
+def _choose(
+    candidates: list[Path], check: Callable[[Checkpoint], None], passes_over: bool
+) -> tuple[Checkpoint, list[str]]:
+    """The first of the candidates that is whole and of this model, and lines about those passed over."""
+    notes: list[str] = []
+    for folder in candidates:
+        found, fault = _try(folder, check)
+        if found is not None:
+            return found, notes
+        if not passes_over:
+            raise InputError(fault)
+        notes.append(f"  passed over: {fault}")
+    raise InputError(f"resume='auto': none of {len(candidates)} checkpoints can be used: {notes[0].strip()}")
+
+
+def _try(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, or why it cannot be used."""
+    try:
+        checkpoint = read_checkpoint(folder)
+        check(checkpoint)
+    except InputError as error:
+        return None, str(error)
+    return checkpoint, ""
+
+
+def _model_check(task: Task) -> Callable[[Checkpoint], None]:
+    """Compares a checkpoint with the model, which is made only where there is a checkpoint to compare."""
+    made: list[nn.Module] = []
+
+    def check(checkpoint: Checkpoint) -> None:
+        if not made:
+            with random_states_preserved():
+                made.append(task.make_model())
+        check_model(checkpoint, made[0].state_dict(), read_structure(made[0]))
+
+    return check
+
+
+def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:
+    """The settings with the checkpoint's samples per step; InputError where one of them was given otherwise."""
+    record, saved = checkpoint.record, checkpoint.record["config"]
+    for name in FROZEN:
+        _compare(checkpoint, name, saved[name], getattr(config, name))
+    slot_size = record["slot_size"]
+    if config.is_local:
+        own = config.slot_size(ranks)
+        if own != slot_size:
+            raise InputError(
+                f"checkpoint {checkpoint.folder}: a step there has {slot_size} samples, with this run's batch_size "
+                f"{own}; pass batch_size={slot_size}"
+            )
+        return config
+    if config.global_batch_size is not None:
+        _compare(checkpoint, "global_batch_size", slot_size, config.global_batch_size)
+    return replace(config, global_batch_size=slot_size)
+
+
+def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:
+    if saved != own:
+        raise InputError(
+            f"checkpoint {checkpoint.folder}: it has {name}={saved!r}, this run {own!r}; pass {name}={saved!r}"
+        )
+
+
+def _finished(run: Path, config: RunConfig) -> TrainedState | None:
+    """The result of a run that has trained all that is asked for."""
+    try:
+        record = read_record(run)
+    except InputError:
+        return None
+    saved = record.get("config", {})
+    same = all(saved.get(name) == config.to_json()[name] for name in ("epochs", "max_steps", *FROZEN))
+    return TrainedState.load(run) if record.get("finished") and same else None

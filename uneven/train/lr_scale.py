@@ -1,0 +1,31 @@
+"""The factor on the learning rates of a local policy, which follows the measured speeds (policy/scale.py)."""
+
+from uneven.policy.recorded import RecordedWindows
+from uneven.policy.scale import CHANGE
+from uneven.policy.windows import Windows
+from uneven.train.engine import Engine
+from uneven.train.events import describe_lr_scale
+
+
+class LocalScale:
+    """`value` is the factor; `update` at the start, until it is known, and after every epoch."""
+
+    def __init__(self, engine: Engine, windows: Windows | RecordedWindows) -> None:
+        self._engine, self._windows = engine, windows
+        self.value = 1.0
+        self.is_known = False
+
+    def update(self) -> list[str]:
+        """Follow the speeds; a replay takes the factor from the log. Returns lines to print."""
+        if isinstance(self._windows, RecordedWindows):
+            self.value = self._windows.scale
+            return []
+        if not self._windows.is_measured:
+            return []
+        wanted = self._engine.lr_scale("auto", self._windows.speeds)
+        if abs(wanted / self.value - 1.0) <= CHANGE and self.is_known:
+            return []
+        self.is_known, self.value = True, wanted
+        self._engine.recorder.event("lr_scale", scale=wanted)
+        lr, rule = self._engine.schedule.plain[0], self._engine.config.lr_scale or "auto"
+        return [] if wanted == 1.0 else [describe_lr_scale(lr, wanted, rule)]

@@ -1,0 +1,193 @@
+"""Go on from a checkpoint: what train/saves.py has written, given back to one rank.
+
+Resuming happens in two steps. `restore_engine`, before anything is compiled or measured: params, buffers, the position
+on the axis with its ledger, and optimizer state where this rank holds all of it (a captured step keeps the tensors'
+addresses). `restore_rest`, when the group has formed and the strategy is applied: sharded state, schedule, random
+states. On other devices, or another number of them, the data order and every slot's samples stay the same: a rank
+that the checkpoint does not have takes rank 0's optimizer state and random numbers of its own.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.errors import InputError
+from uneven.parallel.strategy import FullState
+from uneven.policy.ledger import Ledger
+from uneven.policy.recorded import Round
+from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
+from uneven.results.state_tree import join_tree
+from uneven.train.engine import Engine
+from uneven.train.random_state import restore_random
+from uneven.train.rank_info import RankInfo
+from uneven.train.run_record import RunRecord
+from uneven.train.saves import param_names
+
+# Settings of a param group that say how this device computes, not what.
+DEVICE_KEYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class Resumed:
+    """A checkpoint as one rank of this run goes on from it."""
+
+    def __init__(self, folder: Path, rank_info: RankInfo) -> None:
+        self.checkpoint: Checkpoint = read_checkpoint(folder)
+        self.record = self.checkpoint.record
+        self.ledger = Ledger.from_json(self.record["ledger"])
+        self._rank = rank_info.rank
+        self._devices = [str(device) for device in rank_info.devices]
+
+    @property
+    def is_same_group(self) -> bool:
+        """Whether the checkpoint is of the same devices in the same order: then everything goes on as it was."""
+        return bool(self._devices == self.record["devices"])
+
+    @property
+    def _is_known(self) -> bool:
+        return self._rank < len(self.checkpoint.ranks)
+
+    @property
+    def own(self) -> RankPart:
+        """This rank's part; a rank that the checkpoint does not have takes rank 0's."""
+        return self.checkpoint.ranks[self._rank if self._is_known else 0]
+
+    def restore_record(self, run: RunRecord) -> None:
+        """What the run knows of its past."""
+        record = self.record
+        run.history[:] = record["history"]
+        run.saves, run.stop_rounds = list(record["saves"]), list(record["stop_rounds"])
+        run.segments = [*record["segments"], {"slot": self.ledger.trained, "devices": self._devices}]
+        run.train_seconds = record["train_seconds"]
+        run.earlier_logs = list(record["earlier_logs"])
+        if self._rank == 0:
+            gone = self.checkpoint.ranks[len(self._devices) :]
+            run.earlier_logs += [{name: part.record[name] for name in ("log", "dropped")} for part in gone]
+        if (kept := record.get("kept")) is not None and self.checkpoint.best is not None:
+            best = self.checkpoint.best
+            fields: dict[str, Any] = {
+                kind: {name.removeprefix(f"{kind}."): t for name, t in best.items() if name.startswith(f"{kind}.")}
+                for kind in ("params", "buffers", "optimizer")
+            }
+            run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
+
+    def restore_engine(self, engine: Engine) -> None:
+        """Before the warm-up."""
+        record, own = self.record, self.own.record
+        self._load_model(engine)
+        if not self._is_late(engine):
+            engine.optimizer.load_state_dict(self._optimizer_state(engine))
+        scaler = engine.eager.precision.scaler
+        if scaler.is_enabled() and own["scaler"]:
+            scaler.load_state_dict(own["scaler"])
+        log = [(slot, first, samples) for slot, first, samples in own["log"]] if self._is_known else []
+        dropped = [(slot, first, samples) for slot, first, samples in own["dropped"]] if self._is_known else []
+        rounds = [Round(int(due), int(e), int(m), scale) for due, e, m, scale in own["rounds"]]
+        engine.go_on_from(self.ledger, log, rounds if self._is_known else [])
+        engine.restore_left_out([(epoch, samples) for epoch, samples in record["skipped"]], record["skipped_slots"])
+        in_a_row = own["dropped_in_a_row"] if self._is_known else 0
+        engine.dropped.restore(dropped, record["dropped_samples"], in_a_row)
+
+    def restore_rest(self, engine: Engine) -> None:
+        """When the group has formed, just before the first slot."""
+        if self._is_late(engine):
+            assert engine.load_full_state is not None, "a strategy that shards can load"
+            engine.load_full_state(FullState(self._model_state(engine), self._optimizer_state(engine)))
+        engine.schedule.load_state_dict(self.record["schedule"])
+        losses = self.own.record["losses"] if self.is_same_group else [0.0, 0.0]
+        if not self.is_same_group and self._rank == 0:
+            losses = [
+                sum(values) for values in zip(*(part.record["losses"] for part in self.checkpoint.ranks), strict=True)
+            ]
+        engine.meter.totals.copy_(torch.tensor(losses, dtype=torch.float64))
+        if self._is_known or engine.config.is_model_parallel:
+            restore_random(self.own.record["random"], self.own.tensors, engine.device)
+        else:  # not the masks that this rank would have drawn at the beginning of the run
+            torch.manual_seed(engine.config.seed + 7919 * self._rank + 104729 * self.ledger.trained)
+
+    def user_state(self) -> dict[str, Any]:
+        """What the user's own loop had registered, by name."""
+        found: dict[str, Any] = join_tree(self.own.record["user"], self.own.tensors)
+        return found
+
+    def _is_late(self, engine: Engine) -> bool:
+        """Whether the optimizer is made anew when the group has formed."""
+        return engine.is_replaced_by_strategy
+
+    def _model_state(self, engine: Engine) -> dict[str, Tensor]:
+        tensors = dict(self.checkpoint.tensors)
+        tensors.update({name: tensors[source] for name, source in self.record["tied"].items()})
+        return {name: tensors[name] for name in engine.model.state_dict() if name in tensors}
+
+    def _load_model(self, engine: Engine) -> None:
+        check_model(self.checkpoint, dict(engine.model.state_dict()), engine.structure)
+        engine.model.load_state_dict(self._model_state(engine))
+
+    def _optimizer_state(self, engine: Engine) -> dict[str, Any]:
+        """As `load_state_dict` takes it: state by place, and the saved groups with this device's own switches."""
+        is_own = self.record["is_local"] and engine.config.is_local and self._is_known
+        part = self.own if is_own else self.checkpoint.ranks[0]
+        saved = part.record["optimizer"]
+        state, groups = join_tree(saved["state"], part.tensors), join_tree(saved["param_groups"], part.tensors)
+        names = param_names(engine)
+        own_groups = engine.optimizer.param_groups
+        saved_names = [name for group in groups for name in group["params"]]
+        if saved_names != names or [len(g["params"]) for g in groups] != [len(g["params"]) for g in own_groups]:
+            raise InputError(
+                f"checkpoint {self.checkpoint.folder}: its optimizer has {len(groups)} groups of other params than "
+                f"this one's {len(own_groups)}; make the optimizer as that run did"
+            )
+        places = iter(range(len(names)))
+        merged = [
+            {
+                **{key: value for key, value in own.items() if key not in saved_group or key in DEVICE_KEYS},
+                **{key: value for key, value in saved_group.items() if key not in DEVICE_KEYS},
+                "params": [next(places) for _ in saved_group["params"]],
+            }
+            for saved_group, own in zip(groups, own_groups, strict=True)
+        ]
+        return {
+            "state": {place: state[name] for place, name in enumerate(names) if name in state},
+            "param_groups": merged,
+        }
+
+
+def check_model(checkpoint: Checkpoint, model: Mapping[str, Tensor], structure: str | None) -> None:
+    """InputError in one line where the checkpoint is of another model."""
+    tied, saved = checkpoint.record["tied"], checkpoint.tensors
+    known = {
+        **{name: tuple(t.shape) for name, t in saved.items()},
+        **{n: tuple(saved[s].shape) for n, s in tied.items()},
+    }
+    own = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    for name in [*own, *known]:
+        if known.get(name) != own.get(name):
+            theirs = "no such tensor" if name not in known else f"shape {known[name]}"
+            ours = "no such tensor" if name not in own else f"shape {own[name]}"
+            raise InputError(
+                f"checkpoint {checkpoint.folder} is of another model: {name} has {theirs} there and {ours} here"
+            )
+    if structure is not None and checkpoint.record["structure"] not in (None, structure):
+        raise InputError(f"checkpoint {checkpoint.folder} is of another model: its graph computes something else")
+
+
+def load_user_state(value: Any, saved: Any) -> Any:
+    """Give a registered object its saved state, in place where it can be; returns the object to go on with."""
+    load = getattr(value, "load_state_dict", None)
+    if callable(load):
+        load(saved)
+        return value
+    if isinstance(value, dict) and isinstance(saved, dict):
+        value.clear()
+        value.update(saved)
+        return value
+    if isinstance(value, list) and isinstance(saved, list):
+        value[:] = saved
+        return value
+    if isinstance(value, Tensor) and isinstance(saved, Tensor):
+        with torch.no_grad():
+            value.copy_(saved)
+        return value
+    return saved

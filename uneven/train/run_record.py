@@ -1,0 +1,18 @@
+"""What a run knows of its own past, over all its segments: kept by the worker, in checkpoints and in the log."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunRecord:
+    """What the run knows of its own past, over all its segments; a resumed run goes on with it."""
+
+    history: list[dict[str, Any]] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)  # slots at which all ranks met for a checkpoint
+    stop_rounds: list[int] = field(default_factory=list)  # rounds of a local policy after which a stop was saved
+    segments: list[dict[str, Any]] = field(default_factory=list)  # where the run began and was resumed, on what
+    earlier_logs: list[dict[str, Any]] = field(default_factory=list)  # of ranks that this group does not have
+    train_seconds: float = 0.0  # of earlier segments
+    kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors that a callback kept, and their entry
+    user: dict[str, Any] = field(default_factory=dict)  # what the user's own loop registered

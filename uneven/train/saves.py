@@ -1,0 +1,256 @@
+"""What one rank saves: the run's result, and checkpoints from which it can be resumed (train/resume.py reads them).
+
+All ranks save at the same slot, where their params agree. Each adds what is its own: random states, its log and, in the
+local policies, its optimizer state; rank 0 adds the rest. results/saver.py writes in the background.
+
+[Note: snapshot for a checkpoint] Training goes on while tensors are copied. A CUDA rank enqueues its copies on the
+stream that trains, so later steps cannot change them. On a CPU the saver's thread copies, and nobody changes params or
+optimizer state before it has: the optimizer's step waits for it (a step pre-hook) and so does a merge. Buffers change
+in forward, so they are copied at once; so is everything in a loop of the user's own, which may change params anywhere.
+"""
+
+import copy
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.host_copy import copy_to_host_async
+from uneven.errors import NotFiniteError
+from uneven.policy.ledger import Ledger
+from uneven.results.checkpoint import RankPart, Whole
+from uneven.results.checkpoint_folders import prune, remove_partial
+from uneven.results.saver import Saver
+from uneven.results.state import TrainedState, capture_state, join_state, model_fields
+from uneven.results.state_tree import split_tree
+from uneven.train.engine import Engine
+from uneven.train.random_state import capture_random
+from uneven.train.run_record import RunRecord
+
+Take = Callable[[], dict[str, Tensor]]
+
+
+class Saves:
+    """Life cycle: made with the worker, `connect` once the group has formed, `save` on all ranks at once, `finish`."""
+
+    def __init__(self, engine: Engine, run: RunRecord) -> None:
+        self._engine, self._run = engine, run
+        self._saver: Saver | None = None
+        self.out: Path | None = None  # rank 0's: others need not have been given any
+
+    def connect(self) -> None:
+        """When the group has formed; a collective: all ranks write to one folder, under a word no other run has."""
+        info, out = self._engine.rank_info, self._engine.config.out
+        own = {"out": None if out is None else str(out.absolute()), "token": secrets.token_hex(4)}
+        agreed = json.loads(gather_bytes(info.group, json.dumps(own if info.rank == 0 else None).encode())[0])
+        self.out = None if agreed["out"] is None else Path(agreed["out"])
+        self._saver = Saver(info.rank, info.world_size, agreed["token"])
+        if self.out is not None and info.rank == 0:
+            remove_partial(self.out)
+        if self._copies_late:
+            for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
+                optimizer.register_step_pre_hook(lambda *_: self.wait_taken())
+
+    def wait_taken(self) -> None:
+        """Before params or optimizer state are changed: [Note: snapshot for a checkpoint]."""
+        if self._saver is not None:
+            self._saver.wait_taken()
+
+    def save(self, folder: Path, cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None) -> None:
+        """Take a checkpoint here and write it in the background; `state` is that of synchronizer and callbacks."""
+        assert self._saver is not None, "connected when the group has formed"
+        engine, run, info = self._engine, self._run, self._engine.rank_info
+        is_lead = info.rank == 0
+        full = engine.full_state() if engine.full_state is not None else None
+        values = {**dict(engine.model.named_buffers()), **dict(engine.model.named_parameters())}
+        fields, _ = model_fields(engine.model, values if full is None else full.model, engine.optimizer)
+        self.check_finite(fields["params"])
+        state_dict = engine.optimizer.state_dict() if full is None else full.optimizer
+        optimizer, optimizer_tensors = self._optimizer_tree(state_dict)
+        random, random_tensors = capture_random(engine.device)
+        user, user_tensors = split_tree({name: user_state(value) for name, value in run.user.items()}, "user")
+        scaler = engine.eager.precision.scaler
+        own = {
+            "log": list(engine.log),
+            "rounds": list(engine.rounds),
+            "dropped": list(engine.dropped.parts),
+            "dropped_in_a_row": engine.dropped.in_a_row,
+            "losses": engine.meter.totals.tolist(),
+            "optimizer": optimizer,
+            "random": random,
+            "scaler": scaler.state_dict() if scaler.is_enabled() else None,
+            "user": user,
+        }
+        late = self._snapshot(optimizer_tensors)
+        early = {name: tensor.clone() for name, tensor in {**random_tensors, **user_tensors}.items()}
+        whole = self._whole(fields, cause, ledger, state, stopped) if is_lead else None
+
+        def take() -> tuple[RankPart, Whole | None]:
+            return RankPart({**early, **late()}, own), None if whole is None else whole()
+
+        self._saver.start(folder, take, self._prune if is_lead else None)
+
+    def _whole(
+        self, fields: dict[str, Any], cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None
+    ) -> Callable[[], Whole]:
+        """What rank 0 adds: the agreed params and buffers, and the record."""
+        engine, run, info = self._engine, self._run, self._engine.rank_info
+        params = self._snapshot(fields["params"])
+        buffers = {name: tensor.to("cpu", copy=True) for name, tensor in fields["buffers"].items()}
+        record = {
+            **self._state(fields, stopped=stopped).record(),
+            "cause": cause,
+            "world_size": info.world_size,
+            "devices": [str(device) for device in info.devices],
+            "is_local": engine.config.is_local and info.world_size > 1,
+            "slot_size": engine.axis.slot_size,
+            "ledger": ledger.to_json(),
+            "saves": list(run.saves),
+            "stop_rounds": list(run.stop_rounds),
+            "segments": list(run.segments),
+            "earlier_logs": list(run.earlier_logs),
+            "train_seconds": self.train_seconds,
+            "schedule": engine.schedule.state_dict(first_needed=self._first_needed(ledger)),
+            "skipped_slots": engine.skipped_slots,
+            "dropped_samples": engine.dropped.samples,
+            **state,
+        }
+        record = copy.deepcopy(record)  # it is written while training goes on and changes lists that are in it
+        best: dict[str, Tensor] | None = None
+        if run.kept is not None:
+            kept, entry = run.kept
+            best = {
+                f"{kind}.{name}": tensor
+                for kind in ("params", "buffers", "optimizer")
+                for name, tensor in kept[kind].items()
+            }
+            record["kept"] = {"entry": entry, "tied": kept["tied"], "param_groups": kept["param_groups"]}
+        return lambda: Whole({**params(), **buffers}, record, best)
+
+    def _first_needed(self, ledger: Ledger) -> int:
+        return self._engine.axis.schedule_position(ledger.first_untrained)
+
+    @property
+    def train_seconds(self) -> float:
+        """Over all segments of the run."""
+        return self._run.train_seconds + self._engine.recorder.account().training_s
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+
+    def take_notes(self) -> list[str]:
+        return [] if self._saver is None else self._saver.take_notes()
+
+    def result(self, stopped: str | None) -> TrainedState:
+        """What the run returns: its last tensors, or those that a callback has kept."""
+        tensors, entry = (self.tensors(), None) if self._run.kept is None else self._run.kept
+        state = self._state(tensors, entry, stopped)
+        self.check_finite(state.params)
+        return state
+
+    def tensors(self) -> dict[str, Any]:
+        """Copies on the host of the tensor fields of a TrainedState; a collective where something is sharded."""
+        engine = self._engine
+        if engine.full_state is None:
+            return capture_state(engine.model, engine.optimizer)
+        full = engine.full_state()
+        return join_state(engine.model, engine.optimizer, full.model, full.optimizer)
+
+    def check_finite(self, params: Mapping[str, Tensor]) -> None:
+        """NotFiniteError before params are saved that an update has spoilt; on all ranks alike, which hold the same."""
+        for name, param in self._engine.model.named_parameters():
+            if param.requires_grad and not bool(params[name].isfinite().all()):
+                raise NotFiniteError(
+                    f"{name} is not finite after slot {self._engine.trained - 1} on rank "
+                    f"{self._engine.rank_info.rank}, though losses and gradients were; such params are not saved: the "
+                    "learning rate may be too high"
+                )
+
+    def _state(
+        self, tensors: dict[str, Any], best: dict[str, Any] | None = None, stopped: str | None = None
+    ) -> TrainedState:
+        engine, trained = self._engine, self._engine.trained
+        is_finished = trained == engine.axis.total
+        return TrainedState(
+            **tensors,
+            history=list(self._run.history),
+            config=engine.config.to_json(),
+            slot=trained,
+            samples=engine.samples_before(trained) - engine.dropped.samples,
+            skipped=list(engine.skipped),
+            dataset_samples=engine.axis.epoch_samples,
+            finished=is_finished,
+            stopped=None if is_finished else stopped,
+            best=best,
+            structure=engine.structure,
+        )
+
+    def _optimizer_tree(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """The optimizer's state by param name; None on ranks whose state is that of rank 0."""
+        engine = self._engine
+        is_own = engine.config.is_local and engine.rank_info.world_size > 1
+        if engine.rank_info.rank > 0 and not is_own:
+            return None, {}
+        names = param_names(engine)
+        by_name = {names[int(place)]: values for place, values in state["state"].items()}
+        groups = [
+            {**{key: value for key, value in group.items() if _is_kept(value)}, "params": [names[p] for p in places]}
+            for group in state["param_groups"]
+            for places in [group["params"]]
+        ]
+        skeleton, tensors = split_tree(by_name, "optimizer")
+        group_skeleton, group_tensors = split_tree(groups, "param_groups")
+        return {"state": skeleton, "param_groups": group_skeleton}, {**tensors, **group_tensors}
+
+    @property
+    def _copies_late(self) -> bool:
+        engine = self._engine
+        return engine.device.type == "cpu" and engine.full_state is None and not engine.is_own_loop
+
+    def _snapshot(self, tensors: Mapping[str, Tensor]) -> Take:
+        """A function for the saver's thread that returns copies on the host of the tensors as they are now."""
+        if self._copies_late:
+            return lambda: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        copies = {name: copy_to_host_async(tensor) for name, tensor in tensors.items()}
+        return lambda: {name: copied() for name, copied in copies.items()}
+
+    def _prune(self) -> None:
+        config = self._engine.config
+        if self.out is not None and (config.keep_last is not None or config.keep_best is not None):
+            prune(self.out, config.keep_last, config.keep_best, *_monitored(config.monitor))
+
+
+def param_names(engine: Engine) -> list[str]:
+    """The names of the optimizer's params, in its order."""
+    names = {param: name for name, param in engine.model.named_parameters()}
+    optimizer: Optimizer = engine.optimizer
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [names.get(param, f"unnamed.{place}") for place, param in enumerate(params)]
+
+
+def _monitored(name: str | None) -> tuple[str, str]:
+    """The metric by which the best checkpoints are kept, and whether its least or largest value is the best."""
+    name = name or "loss"
+    is_least = any(word in name.lower() for word in ("loss", "error", "perplexity", "mse", "mae"))
+    return name, "min" if is_least else "max"
+
+
+def user_state(value: Any) -> Any:
+    """What is kept of an object that the user registered."""
+    state_dict = getattr(value, "state_dict", None)
+    return state_dict() if callable(state_dict) else value
+
+
+def _is_kept(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | Tensor | list | tuple)
