@@ -9,17 +9,18 @@ import heapq
 import json
 import random
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Container, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from uneven.policy.axis import Axis
-from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.stream_axis import UNKNOWN, StreamAxis
 from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
 
 NEVER = float("inf")
+END = -1
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Cluster:
     spikes: float = 0.0  # how often a slot takes three times as long
     wander: float = 0.0  # a factor that holds for some dozen slots: noise that a window does not average out
     stop: tuple[int, int, float] | None = None  # (rank, from this slot on, ms): stands still, once
+    freeze: tuple[int, float, float] | None = None  # (rank, probability, ms): stands still before it asks for a slot
     change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor of its time)
     lies: list[float] | None = None  # factors of the times that ranks tell the others
     transfer_ms: float = 1.0
@@ -76,6 +78,8 @@ class Round:
     met_ms: float = NEVER
     arrival_ms: float = NEVER
     waiting: list[int] = field(default_factory=list)
+    handed: dict[int, int] = field(default_factory=dict)  # by each rank before it merged: the end of its slots
+    free: int = 0  # first_free_slot
     print: int | None = None  # of the controller that has noted it
     anchor: float = 0.0
     counts: tuple[int, ...] = ()
@@ -97,6 +101,12 @@ class Outcome:
     state: dict[str, Any] = field(default_factory=dict)  # of the controller in the end
     start: int = 0
     stop: int = 0
+    requested: set[int] = field(default_factory=set)  # slots that became events for a wish
+
+    def next_event(self, slot: int) -> int:
+        """As it was in the end."""
+        event = self.cluster.next_event(slot)
+        return min([event, *(one for one in self.requested if one > slot)])
 
     @property
     def efficiency(self) -> float:
@@ -122,7 +132,8 @@ Life = Generator["float | Round", None, None]
 class Simulation:
     """`hints` are the times per slot measured beforehand; None as in a loop of the user's own.
 
-    A run may begin at a slot > 0, with the `state` of another run's controller or none, and stop at an event.
+    A run may begin at a slot > 0, with the `state` of another run's controller or none, and stop at an event. In every
+    round of these `wishes` (numbers) a rank wishes for an event as soon as possible.
     """
 
     def __init__(
@@ -135,11 +146,12 @@ class Simulation:
         start: int = 0,
         stop: int | None = None,
         state: dict[str, Any] | None = None,
+        wishes: Container[int] = (),
     ) -> None:
         self.cluster, self.config = cluster, config
         self.now_ms = 0.0
         self.outcome = Outcome(cluster, start=start, stop=cluster.total if stop is None else stop)
-        self.state = state
+        self.state, self.wishes = state, wishes
         self.claimed = 0
         self._rng = random.Random(cluster.seed)
         self._queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(cluster.ranks)]
@@ -210,6 +222,9 @@ class _Rank:
             stream.connect(self._ends_within)
             next_event = lambda slot: stream.epoch_end(min(stream.epochs_before(slot), stream.epochs - 1))  # noqa: E731
             total = UNKNOWN
+        self._requested: set[int] = set()
+        static = next_event
+        next_event = lambda slot: min([static(slot), *(one for one in self._requested if one > slot)])  # noqa: E731
         self.stream_end, self.epoch = StreamEnd(axis), 0
         self.windows = Windows(config, cluster.ranks, cluster.slot_size, next_event, hints, cluster.hides_ends)
         if simulation.state is not None:
@@ -219,7 +234,8 @@ class _Rank:
         self.slot_schedule = SlotSchedule(
             self.windows, rank, total, self._claim if config.is_async else None, max_staleness
         )
-        self.slot_schedule.claim_ms = cluster.claim_ms
+        self.slot_schedule.claim_ms, self.slot_schedule.lookahead = cluster.claim_ms, cluster.lookahead
+        self._handed_stop = 0
         self.round = Round(0)  # the last one entered
         self.most_lead = 0
         self._rng = random.Random(f"{cluster.seed} {rank}")
@@ -235,8 +251,13 @@ class _Rank:
 
     def life(self) -> Life:
         yield from self._boundary()
-        idle = 0
-        for slot in self._feed():
+        idle, feed = 0, self._feed()
+        while True:
+            if self._freezes():
+                yield self.cluster.freeze[2]  # type: ignore[index]
+            slot = next(feed, END)
+            if slot is END:
+                return
             if self._owed_ms:
                 yield self._paid_ms()
             before = self.windows.rounds, self.slot_schedule.in_flight
@@ -255,8 +276,13 @@ class _Rank:
             ahead.append(self._hand())
             yield ahead.popleft()
 
+    def _freezes(self) -> bool:
+        freeze = self.cluster.freeze
+        return freeze is not None and freeze[0] == self.rank and self._rng.random() < freeze[1]
+
     def _hand(self) -> int | None:
         slot = self.slot_schedule.hand()
+        self._handed_stop = max(self._handed_stop, 0 if slot is None else slot + 1)
         if slot is None or not self.cluster.hides_ends:
             return slot
         found = self.stream_end.slot(slot, self.epoch, self.slot_schedule)
@@ -288,6 +314,7 @@ class _Rank:
             busy_ms=self._busy_ms,
             fingerprint=float(self.windows.fingerprint()),
             end_samples=float(self.stream_end.samples),
+            limit=float(self.slot_schedule.set_limit()),
         )
         self._busy_ms = self._samples = 0.0
         self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
@@ -307,6 +334,12 @@ class _Rank:
         rows = [one.rows[rank] for rank in range(self.cluster.ranks)]
         self.stream_end.learn(rows, self.epoch)
         passed = self.windows.passed
+        one.handed[self.rank] = self._handed_stop
+        one.free = first_free_slot(rows, self.windows.event)
+        if self.windows.rounds in self.simulation.wishes:
+            self._requested.add(one.free)
+            self.windows.learn_event(one.free)
+            self.simulation.outcome.requested.add(one.free)
         self.simulation.note(one, self.windows)
         self.slot_schedule.merged()
         if self.windows.passed != passed:
@@ -386,10 +419,11 @@ def check(outcome: Outcome) -> None:
     for one in rounds:
         assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
         assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
+        assert max(one.handed.values()) <= one.free, "a rank was handed a slot beyond the event it had still to learn"
         assert all(at_ms >= one.arrival_ms for at_ms in one.merged_ms.values()), "merged before it was there"
     event, free_ms = start, 0.0
     while event < stop:
-        last, event = event, cluster.next_event(event)
+        last, event = event, outcome.next_event(event)
         assert event in dues, "an event without a round"
         one = rounds[dues.index(event)]
         assert all(row.next_slot >= event for row in one.rows.values()), "a rank passed an event too early"

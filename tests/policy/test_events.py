@@ -73,8 +73,61 @@ def test_the_next_event_is_the_first_slot_at_which_something_is_done(each: Every
         (" 1_000 steps ", Every(1000, "steps")),
         ("500steps", Every(500, "steps")),
         ("2 epochs", Every(2, "epochs")),
-        *[(bad, None) for bad in (0, -1, True, 2.5, "", "0 steps", "-5 steps", "5", "5 minutes", "steps 5", None)],
+        ("10 min", Every(600.0, "seconds")),
+        ("5 minutes", Every(300.0, "seconds")),
+        ("30 s", Every(30.0, "seconds")),
+        ("90sec", Every(90.0, "seconds")),
+        ("1 second", Every(1.0, "seconds")),
+        ("2 hrs", Every(7200.0, "seconds")),
+        (" 1.5 h ", Every(5400.0, "seconds")),
+        (".5 hours", Every(1800.0, "seconds")),
+        *[(bad, None) for bad in (0, -1, True, 2.5, "", "0 steps", "-5 steps", "5", "steps 5", None, "0 s", "-1 min")],
+        *[
+            (bad, None)
+            for bad in (
+                "5 ms",
+                "5 ss",
+                "5 m",
+                "min",
+                "1e3 s",
+                "1.5 steps",
+                "1 . 5 h",
+                "10 minss",
+                "inf h",
+                "9" * 400 + " h",
+            )
+        ],
     ],
 )
 def test_intervals_as_they_are_written(value: object, wanted: Every | None) -> None:
     assert read_every(value) == wanted
+
+
+def test_times_have_no_slots_until_one_is_requested() -> None:
+    found = events("10 min", save_every="30 s", out="runs/x")
+    assert evaluated(found) == [36]
+    assert not any(found.saves(slot) for slot in range(37))
+    assert found.next_event(0) == 36
+    found.request_save(11)
+    found.request_evaluation(20)
+    found.request_save(36)
+    assert [slot for slot in range(37) if found.saves(slot)] == [11]
+    assert evaluated(found) == [20, 36]
+    assert [found.next_event(slot) for slot in (0, 10, 11, 19, 20, 36)] == [11, 11, 20, 20, 36, 36]
+    without = Events(AXIS)
+    without.request_evaluation(5)
+    without.request_save(7)
+    assert without.next_event(0) == 7, "nothing to evaluate"
+    assert Events(AXIS).next_event(0) == 36, "requests are of one run"
+
+
+@given(intervals, st.sets(st.integers(1, 36), max_size=4), st.sets(st.integers(1, 36), max_size=4))
+def test_requests_and_intervals_go_together(each: Every, saves: set[int], evaluations: set[int]) -> None:
+    found = Events(AXIS, each, None)
+    for slot in saves:
+        found.request_save(slot)
+    for slot in evaluations:
+        found.request_evaluation(slot)
+    for slot in range(36):
+        done = [one for one in range(slot + 1, 37) if found.evaluates(one) or found.saves(one) or one == 36]
+        assert found.next_event(slot) == done[0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policy.simulation import Cluster, Outcome, Simulation
-from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 
 CADENCE, ASYNC = LocalSGDConfig(), LocalSGDConfig(is_async=True)
@@ -86,6 +86,52 @@ def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
     shares = tuple(float(rank % 3) for rank in range(1, cluster.ranks + 1))
     outcome = Simulation(cluster, LocalSGDConfig(anchor=anchor, shares=shares)).run()
     assert outcome.decisions == []
+
+
+# A wish for an event: at a slot that nobody has passed when he learns of it (checked in the simulation)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    clusters(),
+    st.booleans(),
+    st.sampled_from([None, 1.0]),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 12)),
+    st.booleans(),
+)
+def test_a_wish_becomes_an_event_on_any_cluster(
+    cluster: Cluster, is_async: bool, hint: float | None, max_staleness: int, wishes: set[int], freezes: bool
+) -> None:
+    cluster = replace(cluster, freeze=(0, 0.1, 2000.0) if freezes else None)
+    hints = None if hint is None else list(cluster.slot_ms)
+    config = LocalSGDConfig(is_async=is_async, anchor=3)
+    outcome = Simulation(cluster, config, hints, max_staleness or None, wishes=wishes).run()
+    dues = [one.due for one in outcome.rounds]
+    assert outcome.requested <= set(dues), "an event without a round"
+    if not is_async:
+        assert [one.free for one in outcome.rounds] == dues, "in cadence it is the round's own slot"
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_the_slot_of_a_wish_is_few_windows_away_even_if_a_rank_stands_still(lookahead: int) -> None:
+    slot_ms, config = [10.0, 25.0, 14.0], LocalSGDConfig(is_async=True, max_anchor=10)
+    for rank, seed in ((0, 1), (1, 2), (2, 3)):
+        cluster = Cluster(slot_ms, 1500, seed=seed, lookahead=lookahead, freeze=(rank, 0.03, 2000.0))
+        outcome = run(cluster, config)
+        ahead = [(one.free - one.due) / sum(one.counts) for one in outcome.rounds]
+        assert 2.0 < sorted(ahead)[len(ahead) // 2] < 3.0
+        assert max(ahead) < 4.5, "a rank that stood still enters late, when the others have claimed two windows more"
+        wished = Simulation(cluster, config, list(slot_ms), wishes=range(0, 1000, 5)).run()
+        assert len(wished.requested) > 3
+
+
+def test_the_limit_costs_nothing() -> None:
+    """A rank reaches it only where others went farther than its staleness lets it follow."""
+    rng = random.Random(1)
+    for lookahead in (0, 8):
+        cluster = replace(random_cluster(rng, 4, 30), lookahead=lookahead)
+        assert run(cluster, ASYNC).efficiency > 0.975
 
 
 # Stopped at an event, and resumed by fresh ranks
@@ -278,6 +324,31 @@ def test_a_claim_past_an_event_is_kept_until_it_is_passed() -> None:
     slot_schedule.merged()
     assert windows.event == 40
     assert slot_schedule.hand() == 22
+
+
+def test_a_claim_past_the_limit_is_kept_until_the_round_is_merged() -> None:
+    """The others have merged and gone on, while this rank stood still between two slots."""
+    windows, slot_schedule = alone(10_000, 10_000, [10.0, 10.0])
+    while not slot_schedule.is_due():
+        assert slot_schedule.hand() is not None
+        slot_schedule.trained()
+    limit = slot_schedule.set_limit()
+    assert 40 < limit - windows.due < 60
+    slot_schedule.enter()
+    assert slot_schedule.hand() is not None
+    slot_schedule.claim = lambda many: limit
+    assert slot_schedule.hand() is None
+    assert not slot_schedule.may_merge(has_arrived=False)
+    slot_schedule.trained()
+    assert slot_schedule.may_merge(has_arrived=False), "it waits for the average"
+    reports = [RoundReport(next_slot=limit, limit=limit), RoundReport(next_slot=windows.due, limit=limit - 2)]
+    assert first_free_slot(reports, windows.event) == limit
+    assert first_free_slot(reports, limit - 5) == limit - 5, "an event that comes before it serves as well"
+    windows.learn_event(limit + 3)
+    windows.note(reports)
+    slot_schedule.merged()
+    assert windows.event == limit + 3
+    assert slot_schedule.hand() == limit
 
 
 def test_a_round_is_due_when_claims_have_come_to_it_whatever_the_feed_still_holds() -> None:

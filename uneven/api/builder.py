@@ -69,7 +69,7 @@ class Builder(SettingMethods):
         batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> "Self":
-        """Evaluate every N epochs, or as in "500 steps", and always at the end; not counted as training time.
+        """Evaluate every N epochs, or as in "500 steps" or "10 min", and always at the end; it is no training time.
 
         The setting `eval_every` says the same and takes precedence. The test set may be a DataLoader, which is read as
         it says. Any other is read with the builder's `collate_fn`, unless it is given one here.

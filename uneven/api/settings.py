@@ -218,7 +218,7 @@ class SettingMethods:
         return self.settings(num_workers=num_workers)
 
     def eval_every(self, eval_every: int | str | None) -> "Self":
-        """Evaluate every N epochs, or as in '500 steps'; the end of the run is always evaluated."""
+        """Evaluate every N epochs, or as in '500 steps' or '10 min'; the end of the run is always evaluated."""
         return self.settings(eval_every=eval_every)
 
     def monitor(self, monitor: str | None) -> "Self":

@@ -236,7 +236,8 @@ class RunConfig:
     eval_every: int | str | None = field(
         default=None,
         metadata=about_every(
-            "Evaluate every N epochs, or as in '500 steps'; the end of the run is always evaluated.", "every epoch"
+            "Evaluate every N epochs, or as in '500 steps' or '10 min'; the end of the run is always evaluated.",
+            "every epoch",
         ),
     )
     monitor: str | None = field(

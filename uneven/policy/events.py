@@ -1,10 +1,11 @@
 """Events: the slots at which all ranks synchronize for an evaluation, a checkpoint or the end of an epoch or run.
 
 Both kinds of policy ask here, with slots that are trained: the exact ones after every step, the local ones for the next
-event that ends a window. The answer depends on the axis and the settings alone, so it is the same on all ranks.
+event that ends a window. The answer depends on the axis, the settings and what was requested on all ranks alike, so
+it is the same on all ranks. An interval of time has no slots of its own: whoever keeps the clock requests one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from uneven.config import Evaluation, Every, RunConfig, read_every
 from uneven.policy.axis import Axis
@@ -19,31 +20,55 @@ class Events:
     evaluation: Every | None = None
     checkpoint: Every | None = None
     has_every_epoch: bool = False  # in a loop of the user's own, and on a stream without length
+    extra_saves: set[int] = field(default_factory=set, compare=False)
+    extra_evaluations: set[int] = field(default_factory=set, compare=False)
+
+    def request_save(self, slot: int) -> None:
+        """Write a checkpoint at this slot, too: on all ranks, before any of them has passed it.
+
+        first_free_slot in policy/slot_schedule.py finds such a slot in the local policies.
+        """
+        self.extra_saves.add(slot)
+
+    def request_evaluation(self, slot: int) -> None:
+        """Evaluate at this slot, too; as `request_save`."""
+        self.extra_evaluations.add(slot)
 
     def evaluates(self, slot: int) -> bool:
         """Whether the model is evaluated here; at the end of the run it always is."""
-        return self.evaluation is not None and (self._is_at(self.evaluation, slot) or slot == self.axis.total)
+        if self.evaluation is None:
+            return False
+        return self._is_at(self.evaluation, slot) or slot in self.extra_evaluations or slot == self.axis.total
 
     def saves(self, slot: int) -> bool:
         """Whether a checkpoint is written here; at the end of the run the state is the result."""
-        return self.checkpoint is not None and self._is_at(self.checkpoint, slot) and slot != self.axis.total
+        is_asked = self.checkpoint is not None and self._is_at(self.checkpoint, slot)
+        return (is_asked or slot in self.extra_saves) and slot != self.axis.total
 
     def next_event(self, slot: int) -> int:
         """The first slot after this one that needs all ranks at once; the end of the run is its own successor."""
         each = Every(1, "epochs") if self.has_every_epoch else None
         intervals = [every for every in (self.evaluation, self.checkpoint, each) if every is not None]
-        return min([self.axis.total, *(self._next(every, slot) for every in intervals)])
+        extra = self.extra_saves if self.evaluation is None else self.extra_saves | self.extra_evaluations
+        requested = (one for one in extra if one > slot)
+        found = min([self.axis.total, *(self._next(every, slot) for every in intervals)])
+        return min(found, min(requested, default=found))
 
     def _is_at(self, every: Every, slot: int) -> bool:
+        if every.unit == "seconds":
+            return False
         if every.unit == "steps":
             return slot % every.number == 0
         epochs = self.axis.epochs_before(slot)
         return epochs > 0 and epochs % every.number == 0 and slot == self.axis.epoch_end(epochs - 1)
 
     def _next(self, every: Every, slot: int) -> int:
+        if every.unit == "seconds":
+            return self.axis.total
+        number = int(every.number)
         if every.unit == "steps":
-            return (slot // every.number + 1) * every.number
-        epochs = (self.axis.epochs_before(slot) // every.number + 1) * every.number
+            return (slot // number + 1) * number
+        epochs = (self.axis.epochs_before(slot) // number + 1) * number
         return self.axis.epoch_end(min(epochs, self.axis.epochs) - 1)
 
 

@@ -5,13 +5,29 @@ they share. Pure bookkeeping: the caller (train/local_sgd.py, or the simulation 
 keeps the clock.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from uneven.policy.windows import Windows
+from uneven.policy.windows import RoundReport, Windows
 
 CLAIM_SHARE = 0.01  # a claim may cost this fraction of the time of the slots it claims
+
+
+def first_free_slot(reports: Sequence[RoundReport], event: int) -> int:
+    """The first slot that may become an event for a wish in this round: no rank is past it when it learns of it.
+
+    Every rank computes it from the same reports, when it merges the round, and makes it an event by
+    Windows.learn_event. Until then a rank goes on training, and how far is not known by claims alone: a rank that stood
+    still before a claim, while the others merged and went on, would get slots beyond any number fixed beforehand. So
+    each rank sets itself a limit when it enters the round, and reports it. The bound: a slot that a rank hands out
+    before it has merged the round is (1) one it had handed out before it entered, which lies below its limit, since
+    that counts from its last claim; (2) one it handed out since, and `hand` gives none from the limit on while a round
+    is in flight. So it lies below the largest limit. `event`, the next one that all ranks know, serves as well where it
+    comes first, since no rank passes it before a round there, which is this one or a later one.
+    """
+    return min(event, int(max(report.limit for report in reports)))
 
 
 @dataclass
@@ -32,13 +48,16 @@ class SlotSchedule:
     in_flight: bool = False  # a round was entered and is not merged yet
     parts: int = 0  # trained by this rank
     staleness: int = 0  # trained since it entered the round in flight
+    lookahead: int = 0  # slots that its feed reads ahead
     end: int | None = None  # where a stream without length ends, as this rank was told; an event of its own till agreed
     _given: deque[int] = field(default_factory=deque)
     _handed: int = 0
     _window: int = -1  # the window whose cut was last given
     _base: int | None = None  # the slot at which the shared counter was 0
     _claimed: int = 0  # the first slot of the last claim
+    _claimed_stop: int = 0  # the end of the last claim
     _since: int = 0  # trained since that claim
+    _limit: int | None = None  # with a round in flight: no slot from it on is handed out before that is merged
     _first: int = 0  # slots before it were left out: they are claimed and dropped
 
     @property
@@ -94,6 +113,19 @@ class SlotSchedule:
         is_event = self.windows.due == self.windows.event
         return not self._is_divided and not is_event and self._front >= self.windows.due
 
+    def set_limit(self) -> int:
+        """Just before it enters a round: the limit that this rank then keeps, for its report. See first_free_slot.
+
+        A rank that waits for the average has nothing beyond the round's slot. Any other goes on up to the limit, which
+        is far enough away to be no hindrance: how far all ranks get while this one, at its speed, trains what its
+        staleness allows, what its feed reads ahead and a claim more. That is little more than two windows.
+        """
+        self._limit = self.windows.due
+        if not self._is_divided and not self.windows.is_blocking:
+            own = self._max_staleness + self.lookahead + max(1, self.windows.counts[self.rank] // 4)
+            self._limit = max(self.windows.due, self._claimed_stop, self._front) + math.ceil(own / self._share)
+        return self._limit
+
     def enter(self) -> None:
         self.in_flight, self.staleness = True, 0
 
@@ -103,7 +135,7 @@ class SlotSchedule:
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
-        self.in_flight = False
+        self.in_flight, self._limit = False, None
         if self.end is not None and self.windows.passed >= self.end:
             self.end = None
         if not self._is_divided:
@@ -111,8 +143,9 @@ class SlotSchedule:
 
     @property
     def _barrier(self) -> int:
-        """The slot that this rank must not pass before all ranks have got there."""
-        return self.windows.event if self.end is None else min(self.windows.event, self.end)
+        """The slot that this rank must not pass before all ranks have got there, or before it has merged."""
+        known = [slot for slot in (self.end, self._limit) if slot is not None]
+        return min([self.windows.event, *known])
 
     @property
     def _front(self) -> int:
@@ -148,6 +181,7 @@ class SlotSchedule:
             return
         while True:
             self._claimed, self._since = base + self.claim(count), 0
+            self._claimed_stop = self._claimed + count
             if self._claimed + count > self._first:
                 break
         self._given.extend(range(max(self._first, self._claimed), min(self._claimed + count, self.total)))

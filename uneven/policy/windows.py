@@ -43,6 +43,7 @@ class RoundReport(NamedTuple):
     dropped: float = 0.0  # of `samples`: of steps that were not finite
     bad_slot: float = 0.0  # the last of these steps ...
     bad_cause: float = 0.0  # ... and why, see step/finite.py
+    limit: float = 0.0  # slots from it on it hands out only after it has merged this round, see first_free_slot
     end_samples: float = 0.0  # of the epoch in progress, where this rank was told the end of a stream without length
     wish: float = 0.0  # to save or evaluate soon, see train/synchronizer.py
     claimed: float = 0.0  # slots that this rank has claimed so far
@@ -152,6 +153,14 @@ class Windows:
         self.start = max(self.due, self._held, *next_slots)
         self._set_due()
         return decisions
+
+    def learn_event(self, slot: int) -> None:
+        """A slot that was asked for in the reports of a round becomes an event; on all ranks, before `note`.
+
+        No rank was handed a slot beyond it: policy/slot_schedule.py::first_free_slot. `next_event` knows it already.
+        """
+        assert slot >= self.due, f"slot {slot} cannot become an event: ranks may have passed the round at {self.due}"
+        self.event = min(self.event, slot)
 
     def _learn_event(self, was_divided: bool) -> None:
         """Where nobody knew the next event, a stream's end: it may lie inside the window, and the round was at it."""
