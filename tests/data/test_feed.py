@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.faults import alive
-from tests.forked import ForkedPopen
+from tests.forked import ForkedPopen, run_forked
 from uneven.data.feed import make_feed
 from uneven.data.tensors import TensorData
 from uneven.policy.axis import Axis, Part, part_of
@@ -123,7 +123,8 @@ def test_loader_processes_read_the_same_samples() -> None:
 def test_loader_processes_of_a_rank_do_not_run_the_script_again(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    answer = run_forked([sys.executable, script])
+    assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["begun", "[0,2,4,6,8,10]"]
 
 
