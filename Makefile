@@ -64,6 +64,7 @@ test-cuda: $(STAMP)
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o timeout=900
+	$(BIN)/python -m pytest -m 'hypothesis and not cuda' --hypothesis-profile soak
 
 # Another torch brings what it needs itself in its own versions; everything else stays as it is pinned.
 TORCHS := torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|sympy|typing_extensions

@@ -78,7 +78,7 @@ def whole(axis: Axis, batch_size: int) -> list[Part]:
     return [part_of(slot, (slot.samples,), 0, batch_size) for slot in axis.slots()]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
 def test_every_feed_gives_every_sample_once_an_epoch_in_the_same_order(
     samples: int, batch_size: int, accumulate: int, epochs: int

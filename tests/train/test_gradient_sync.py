@@ -154,7 +154,7 @@ def test_equals_one_process(cell: dict[str, Any]) -> None:
     assert_exact(train(size, policy="balanced", **common), dense, optimizer, dtype)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 3))
 def test_equals_one_process_whatever_the_shares(shares: list[int], slot: int, accumulate: int) -> None:
     if sum(shares) == 0:
