@@ -11,8 +11,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/uneven demo
 
+# Compiled files are kept whatever the shell says: the processes of pytest would compile all tests each time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)
 	$(BIN)/ruff check .
