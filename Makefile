@@ -11,8 +11,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/uneven demo
 
+# Compiled files are kept whatever the shell says: the processes of pytest would compile all tests each time.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -64,6 +65,7 @@ test-cuda: $(STAMP)
 # Long repeats with upper time limits: killed, stopped and interrupted runs.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak -o timeout=900
+	$(BIN)/python -m pytest -m 'hypothesis and not cuda' --hypothesis-profile soak
 
 # Another torch brings what it needs itself in its own versions; everything else stays as it is pinned.
 TORCHS := torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|sympy|typing_extensions

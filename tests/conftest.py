@@ -21,9 +21,10 @@ from hypothesis import HealthCheck, settings
 
 from tests import forked
 
-# How long an example takes is the machine's affair: on a busy one no test fails for it.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# How long an example takes is the machine's affair: on a busy one no test fails for it. `make soak` draws more of them.
+settings.register_profile("soak", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", settings.get_profile("soak"), max_examples=40)
+settings.load_profile("short")
 
 # Files run whole, one after the other in each process of pytest. Those that take longest go first: a long one that
 # comes last would keep one core busy while the other has nothing to do.

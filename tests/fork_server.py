@@ -26,6 +26,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,10 +44,13 @@ WARM = (
     "safetensors.torch",
     "typer",
     "uneven",
+    "uneven.bench.single.run",
+    "uneven.cli.main",
     "uneven.launch.launcher",
     "uneven.launch.rank",
     "uneven.launch.script",
     "uneven.train.worker",
+    *(("uneven.timeline.charts",) if find_spec("bokeh") else ()),
 )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
+
 SMI = """#!/bin/sh
 case "$1" in
   --query-gpu=*)
@@ -29,19 +31,20 @@ SECTIONS = [
 def diagnose(
     *arguments: str, without: tuple[str, ...] = (), path: str = "/usr/bin:/bin"
 ) -> "subprocess.CompletedProcess[str]":
-    """Run in a process of its own, with some packages made to look not installed."""
+    """Run in a process of its own, with some packages made to look not installed.
+
+    Where it loads torch it is forked, which has that already.
+    """
     hide = "".join(f"sys.modules[{name!r}] = None; " for name in without)
     code = f"import sys; {hide}from uneven.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "diagnose", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PATH": path, "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/nowhere"},
-    )
+    command: list[str | Path] = [sys.executable, "-c", code, "diagnose", *arguments]
+    env = {"PATH": path, "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/nowhere"}
+    if "torch" not in without:
+        return run_forked(command, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
 
 
+@pytest.mark.real_start
 def test_a_machine_with_torch_and_no_gpu_is_fine() -> None:
     pytest.importorskip("torch")
     done = diagnose(without=("pynvml",))

@@ -1,6 +1,5 @@
 """Batches of every shape that people return from a collate function, moved, pinned and sent between processes."""
 
-import subprocess
 import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from tests.forked import run_forked
 from uneven.data.batches import Collate, Loaded, pin, to_device
 from uneven.data.pickling import MAPPED_BYTES, MappedArrays, dumps, give_mapped, loads
 
@@ -175,7 +175,6 @@ print(sorted({offset for batch in batches for offset in batch.offsets}), feed.lo
 
 def test_batches_of_the_scripts_own_classes_come_from_loader_processes_that_share_the_data(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = run_forked([sys.executable, tmp_path / "script.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0, 2, 4, 6, 8, 10]", "['/memfd:uneven-data']", "[10, 11] 2"]

@@ -73,10 +73,18 @@ def random_cluster(rng: random.Random, ranks: int) -> list[Cost]:
     return [Cost(rng.uniform(0, 3), rng.uniform(0.2, 1.0) * rng.choice([1, 1, 2.5, 10])) for _ in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
-def test_a_thousand_clusters_with_wrong_hints_settle_and_stay(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "clusters"),
+    [
+        *((2, 100), (3, 100), (4, 100), (8, 30), (16, 20), (64, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((2, 300), (3, 300), (4, 300), (8, 60), (16, 60), (64, 4))
+        ),
+    ],
+)
+def test_hundreds_of_clusters_with_wrong_hints_settle_and_stay(ranks: int, clusters: int) -> None:
     rng = random.Random(ranks)
-    clusters = 300 if ranks <= 4 else 60 if ranks <= 16 else 4
     late_moves, reached = [], []
     for _ in range(clusters):
         truth = random_cluster(rng, ranks)
@@ -94,10 +102,11 @@ def test_a_thousand_clusters_with_wrong_hints_settle_and_stay(ranks: int) -> Non
     assert sum(late_moves) / len(late_moves) < 5
 
 
+@pytest.mark.parametrize("many", [40, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("new_speed", [0.2, 0.4, 0.8, 2.0, 3.0])
-def test_shares_follow_a_changed_device_within_twenty_steps(new_speed: float) -> None:
+def test_shares_follow_a_changed_device_within_twenty_steps(new_speed: float, many: int) -> None:
     rng = random.Random(1)
-    for _ in range(100):
+    for _ in range(many):
         cluster = Cluster([Cost(1.0, 0.4), Cost(1.0, 0.4).scaled(2.5)], 0.05, rng)
         policy = Balanced(tuple(cluster.costs), 64)
 
@@ -171,10 +180,11 @@ def test_a_short_last_slot_keeps_the_proportions(samples: int) -> None:
     assert abs(shares[0] - samples * 46 / 64) <= 2
 
 
+@pytest.mark.parametrize("many", [40, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_on_a_grid_shares_settle_stay_and_are_multiples(ranks: int) -> None:
+def test_on_a_grid_shares_settle_stay_and_are_multiples(ranks: int, many: int) -> None:
     rng = random.Random(ranks)
-    for _ in range(100):
+    for _ in range(many):
         truth = random_cluster(rng, ranks)
         hints = tuple(cost.scaled(rng.choice([1.0, 0.5, 2.0, 0.8])) for cost in truth)
         policy = Balanced(hints, ranks * 64 + rng.choice([0, 5]), grid=8)

@@ -56,7 +56,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.sampled_from([None, 0.3, 1.0, 3.0]), st.integers(0, 4)
 )
@@ -69,7 +69,6 @@ def test_every_slot_is_trained_once_and_nobody_is_stuck(
     assert outcome.claims <= cluster.total + cluster.ranks
 
 
-@settings(max_examples=100, deadline=None)
 @given(clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.integers(0, 4), st.booleans())
 def test_streams_whose_ends_nobody_knows(
     cluster: Cluster, is_async: bool, anchor: int, max_staleness: int, hinted: bool
@@ -80,7 +79,7 @@ def test_streams_whose_ends_nobody_knows(
     Simulation(replace(cluster, hides_ends=True), config, hints, max_staleness or None).run()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(clusters(), st.integers(1, 5))
 def test_fixed_shares_go_the_same_way(cluster: Cluster, anchor: int) -> None:
     shares = tuple(float(rank % 3) for rank in range(1, cluster.ranks + 1))
@@ -195,7 +194,13 @@ def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(config: Loca
 # Little waited
 
 
-@pytest.mark.parametrize(("ranks", "many"), [(2, 30), (3, 20), (8, 8), (16, 2), (64, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "many"),
+    [
+        *((2, 10), (3, 8), (8, 3), (16, 2), (64, 1)),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 30), (3, 20), (8, 8))),
+    ],
+)
 @POLICIES
 def test_efficiency_over_random_clusters(config: LocalSGDConfig, ranks: int, many: int) -> None:
     rng = random.Random(ranks)
@@ -252,9 +257,10 @@ def test_waiting_does_not_make_windows_longer() -> None:
             assert max(one.anchor for one in run(cluster, CADENCE).rounds) <= 25.0
 
 
+@pytest.mark.parametrize("seeds", [2, pytest.param(4, marks=pytest.mark.soak)])
 @POLICIES
-def test_a_slow_link_sets_the_anchor_once(config: LocalSGDConfig) -> None:
-    for seed in range(4):
+def test_a_slow_link_sets_the_anchor_once(config: LocalSGDConfig, seeds: int) -> None:
+    for seed in range(seeds):
         cluster = Cluster([10.0, 14.0, 25.0], 7000, seed=seed, transfer_ms=40.0, jitter=0.1)
         outcome = run(cluster, config)
         anchors = [one.anchor for one in outcome.rounds]

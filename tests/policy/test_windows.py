@@ -102,7 +102,7 @@ def test_a_share_of_nothing_gets_nothing() -> None:
     assert windows.cut() == (6, 0, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     st.lists(st.floats(0.1, 100.0), min_size=1, max_size=12),
     st.integers(1, 80),

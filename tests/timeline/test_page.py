@@ -31,8 +31,14 @@ def page(tmp_path: Path, timeline: Timeline, *, epochs: int = 3, title: str = "A
     return path.read_text()
 
 
-def test_a_page_has_its_title_facts_charts_and_keys(tmp_path: Path) -> None:
-    text = page(tmp_path, make_run(), title="lenet async", model="lenet", devices="cpu, cpu@0.4")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a usual run: it takes a second."""
+    folder = tmp_path_factory.mktemp("page")
+    return page(folder, make_run(), title="lenet async", model="lenet", devices="cpu, cpu@0.4")
+
+
+def test_a_page_has_its_title_facts_charts_and_keys(text: str) -> None:
     assert "<title>lenet async</title>" in text
     for name, fact in (("model", "lenet"), ("devices", "cpu, cpu@0.4")):
         assert f"<dt>{name}</dt><dd>{fact}</dd>" in text
@@ -88,8 +94,7 @@ def test_unusual_runs_have_a_page_too(tmp_path: Path) -> None:
         write_page(tmp_path / "three.html", Timeline([], [], [], []))
 
 
-def test_a_page_loads_nothing(tmp_path: Path) -> None:
-    text = page(tmp_path, make_run())
+def test_a_page_loads_nothing(text: str) -> None:
     markup = re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"""\b(?:src|href|action)\s*=|url\(|@import|https?://""", markup)
     assert not re.search(r"<script[^>]+\bsrc\b|<link\b|<iframe\b|<img\b", text.partition("<body>")[2])
@@ -143,7 +148,7 @@ def test_without_bokeh_the_error_names_what_to_install(tmp_path: Path, monkeypat
 def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="a part of the path is a file"):
-        write_page(tmp_path / "file" / "page.html", make_run(steps=5))
+        write_page(tmp_path / "file" / "page.html", lanes_of([("compute", 50 * MS)]))
 
 
 # Colour vision deficiencies at full strength, in linear RGB (Machado, Oliveira and Fernandes, 2009).

@@ -4,6 +4,7 @@ On threads: real workers, real arithmetic, a group that sums in rank order. The 
 test_processes.py.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from tests.parallel.parity import all_pairs
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import prove_exactly_once
@@ -120,12 +122,30 @@ def assert_exact(ours: list[RankResult], dense: RankResult, optimizer: str, dtyp
         assert apart / moved <= 1e-4
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"accumulate": 3}, {"step": loss_and_count}])
-def test_equals_one_process(optimizer: str, dtype: torch.dtype, size: int, options: dict[str, Any]) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.1},
+    "accumulated": {"accumulate": 3},
+    "counted": {"step": loss_and_count},
+}
+FACTORS: dict[str, Any] = {
+    "optimizer": tuple(OPTIMIZERS),
+    "dtype": (torch.float64, torch.float32),
+    "size": (2, 3, 4),
+    "kind": tuple(OPTIONS),
+}
+GRID = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+PAIRS = all_pairs(**FACTORS)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[] if cell in PAIRS else [pytest.mark.grid]) for cell in GRID],
+    ids=lambda cell: "-".join(str(value) for value in cell.values()),
+)
+def test_equals_one_process(cell: dict[str, Any]) -> None:
     """Tail slots of 70 samples in slots of 24 and 72, an unused layer, shares that include zero."""
+    optimizer, dtype, size, options = *(cell[name] for name in ("optimizer", "dtype", "size")), OPTIONS[cell["kind"]]
     shares = [(5, 0, 2, 1), (1, 3, 1, 1)][size % 2][:size]
     common = {"optimizer": optimizer, "dtype": dtype, "global_batch_size": 24, **options}
     dense = train(1, **common)[0]
@@ -134,7 +154,7 @@ def test_equals_one_process(optimizer: str, dtype: torch.dtype, size: int, optio
     assert_exact(train(size, policy="balanced", **common), dense, optimizer, dtype)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 3))
 def test_equals_one_process_whatever_the_shares(shares: list[int], slot: int, accumulate: int) -> None:
     if sum(shares) == 0:

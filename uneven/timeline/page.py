@@ -57,6 +57,7 @@ def write_page(
 
 
 def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, facts: Mapping[str, str]) -> str:
+    from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
 
@@ -76,6 +77,10 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     entries = [event for event in timeline.events if event.kind in ENTRIES and "epoch" in event.fields]
     metrics = metric_charts(history, {entry_key(event.fields): event.t_ns / 1e9 for event in entries}, axis)
     charts = [lanes, busy, *(chart for chart in shares_and_anchor if isinstance(chart, Chart)), *metrics]
+    document = Document()
+    with document.models.freeze():  # bokeh would look through all charts again with each one that is added
+        for chart in charts:
+            document.add_root(chart.figure)
     script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
     html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
     sections = [
