@@ -15,12 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
 from uneven.api.batch_steps import BatchSteps
 from uneven.api.epoch_log import EpochLog, common_metric
+from uneven.api.loop_facts import LoopFacts
 from uneven.comm.group import SoloGroup
 from uneven.config import EvalStep, Task
 from uneven.data.feed import make_feed
@@ -30,14 +27,13 @@ from uneven.errors import InputError, RankError
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
 from uneven.step.evaluation import evaluate
-from uneven.step.several import OptimizerGroup
 from uneven.train.status import RankStatus
 from uneven.train.worker import UNMEASURED, Worker
 
 Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
-class Loop:
+class Loop(LoopFacts):
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
     As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
@@ -58,6 +54,8 @@ class Loop:
         self._broken: str | None = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
+        self._is_completing = False
+        self.was_interrupted: Callable[[], bool] = lambda: False  # by a signal, since the loop was made
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
@@ -77,46 +75,10 @@ class Loop:
             self._start_callbacks()
 
     @property
-    def model(self) -> nn.Module:
-        return self.worker.engine.model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer; of several, all of them as one."""
-        return self.worker.engine.optimizer
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """By name, or by their places "0", "1", ..."""
-        made = self.worker.engine.optimizer
-        return dict(made.members) if isinstance(made, OptimizerGroup) else {"0": made}
-
-    @property
-    def device(self) -> torch.device:
-        return self.worker.engine.device
-
-    @property
-    def rank(self) -> int:
-        return self.worker.rank_info.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.worker.rank_info.world_size
-
-    @property
-    def epochs(self) -> int:
-        """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
-        return self.worker.config.epochs
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
-        return self.worker.engine.trained - self.worker.engine.skipped_slots
-
-    @property
-    def samples(self) -> int:
-        """Samples that all ranks together have trained until `global_step`."""
-        return self.worker.engine.samples_before(self.worker.engine.trained)
+    def is_between_epochs(self) -> bool:
+        """Whether a signal may interrupt this process, alone and in code of the user's own: the state is whole here."""
+        is_open = self._broken is None and not self._is_completing
+        return is_open and self._iterated is None and self.world_size == 1
 
     @property
     def sync_gradients(self) -> bool:
@@ -271,7 +233,7 @@ class Loop:
         if kind is None:
             self.finish()
         else:
-            self._leave()
+            self._leave_interrupted()
 
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
@@ -374,7 +336,7 @@ class Loop:
             raise InputError("this loop is finished; call Ddp.setup again to train on")
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
-        worker = self.worker
+        worker, self._is_completing = self.worker, True
         self._synchronizer.finalize()
         worker.end_callbacks()
         self._open.close()
@@ -388,7 +350,14 @@ class Loop:
             with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
                 self.finish()
                 return
-        self._leave()
+        self._leave_interrupted()
+
+    def _leave_interrupted(self) -> None:
+        """Leave; where a signal has interrupted the script between two epochs, with what was trained saved."""
+        if self.was_interrupted() and self.is_between_epochs and self.worker.engine.trained:
+            self._complete(was_interrupted=True)
+        else:
+            self._leave()
 
     def _leave(self) -> None:
         """Close the group without any collective; the model is a plain module again."""
