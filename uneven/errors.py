@@ -6,6 +6,17 @@ uneven or of the user's own code, and keeps its traceback.
 """
 
 STOPPED = 130  # exit code after Ctrl-C, as a shell reports it: 128 + SIGINT
+TERMINATED = 143  # after SIGTERM: 128 + SIGTERM
+
+
+class Terminated(SystemExit):
+    """Raised in the main thread when a run that SIGTERM stopped has saved its state: the process is to end."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+NOTHING_TRAINED = "the run was stopped before its first step: nothing was trained, nothing was saved"
 
 
 class InputError(ValueError):

@@ -4,6 +4,7 @@ Invariant: the same script runs on one device (plain training in this process), 
 `uneven run` or torchrun, without a change.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -27,8 +28,8 @@ from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.preflight import prepare
-from uneven.launch.requests import Requests
-from uneven.launch.run import save_interrupted, save_results
+from uneven.launch.run import Start, save_interrupted, save_results, starting
+from uneven.launch.signals import SIGNALS
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
 from uneven.train.worker import Worker
@@ -145,7 +146,8 @@ class Ddp:
         objects = (dataset, make_scheduler, evaluation, loading)
         task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
         try:
-            return _start_loop(task, optimizer, config)
+            with starting(process_context(), config, signal.SIGINT) as start:
+                return _start_loop(task, optimizer, config, start)
         except BaseException:
             if config.out is not None and process_context().rank == 0:
                 release_out_folder(config.out)
@@ -168,7 +170,7 @@ class Ddp:
         return process_context().rank
 
 
-def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
+def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> Loop:
     context, loading = process_context(), task.loading
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
@@ -189,7 +191,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
             f"name one whole device, as in {devices[0].torch_name!r}, "
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
-    requests = Requests()
+    requests, stoppable = start.requests, start.stoppable
     begin = read_counters(context.tree_pid)
 
     def make_worker(task: Task) -> Worker:
@@ -208,5 +210,12 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig) -> Loop:
     def end_run() -> None:
         reporter.close()
         context.end_run()
+        SIGNALS.discard(stoppable)
+        if requests.is_terminated or stoppable.received == signal.SIGTERM or context.was_peer_terminated():
+            SIGNALS.leave()  # Terminated, unless it is on its way already
 
-    return Loop(task, make_worker, save, end_run)
+    start.has_begun = True
+    loop = Loop(task, make_worker, save, end_run)
+    loop.was_interrupted = lambda: stoppable.received is not None
+    stoppable.may_leave = lambda: loop.is_between_epochs
+    return loop

@@ -56,6 +56,8 @@ class Loop(LoopView):
         self._state: TrainedState | None = None
         self._passed = 0  # epochs that were trained before a checkpoint from which this run goes on
         self._asked = 0  # iterators that `__iter__` has given
+        self._is_completing = False
+        self.was_interrupted: Callable[[], bool] = lambda: False  # by a signal, since the loop was made
         self._open = ExitStack()
         self._open.enter_context(worker.recording())
         try:
@@ -75,6 +77,12 @@ class Loop(LoopView):
         atexit.register(self._finish_at_exit)
         if worker.callbacks.is_active:
             self._start_callbacks()
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether a signal may interrupt this process, alone and in code of the user's own: the state is whole here."""
+        is_open = self._broken is None and not self._is_completing
+        return is_open and self._iterated is None and self.world_size == 1
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, on its device; call `step` once for each. Epochs are consecutive."""
@@ -234,7 +242,7 @@ class Loop(LoopView):
         if kind is None:
             self.finish()
         else:
-            self._leave()
+            self._leave_interrupted()
 
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
@@ -337,7 +345,7 @@ class Loop(LoopView):
             raise InputError("this loop is finished; call Ddp.setup again to train on")
 
     def _complete(self, was_interrupted: bool) -> TrainedState:
-        worker = self.worker
+        worker, self._is_completing = self.worker, True
         worker.end(self._synchronizer, was_interrupted)
         self._open.close()
         self._is_stopped = worker.stopped is not None
@@ -350,7 +358,14 @@ class Loop(LoopView):
             with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
                 self.finish()
                 return
-        self._leave()
+        self._leave_interrupted()
+
+    def _leave_interrupted(self) -> None:
+        """Leave; where a signal has interrupted the script between two epochs, with what was trained saved."""
+        if self.was_interrupted() and self.is_between_epochs and self.worker.engine.trained:
+            self._complete(was_interrupted=True)
+        else:
+            self._leave()
 
     def _leave(self) -> None:
         """Close the group without any collective; the model is a plain module again."""

@@ -9,7 +9,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
-from uneven.launch.heartbeat import STOP_KEY, Heartbeat
+from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
-from uneven.launch.requests import Requests
+from uneven.launch.requests import GRACE_S, Requests
+from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []
 
+TELL_S = 2.0  # for a store that is there; a rank whose store is gone must not wait for it
 # Settings that may differ between ranks: only the first rank writes and prints.
 PER_RANK_SETTINGS = ("out", "overwrite", "progress")
 
@@ -76,6 +79,8 @@ class ProcessContext:
         self.environment = environment
         self.settings = settings
         self.stop_requested = threading.Event()
+        self.is_terminated = False  # the stop request is a SIGTERM
+        self.sigterm: RankSigterm | None = None  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.note: str | None = None  # about the cores this rank was given
         self._devices = devices
@@ -147,7 +152,7 @@ class ProcessContext:
         self._refuse_second_group()
         self._requests = requests
         if self.stop_requested.is_set():
-            requests.stop.set()
+            requests.terminate() if self.is_terminated else requests.stop.set()
 
     def make_worker(
         self,
@@ -237,13 +242,15 @@ class ProcessContext:
 
         store = self.environment.connect("")
         on_save = self.request_save if self.environment.rank == 0 else None
-        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned, on_save)
+        sigterm = self.sigterm
+        was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
+        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned, on_save, was_terminated)
 
     def _show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
         # Without a worker it is the user's own code that runs, or our setup: both may take their time.
         worker = self._worker
-        where = {"slot": 0, "phase": "setup"} if worker is None else worker.show()
+        where = {"slot": 0, "phase": "setup"} if worker is None else {**worker.show(), "grace": worker.config.grace}
         return {"member": self.member, "rank": self.rank, **where}
 
     def close_heartbeat(self) -> None:
@@ -254,11 +261,14 @@ class ProcessContext:
         """Asks the store too: the launcher's request may not have reached this rank's heartbeat yet."""
         return self.stop_requested.is_set() or get_text(self.environment.connect(""), STOP_KEY) is not None
 
-    def request_stop(self) -> None:
-        """The run that is on ends after its step; without one the script is interrupted."""
+    def request_stop(self, is_terminated: bool = False) -> None:
+        """The run that is on ends after its step; without one the script is interrupted. On a heartbeat's thread."""
+        self.is_terminated |= is_terminated
         self.stop_requested.set()
-        if self._requests is not None:
-            self._requests.stop.set()
+        if (requests := self._requests) is not None:
+            requests.terminate() if is_terminated else requests.stop.set()
+        elif is_terminated and self.sigterm is not None:
+            self.sigterm.interrupt()
         else:
             # A signal, not a flag: it also ends a sleep or a read.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -269,19 +279,47 @@ class ProcessContext:
             requests.save.set()
 
     def handle_signals(self) -> None:
-        """Under torchrun Ctrl-C and SIGTERM are the stop request; a second Ctrl-C interrupts at once."""
-        if threading.current_thread() is not threading.main_thread():
-            return
+        """Under torchrun, to the end of the process: while no run is on, a signal ends the script."""
+        between_runs = Stoppable(lambda: GRACE_S, lambda _: None, lambda: True, is_cut_by_second=False)
+        SIGNALS.add(between_runs, signal.SIGTERM, signal.SIGINT)
 
-        def handle(number: int, frame: FrameType | None) -> None:
-            is_second = self.stop_requested.is_set()
-            self.stop_requested.set()
-            if self._requests is None or (is_second and number == signal.SIGINT):
-                signal.default_int_handler(number, frame)
-            self._requests.stop.set()
+    def stoppable(self, requests: Requests, may_leave: Callable[[], bool] = lambda: False) -> Stoppable:
+        """A run of this process, for the signals that it gets: alone, or under torchrun."""
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, handle)
+        def stop(number: int) -> None:
+            if not self.is_alone:
+                if number == signal.SIGTERM:
+                    self._tell_peers()
+                self.is_terminated |= number == signal.SIGTERM
+                self.stop_requested.set()
+            requests.terminate() if number == signal.SIGTERM else requests.stop.set()
+
+        return Stoppable(lambda: requests.grace, stop, may_leave, is_cut_by_second=self.is_alone)
+
+    @property
+    def gets_signals(self) -> bool:
+        """Whether signals to this process are its own to handle. Those to our rank processes are the launcher's."""
+        return self.is_alone or self.environment.launcher == "torchrun"
+
+    def was_peer_terminated(self) -> bool:
+        """Under torchrun, after a run: whether it ended early because another rank got a SIGTERM."""
+        if self.environment.launcher != "torchrun":
+            return False
+        try:
+            return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
+        except RuntimeError:  # the store is gone with rank 0
+            return False
+
+    def _tell_peers(self) -> None:
+        """Before this rank stops: where the others look when the run is over, there is why."""
+
+        def tell() -> None:
+            with suppress(RuntimeError):
+                self.environment.connect("").set(TERMINATED_KEY, "1")
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(TELL_S)
 
     def _place(self, devices: tuple[Device, ...]) -> None:
         """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""

@@ -14,6 +14,8 @@ from uneven.comm.store import Store, get_text
 
 INTERVAL_S = 0.2
 STOP_KEY = "stop"
+TERMINATED = "SIGTERM"  # the stop request's text where SIGTERM is its cause; any other is a Ctrl-C
+TERMINATED_KEY = "terminated"  # set by a rank that got a SIGTERM
 SAVE_KEY = "save"  # how many checkpoints were asked for
 
 
@@ -23,8 +25,9 @@ def heartbeat_key(member: str) -> str:
 
 
 class Heartbeat:
-    """Writes `read_status()` under the member's key until `close()`; calls `on_stop` once when asked to stop.
+    """Writes `read_status()` under the member's key until `close()`; calls `on_stop(is_terminated)` once when asked to.
 
+    While `was_terminated()`, the launcher is asked to stop all ranks.
     `on_save`, which rank 0 alone has, is called whenever another checkpoint is asked for: one rank's wish is enough.
     """
 
@@ -33,14 +36,15 @@ class Heartbeat:
         store: Store,
         member: str,
         read_status: Callable[[], dict[str, Any]],
-        on_stop: Callable[[], None],
+        on_stop: Callable[[bool], None],
         on_orphaned: Callable[[], None],
         on_save: Callable[[], None] | None = None,
+        was_terminated: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._key = heartbeat_key(member)
         self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
-        self._on_save, self._saves = on_save, "0"
+        self._on_save, self._saves, self._was_terminated = on_save, "0", was_terminated
         self._was_stop_read = False
         self._closed = threading.Event()
         self._count = 0
@@ -61,14 +65,16 @@ class Heartbeat:
     def _exchange(self) -> None:
         try:
             self._send()
-            is_stop_requested = not self._was_stop_read and get_text(self._store, STOP_KEY) is not None
+            if not self._was_stop_read and self._was_terminated():
+                self._store.set(TERMINATED_KEY, "1")
+            stop = None if self._was_stop_read else get_text(self._store, STOP_KEY)
             saves = self._saves if self._on_save is None else get_text(self._store, SAVE_KEY) or "0"
         except RuntimeError:
             self._on_orphaned()
             return
-        if is_stop_requested:
+        if stop is not None:
             self._was_stop_read = True
-            self._on_stop()
+            self._on_stop(stop == TERMINATED)
         if saves != self._saves:
             self._saves = saves
             assert self._on_save is not None, "it has read the key"

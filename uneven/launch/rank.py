@@ -15,9 +15,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uneven.errors import USER_ERRORS, NotFiniteError
+from uneven.errors import USER_ERRORS, NotFiniteError, Terminated
 from uneven.launch.cleanup import end_orphaned_run, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
+from uneven.launch.signals import RankSigterm
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 def main(folder: Path, number: int) -> None:
     # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sigterm = RankSigterm()
     plan = json.loads((folder / "plan.json").read_text())
     record_pid(folder, number)
     watch_launcher(folder, plan["launcher_pid"])
     code = 0
     try:
         context = _make_context(plan, number)
+        context.sigterm = sigterm
         if plan["script"] is None:
             _train(context, folder, number)
         else:
@@ -39,7 +42,7 @@ def main(folder: Path, number: int) -> None:
 
             execute_as_rank(context, folder, plan["script"])
         context.close_heartbeat()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         code = INTERRUPTED
     except BaseException as error:
         code = 1

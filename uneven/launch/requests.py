@@ -5,15 +5,20 @@ in this process, or the watch over rank processes, which passes the requests on 
 """
 
 import threading
+from collections.abc import Callable
+
+GRACE_S = 30.0  # the setting's default, for a launcher that does not know its script's settings yet
 
 
 class Requests:
     """Of one run. Any thread may ask; `save` is cleared by whoever takes the request up."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = GRACE_S) -> None:
         self.stop = threading.Event()
         self.save = threading.Event()
+        self.grace = grace  # seconds from a signal until the run must have saved
         self.is_terminated = False  # the stop is a SIGTERM: once the run is saved the process ends with its exit code
+        self.on_rank_terminated: Callable[[], None] = self.terminate  # a rank process got a SIGTERM
 
     def terminate(self) -> None:
         """Stop because of a SIGTERM, which reached this process or one of its ranks."""

@@ -7,16 +7,19 @@ Run at once; training goes on in a thread or in rank processes. `Run.join` waits
 import atexit
 import os
 import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from uneven.config import RunConfig, Task
-from uneven.errors import InputError, StoppedError
+from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
 from uneven.files import folder_error, release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -26,6 +29,7 @@ from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
+from uneven.launch.signals import SIGNALS, Stoppable, end_process
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
@@ -38,7 +42,7 @@ Body = Callable[[Requests, Reporter], TrainedState]
 
 
 class Run:
-    """A run in progress. Ctrl-C during `join` stops it after the current step and saves its state."""
+    """A run in progress. SIGTERM, and Ctrl-C during `join`, stop it after the current step and save its state."""
 
     def __init__(
         self,
@@ -47,13 +51,15 @@ class Run:
         devices: tuple[Device, ...],
         reporter: Reporter,
         context: ProcessContext,
+        start: "Start",
     ) -> None:
         self._body = body
         self._context = context
         self._config = config
         self._devices = devices
         self._reporter = reporter
-        self._requests = Requests()
+        self._requests, self._stoppable = start.requests, start.stoppable
+        self._is_saved = False  # for a caller that was interrupted
         # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
         self._done = threading.Event()
         self._state: TrainedState | None = None
@@ -63,6 +69,7 @@ class Run:
         # A daemon: a caller that ends without joining must not leave the process training on.
         self._thread = threading.Thread(target=self._run_body, name="uneven-run", daemon=True)
         atexit.register(self._stop_at_exit)
+        start.has_begun = True
         self._thread.start()
 
     @property
@@ -94,6 +101,9 @@ class Run:
         except KeyboardInterrupt:
             self._finish_interrupted()
             raise
+        if self._requests.is_terminated:
+            self._done.wait()
+            self._finish_terminated()
 
     def join(self) -> TrainedState:
         """Wait for the end; returns the trained state, or raises what went wrong."""
@@ -102,7 +112,9 @@ class Run:
         except KeyboardInterrupt:
             self._finish_interrupted()
             raise
-        if self._context.stop_requested.is_set():
+        if self._requests.is_terminated:
+            self._finish_terminated()
+        elif self._context.stop_requested.is_set():
             # The Ctrl-C was the launcher's: it came as a stop request, and the run has obeyed it.
             self._finish_interrupted()
             raise KeyboardInterrupt
@@ -116,17 +128,34 @@ class Run:
     def _finish_interrupted(self) -> None:
         """First Ctrl-C: stop after this step and save. A second one ends the process at once, with exit code 130."""
         self.stop()
+        grace_s = self._config.grace
         try:
-            self._done.wait()
+            if not self._done.wait(grace_s):
+                end_process(signal.SIGINT, f"not saved within grace={grace_s:g} s: ended")
         except KeyboardInterrupt:
             end_all_runs()
             os._exit(130)
         self._join_thread()
+        self._raise_error()
+        self._save_interrupted()
+
+    def _finish_terminated(self) -> None:
+        """SIGTERM, and the run has saved: the process ends, unless it is ending already."""
+        self._join_thread()
+        self._raise_error()
+        SIGNALS.leave()
+
+    def _raise_error(self) -> None:
+        """Of a run that was told to end: where it had not begun, that is no error."""
         if isinstance(self._error, StoppedError):
             self._reporter.say([str(self._error)])
         elif self._error is not None:
             raise self._error
-        if self._state is not None and self._context.rank == 0:
+
+    def _save_interrupted(self) -> None:
+        """Once, by the thread of the run after a SIGTERM, else by the caller's after Ctrl-C."""
+        if self._state is not None and self._context.rank == 0 and not self._is_saved:
+            self._is_saved = True
             save_interrupted(self._state, self._reporter)
 
     def _join_thread(self) -> None:
@@ -134,6 +163,7 @@ class Run:
         # halfway, which aborts the process ("terminate called ..."). Held by
         # test_run.py::test_a_caller_that_never_joins_ends_cleanly.
         self._thread.join()
+        SIGNALS.restore()
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -150,12 +180,19 @@ class Run:
                 return
             interference = Interference.between(begin, read_counters(self._context.tree_pid))
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
+            if not state.finished and state.stopped is None and self._context.was_peer_terminated():
+                self._requests.terminate()
+            for _ in range(2):  # again when no signal can come any more: one may have come since
+                if self._requests.is_terminated:
+                    self._save_interrupted()
+                SIGNALS.discard(self._stoppable)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
             if self._config.out is not None and self._context.rank == 0:
                 release_out_folder(self._config.out)
         finally:
             self._reporter.close()
+            SIGNALS.discard(self._stoppable)
             self._epochs.put(None)
             self._done.set()
 
@@ -170,6 +207,51 @@ def launch(
 ) -> Run:
     """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
     context = process_context()
+    with starting(context, config) as start:
+        return _launch(task, config, context, title, program, on_epoch, start)
+
+
+@dataclass
+class Start:
+    """A run that is about to begin: from here on SIGTERM is its own."""
+
+    requests: Requests
+    stoppable: Stoppable
+    has_begun: bool = False
+
+
+@contextmanager
+def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterator[Start]:
+    """Around the checks and the start of a run. A SIGTERM inside ends the process: there is nothing to save yet.
+
+    `others` are signals that the run handles beside SIGTERM.
+    """
+    requests = Requests(config.grace)
+    start = Start(requests, context.stoppable(requests, lambda: not start.has_begun))
+    if context.gets_signals:
+        SIGNALS.add(start.stoppable, signal.SIGTERM, *others)
+    try:
+        yield start
+    except BaseException as error:
+        SIGNALS.discard(start.stoppable)
+        if isinstance(error, Terminated):
+            print(f"uneven: {NOTHING_TRAINED}", file=sys.stderr, flush=True)
+            if config.out is not None and context.rank == 0:
+                release_out_folder(config.out)
+        raise
+
+
+def _launch(
+    task: Task,
+    config: RunConfig,
+    context: ProcessContext,
+    title: str,
+    program: Program | None,
+    on_epoch: Sequence[Callable[[dict[str, Any]], None]],
+    start: Start,
+) -> Run:
+    requests = start.requests
+    requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
     task, notes = rebuild_instances(task)
     prepared = prepare(task, config, context, title)
     prepared.reporter.say(notes)
@@ -179,7 +261,8 @@ def launch(
         return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context)
     starts_ranks = context.is_alone and needs_ranks(devices)
     train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
-    return Run(partial(train, task, prepared.config, devices), prepared.config, devices, prepared.reporter, context)
+    body = partial(train, task, prepared.config, devices)
+    return Run(body, prepared.config, devices, prepared.reporter, context, start)
 
 
 def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:

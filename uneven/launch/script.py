@@ -12,16 +12,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
-from uneven.errors import InputError, StoppedError
+from uneven.errors import InputError, StoppedError, Terminated
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
-from uneven.launch.requests import Requests
+from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
+from uneven.launch.signals import SIGNALS, Stoppable
 from uneven.results.progress import Reporter
 
 if TYPE_CHECKING:
@@ -66,29 +66,29 @@ def run_on_ranks(
 ) -> None:
     """The script on one process per device, a single one included; `reporter` prints the launcher's own lines.
 
-    Ctrl-C asks the ranks to stop, a second one ends them; KeyboardInterrupt either way.
+    Ctrl-C and SIGTERM ask the ranks to stop, a second one ends them; KeyboardInterrupt or Terminated either way.
     """
     from uneven.launch.launcher import run_ranks  # imports torch
 
-    requests = Requests()
-    stop = requests.stop
+    requests = Requests(float((settings or {}).get("grace", GRACE_S)))
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            signal.default_int_handler(number, frame)
-        stop.set()
+    def stop(number: int) -> None:
+        requests.terminate() if number == signal.SIGTERM else requests.stop.set()
 
-    before = signal.signal(signal.SIGINT, handle)
+    stoppable = Stoppable(lambda: requests.grace, stop)
+    requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.terminate()
+    SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
     order = {"path": str(script.resolve()), "args": list(args), "settings": as_json}
     try:
         unused = run_ranks(None, devices, requests, reporter, _unused_ranks, script=order)
     except StoppedError as error:
-        raise KeyboardInterrupt from error
+        reporter.say([str(error)])
+        raise (Terminated() if requests.is_terminated else KeyboardInterrupt()) from error
     finally:
-        signal.signal(signal.SIGINT, before)
-    if stop.is_set():
-        raise KeyboardInterrupt
+        SIGNALS.discard(stoppable)
+    if requests.stop.is_set():
+        raise Terminated if requests.is_terminated else KeyboardInterrupt
     if unused == len(devices) > 1 and not {"-h", "--help"} & set(args):
         raise InputError(
             f"{script} ended without calling uneven: it ran {unused} times, nothing was shared; {CALL_UNEVEN} {script}"
@@ -114,7 +114,7 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
     except Exception as error:
         # A rank whose peer stopped a moment earlier fails in the middle of a collective: that is no failure.
         if context.is_stop_requested():
-            raise KeyboardInterrupt from error
+            raise (Terminated() if context.is_terminated else KeyboardInterrupt()) from error
         raise
     if not context.was_used:
         (folder / f"unused-{context.rank}").touch()

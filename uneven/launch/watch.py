@@ -6,15 +6,16 @@ silent or hangs. It ends no process itself; the launcher does when the watch has
 """
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from uneven.comm.store import Store, get_text
-from uneven.errors import USER_ERRORS, NotFiniteError, RankError, StoppedError
+from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.deadlines import RankHealth, check_deadlines
-from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, heartbeat_key
+from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, TERMINATED, TERMINATED_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, RankProcesses, describe_exit
 from uneven.launch.requests import Requests
@@ -22,7 +23,7 @@ from uneven.results.progress import Reporter
 
 POLL_S = 0.1
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
-STOP_S = 10.0  # at least, for all ranks to stop after the same step
+STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the same step
 
 
 class Watch:
@@ -41,6 +42,7 @@ class Watch:
         now = time.monotonic()
         self._ranks = [RankHealth(member, device, now, now) for member, device in zip(members, devices, strict=True)]
         self._stop_sent_s: float | None = None
+        self._was_rank_terminated = False
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
 
@@ -54,19 +56,28 @@ class Watch:
             if all(code in ended_well for code in codes):
                 return
             if any(code not in (None, *ended_well) for code in codes):
-                raise self._failure()
+                raise self._failure(requests)
             check_deadlines(self._ranks, [rank for rank, code in enumerate(codes) if code is None], now)
             self._drop_mapped_tensors()
-            if requests.save.is_set():
-                requests.save.clear()
-                self._saves += 1
-                self._store.set(SAVE_KEY, str(self._saves))
-            if requests.stop.is_set() and self._stop_sent_s is None:
-                self._store.set(STOP_KEY, "1")
-                self._stop_sent_s = now
+            self._pass_on(requests, now)
             if self._stop_sent_s is not None:
-                self._check_stopping(self._stop_sent_s, now)
+                self._check_stopping(self._stop_sent_s, now, requests.grace)
             time.sleep(POLL_S)
+
+    def _pass_on(self, requests: Requests, now_s: float) -> None:
+        """Requests of this process to the ranks, and a rank's SIGTERM to this process: one of them stops the run."""
+        graces = [rank.status["grace"] for rank in self._ranks if "grace" in rank.status]
+        requests.grace = max(graces, default=requests.grace)
+        if requests.save.is_set():
+            requests.save.clear()
+            self._saves += 1
+            self._store.set(SAVE_KEY, str(self._saves))
+        if not self._was_rank_terminated and get_text(self._store, TERMINATED_KEY) is not None:
+            self._was_rank_terminated = True
+            requests.on_rank_terminated()
+        if requests.stop.is_set() and self._stop_sent_s is None:
+            self._store.set(STOP_KEY, TERMINATED if requests.is_terminated else "1")
+            self._stop_sent_s = now_s
 
     def _read_heartbeats(self, now_s: float) -> None:
         for rank in self._ranks:
@@ -75,7 +86,7 @@ class Watch:
                 rank.update(json.loads(text), now_s)
         self._reporter.ranks([rank.status for rank in self._ranks])
 
-    def _check_stopping(self, sent_s: float, now_s: float) -> None:
+    def _check_stopping(self, sent_s: float, now_s: float, grace_s: float) -> None:
         """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
         statuses = [rank.status for rank in self._ranks]
         # A rank without a heartbeat has trained nothing; of the others only heartbeats count that were sent after they
@@ -83,11 +94,16 @@ class Watch:
         are_fresh = all(status.get("was_stop_read") for status in statuses if status)
         has_begun = any(status.get("handles_stop") for status in statuses)
         if not has_begun and (are_fresh or now_s - sent_s > STOP_S):
-            raise StoppedError("the run was stopped before its first step: nothing was trained, nothing was saved")
+            raise StoppedError(NOTHING_TRAINED)
         if any(status.get("phase") in ("evaluation", "checkpoint", "user") for status in statuses):
             self._stop_sent_s = now_s  # these may last: the time to stop counts from their end
-        elif now_s - sent_s > max(STOP_S, 3 * max(rank.longest_step_s for rank in self._ranks)):
+        elif now_s - sent_s > max(STOP_S, grace_s, 3 * max(rank.longest_step_s for rank in self._ranks)):
             raise RankError("the ranks did not stop when asked and were ended; nothing was saved")
+
+    def _was_terminated_at_start(self) -> bool:
+        """Whether SIGTERM hit a process that could not handle it yet, since Python itself was only starting there."""
+        has_begun = any(rank.status.get("handles_stop") for rank in self._ranks)
+        return not has_begun and -signal.SIGTERM in self._processes.exit_codes()
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
@@ -95,8 +111,11 @@ class Watch:
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
-    def _failure(self) -> Exception:
+    def _failure(self, requests: Requests) -> Exception:
         """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
+        if self._was_terminated_at_start():
+            requests.on_rank_terminated()
+            return StoppedError(NOTHING_TRAINED)
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and any(code is None for code in self._processes.exit_codes()):
             time.sleep(0.02)

@@ -1,0 +1,203 @@
+"""SIGTERM as a request to stop and save, within `grace` seconds; and Ctrl-C where the default would not save.
+
+For the process that a user, a scheduler or torchrun signals: a script alone and a rank under torchrun (launch/run.py,
+api/fit.py), the launcher of `uneven run` (launch/script.py). Our own rank processes only note a SIGTERM (RankSigterm):
+their heartbeats tell the launcher, which then stops the whole run.
+
+[Note: nothing is done in a signal handler] It runs between two bytecodes of the main thread, which may hold any lock
+just then: setting an Event there can wait forever for the main thread itself. So a handler puts the signal's number
+into a SimpleQueue, whose put may be interrupted by itself, and a thread does the rest.
+"""
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from uneven.errors import Terminated
+from uneven.launch.cleanup import end_all_runs
+
+SAME_S = 0.25  # `timeout` sends its signal twice, to the process and to its group: that is one request
+DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+
+
+@dataclass(eq=False)
+class Stoppable:
+    """A run, as the signals see it. `stop(number)` is called on their thread, once.
+
+    `may_leave`, asked in the handler: the main thread may be interrupted where it is, nothing of the run is half done.
+    """
+
+    grace: Callable[[], float]
+    stop: Callable[[int], None]
+    may_leave: Callable[[], bool] = lambda: False
+    is_cut_by_second: bool = True  # not under torchrun, which passes on what a scheduler may have sent us already
+    received: int | None = None  # the signal that has come
+
+
+class StopSignals:
+    """One per process, `SIGNALS`. Handlers are ours from the first `add` on the main thread until no run is on.
+
+    Only default handlers are replaced. With a handler of the user's own nothing changes: it may call `run.stop()`.
+    """
+
+    def __init__(self) -> None:
+        self._stoppables: list[Stoppable] = []
+        self._before: dict[int, Any] = {}  # the handlers that ours replaced
+        self._received: list[int] = []
+        self._has_left = False  # Terminated was raised in the main thread
+        self._pid = 0
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def add(self, stoppable: Stoppable, *numbers: int) -> None:
+        """The run begins. On another thread than the main one no handler can be set, and none is."""
+        self._stoppables.append(stoppable)
+        if not _is_main_thread():
+            return
+        for number in numbers:
+            if number not in self._before and signal.getsignal(number) == DEFAULTS[number]:
+                if not self._before:
+                    self._begin()
+                self._before[number] = signal.signal(number, self._handle)
+
+    def discard(self, stoppable: Stoppable) -> None:
+        """The run is over and saved. On the main thread the handlers are restored with the last one."""
+        with suppress(ValueError):
+            self._stoppables.remove(stoppable)
+        if _is_main_thread():
+            self.restore()
+        elif signal.SIGTERM in self._received and all(one.may_leave() for one in self._stoppables):
+            self._queue.put(0)  # the main thread may be anywhere
+
+    def restore(self) -> None:
+        """On the main thread: give the handlers back where no run is on."""
+        if self._stoppables or not self._before or not _is_main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+        self._before.clear()
+        self._queue.put(None)
+
+    def receive(self) -> bool:
+        """As if SIGTERM had come, for a rank that got it; False where this process does not handle it."""
+        if signal.SIGTERM not in self._before:
+            return False
+        self._received.append(signal.SIGTERM)
+        self._queue.put(signal.SIGTERM)
+        return True
+
+    def leave(self) -> None:
+        """Terminated, once in the main thread and always in others: the run is saved, the process is to end."""
+        if not _is_main_thread():
+            raise Terminated
+        self.restore()
+        if not self._has_left:
+            self._has_left = True
+            raise Terminated
+
+    def _begin(self) -> None:
+        self._pid, self._has_left, self._received, self._queue = os.getpid(), False, [], queue.SimpleQueue()
+        threading.Thread(target=self._watch, args=(self._queue,), name="uneven-signals", daemon=True).start()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """On the main thread; see [Note: nothing is done in a signal handler]."""
+        on = tuple(self._stoppables)
+        is_again = number in self._received
+        if os.getpid() != self._pid or (not on and not is_again):  # a fork of ours, or no run is on any more
+            act_by_default(number, frame)
+            return
+        if not on:
+            self._leave_here()
+            return
+        may_leave = all(one.may_leave() for one in on)
+        for one in on:
+            one.received = number
+        if number == signal.SIGINT and (is_again or may_leave):
+            signal.default_int_handler(number, frame)
+        self._received.append(number)
+        self._queue.put(number)
+        if may_leave:
+            self._leave_here()
+
+    def _leave_here(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            raise Terminated
+
+    def _watch(self, signals: "queue.SimpleQueue[int | None]") -> None:
+        """On a thread: pass the first signal on; end the process at a second SIGTERM, or when the grace is over."""
+        number = signals.get()
+        if number is None:
+            return
+        began_s, on = time.monotonic(), tuple(self._stoppables)
+        for one in on:
+            one.stop(number)
+        while True:
+            grace_s = max((one.grace() for one in on), default=0.0)
+            try:
+                again = signals.get(timeout=max(0.0, min(1.0, began_s + grace_s - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= began_s + grace_s:
+                    saved = "not saved" if self._stoppables else "saved, but the script did not end"
+                    end_process(number, f"{saved} within grace={grace_s:g} s: ended")
+                continue
+            if again is None:
+                return
+            if again == 0:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            elif time.monotonic() - began_s > SAME_S and all(one.is_cut_by_second for one in on):
+                end_process(again, f"a second {signal.Signals(again).name}: ended at once, nothing was saved")
+
+
+SIGNALS = StopSignals()
+
+
+class RankSigterm:
+    """In a rank process of ours: SIGTERM is only noted. The heartbeat tells the launcher, which stops all ranks."""
+
+    def __init__(self) -> None:
+        self.was_received = False
+        self._is_interrupted = False
+        self._pid = os.getpid()
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def interrupt(self) -> None:
+        """From another thread: raise Terminated in the main thread, wherever it is, and end a sleep or a read."""
+        self._is_interrupted = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            act_by_default(number, frame)
+        elif self._is_interrupted:
+            self._is_interrupted = False
+            raise Terminated
+        else:
+            self.was_received = True
+
+
+def act_by_default(number: int, frame: FrameType | None) -> None:
+    """What the signal would do without a handler."""
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def end_process(number: int, why: str) -> NoReturn:
+    """End all ranks and this process at once, as the signal would have."""
+    end_all_runs()
+    with suppress(OSError):
+        os.write(2, f"uneven: {why}\n".encode())  # not through a stream, whose lock the main thread may hold
+    os._exit(128 + number)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
