@@ -156,7 +156,7 @@ def test_benchmarks_use_public_names_and_one_seam(path: Path) -> None:
 
 def test_plain_verbs_do_not_import_the_benchmarks() -> None:
     """All in one process: what none of them loads together, none loads alone."""
-    verbs = ("devices", "run", "data", "diagnose")
+    verbs = ("devices", "run", "data", "diagnose", "state")
     check = (
         "import sys\n"
         "from uneven.cli.main import main\n"
