@@ -14,7 +14,17 @@ def test_the_page_of_all_verbs_is_up_to_date() -> None:
 
 def test_it_names_every_verb_and_every_exit_code() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
-    for verb in ("run", "devices", "diagnose", "demo", "data get", "data list", "bench run", "bench sweep"):
+    for verb in (
+        "run",
+        "devices",
+        "diagnose",
+        "demo",
+        "data get",
+        "data list",
+        "state show",
+        "bench run",
+        "bench sweep",
+    ):
         assert f"\n## uneven {verb}\n" in page
     for code in (0, 1, 2, 3, 130):
         assert f"\n| {code} | " in page

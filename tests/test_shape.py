@@ -155,7 +155,7 @@ def test_benchmarks_use_public_names_and_one_seam(path: Path) -> None:
 
 def test_plain_verbs_and_fit_import_neither_the_benchmarks_nor_torchs_compiler() -> None:
     """All in one process: what none of them loads together, none loads alone. The compiler is two of four seconds."""
-    verbs = ("devices", "run", "data", "diagnose")
+    verbs = ("devices", "run", "data", "diagnose", "state")
     check = (
         "import sys\n"
         "from uneven.cli.main import main\n"

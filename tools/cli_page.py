@@ -29,7 +29,7 @@ Every verb ends with one of these:
 | code | meaning |
 |---|---|
 | 0 | done |
-| 1 | failed: the run, a check or a rank did not succeed |
+| 1 | failed: the run, a check or a rank did not succeed; `uneven state diff` found a difference |
 | 2 | bad input: an option, an argument or a setting is wrong; the message names it and the fix |
 | 3 | this machine or cluster cannot do it: no such device, no space, no data, no driver |
 | 130 | stopped by Ctrl-C, and saved what there was |

@@ -145,11 +145,9 @@ def _listed(entries: Sequence[Path]) -> str:
     return f"{names} and {len(entries) - 3} more" if len(entries) > 3 else names
 
 
-def folder_error(path: Path, error: OSError) -> MachineError:
+def folder_error(path: Path, error: OSError, option: str = "out=... (--out FOLDER)") -> MachineError:
     """The error to raise where a folder for results cannot be made or written to."""
-    return MachineError(
-        f"cannot write to {path}: {why_not_written(error)}; choose another folder with out=... (--out FOLDER)"
-    )
+    return MachineError(f"cannot write to {path}: {why_not_written(error)}; choose another folder with {option}")
 
 
 def why_not_written(error: OSError) -> str:

@@ -13,6 +13,7 @@ import pytest
 from typer import Typer
 
 from tests.bench.folders import make_run
+from tests.results.checkpoints import write_checkpoint
 from uneven.cli import main as command_line
 from uneven.errors import InputError, MachineError, RankError
 
@@ -55,9 +56,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 def test_the_list_of_verbs_is_complete() -> None:
     plain = [("devices",), ("diagnose",), ("run",), ("demo",), ("data", "list"), ("data", "get")]
+    states = [("state", verb) for verb in ("show", "diff", "export")]
     runs = [("bench", verb) for verb in ("list", "run", "efficiency", "sweep", "report", "compare", "check")]
     studies = [("bench", verb) for verb in ("policies", "scaling", "strategies")]
-    assert sorted([*plain, *runs, *studies]) == VERBS
+    assert sorted([*plain, *states, *runs, *studies]) == VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
@@ -93,6 +95,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "exits.py").write_text("raise SystemExit(7)\n")
     (tmp_path / "full.py").write_text("from uneven import MachineError\nraise MachineError('no space')\n")
     (tmp_path / "failed.py").write_text("from uneven import RankError\nraise RankError('rank 1 failed')\n")
+    write_checkpoint(tmp_path / "saved" / "step-4")
     for name, quality in (("good", 0.97), ("bad", 0.5)):
         for seed in range(2):
             make_run(tmp_path / name, "lenet", "solo-0", seed, quality)
@@ -120,6 +123,14 @@ CALLS = [
     ("run --devices cpu full.py", 3),
     ("run --devices cpu stopped.py", 130),
     ("demo --devices cpu", 2),
+    ("state show saved", 0),
+    ("state show saved --json", 0),
+    ("state show good", 2),
+    ("state diff saved saved --json", 0),
+    ("state diff saved absent", 2),
+    ("state export saved --to model.pt --json", 0),
+    ("state export saved --to model.bin", 2),
+    ("state export saved --to /proc/nowhere/model.pt", 3),
     ("bench list", 0),
     ("bench list --json", 0),
     ("bench run --model none", 2),

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import uneven
-from uneven.cli import bench, data
+from uneven.cli import bench, data, state
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
@@ -36,6 +36,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 app.add_typer(data.app, name="data")
+app.add_typer(state.app, name="state")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo)
 for verb in (sweep, report, compare, check, policies, scaling, strategies):

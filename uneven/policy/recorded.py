@@ -89,7 +89,8 @@ class RecordedWindows:
         return tuple(max(1, int(speed)) for speed in self.speeds)
 
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
-        if self.due == self.event:
+        # A round that stopped the run may come before the event that it was due at.
+        if self.due == self.event and min(report.next_slot for report in reports) >= self.event:
             following = self.next_event(self.event)
             self.is_over, self.passed, self.event = following == self.event, self.event, following
         self.start = max(int(report.next_slot) for report in reports)
@@ -111,7 +112,6 @@ class RecordedSchedule:
     windows: RecordedWindows
     slots: deque[int]
     total: int
-    claimed: int = 0  # of a replay: nothing
     claim_ms: float = 0.0
     in_flight: bool = False
     parts: int = 0
@@ -146,6 +146,10 @@ class RecordedSchedule:
     def set_limit(self) -> int:
         """None: in a replay nothing is asked for, and its events are in the log."""
         return self.total
+
+    def set_limit(self) -> int:
+        """Nobody wishes for anything in a replay."""
+        return 0
 
     def enter(self) -> None:
         self.in_flight, self.staleness = True, 0

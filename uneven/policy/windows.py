@@ -46,7 +46,6 @@ class RoundReport(NamedTuple):
     limit: float = 0.0  # slots from it on it hands out only after it has merged this round, see first_free_slot
     end_samples: float = 0.0  # of the epoch in progress, where this rank was told the end of a stream without length
     wish: float = 0.0  # to save or evaluate soon, see train/synchronizer.py
-    claimed: float = 0.0  # slots that this rank has claimed so far
 
 
 @dataclass(frozen=True, slots=True)

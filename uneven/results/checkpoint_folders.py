@@ -20,14 +20,14 @@ from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.record import RECORD, has_all_files, read_record
 
 _NAME = re.compile(r"(step|epoch)-(\d+)")
-_HIDDEN = re.compile(r"\.(.+)\.(partial|failed|old|removed)-\w+")  # what killed runs leave
+HIDDEN = re.compile(r"\.(.+)\.(partial|failed|old|removed)-\w+")  # what killed runs leave
 _SLOT = re.compile(r'"slot": (\d+)')
 
 
 def find_checkpoints(run: Path) -> list[Path]:
     """The checkpoints in a run's folder, newest first: whole ones, and damaged ones that are named as such."""
     entries = [entry for entry in _entries(run) if _is_candidate(entry)]
-    slots = {entry: _slot(entry) for entry in entries}
+    slots = {entry: slot_of(entry) for entry in entries}
     per_epoch = max((slot / number for entry, slot in slots.items() if slot and (number := _epoch(entry))), default=1.0)
 
     def place(entry: Path) -> tuple[float, float]:
@@ -106,7 +106,7 @@ def remove_partial(run: Path) -> list[Path]:
     """
     removed = []
     for entry in sorted(run.iterdir()) if run.is_dir() else ():
-        hidden = _HIDDEN.fullmatch(entry.name)
+        hidden = HIDDEN.fullmatch(entry.name)
         if hidden is None or not (hidden[1] == "state" or _NAME.fullmatch(hidden[1])):
             continue
         if hidden[2] == "old" and not (run / hidden[1]).exists():
@@ -130,7 +130,7 @@ def _folders(run: Path) -> list[Path]:
 def _entries(run: Path) -> Iterable[Path]:
     """The folders that may be checkpoints; one that was being replaced counts while its place is empty."""
     for entry in _folders(run):
-        hidden = _HIDDEN.fullmatch(entry.name)
+        hidden = HIDDEN.fullmatch(entry.name)
         if hidden is None or (hidden[2] == "old" and not (run / hidden[1]).exists()):
             yield entry
 
@@ -149,7 +149,7 @@ def _kind(folder: Path) -> str | None:
     return None if kind is None else str(kind)
 
 
-def _slot(folder: Path) -> int | None:
+def slot_of(folder: Path) -> int | None:
     """Where on the axis a checkpoint was taken, also from a record that is cut off."""
     with suppress(OSError):
         text = (folder / RECORD).read_text(errors="replace")
@@ -161,7 +161,7 @@ def _slot(folder: Path) -> int | None:
 
 
 def _own_name(folder: Path) -> str:
-    hidden = _HIDDEN.fullmatch(folder.name)
+    hidden = HIDDEN.fullmatch(folder.name)
     return hidden[1] if hidden else folder.name
 
 

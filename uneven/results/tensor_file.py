@@ -58,11 +58,14 @@ class FileSum(NamedTuple):
         return {"bytes": self.length, "crc32": self.crc32}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
-    """Write and sync a new file of tensors; InputError where the format has no type for one of them."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str] | None = None) -> FileSum:
+    """Write and sync a new file of tensors; InputError where the format has no type for one of them.
+
+    `tied` is noted as `safetensors.torch.save_model` does it: further name -> the name of its tensor.
+    """
     # Widest types first, as the library does it: every tensor then begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    return write_pieces(path, _pieces(names, tensors))
+    return write_pieces(path, _pieces(names, tensors, {"format": "pt", **(tied or {})}))
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
@@ -79,8 +82,11 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> FileSum:
     return FileSum(length, f"{crc:08x}")
 
 
-def _pieces(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    header, position = {}, 0
+def _pieces(
+    names: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in _TYPES:
@@ -124,10 +130,6 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape without its content."""
-        return tuple(self._file.get_slice(name).get_shape())
 
 
 def open_tensors(path: Path, what: str) -> TensorFile:

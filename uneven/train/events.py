@@ -9,16 +9,17 @@ from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig
 from uneven.data.replay import read_log
+from uneven.policy.events import Events
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows
-from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.engine import Engine
-from uneven.train.synchronizer import wished
+from uneven.train.synchronizer import Wish, wished
 
 
 def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
@@ -55,6 +56,7 @@ def make_slot_schedule(
     windows.resume_at(engine.trained)
     is_async = config.policy == "async"
     schedule = SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
+    schedule.lookahead = engine.feed.lookahead
     schedule.parts = len(engine.log)
     return windows, schedule
 
@@ -99,27 +101,27 @@ def pass_epoch(
     return end, [row._replace(next_slot=max(row.next_slot, float(end))) for row in rows]
 
 
-def follow_wish(
-    engine: Engine,
-    windows: Windows | RecordedWindows,
-    schedule: SlotSchedule | RecordedSchedule,
-    rows: Sequence[RoundReport],
-) -> None:
-    """Where a rank wants to save or evaluate, make the next slot at which all ranks can meet an event.
+def follow_wish(engine: Engine, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> None:
+    """Where a rank wants to save or evaluate, make the first slot at which all ranks can still meet an event.
 
-    Where the window was divided all ranks stand at its end: the event is here. With claims it is the first slot that
-    no rank can have been handed before it merges this round. Call it on all ranks before `windows` notes the round.
+    Call it on all ranks before `windows` notes the round. A wish is repeated until that slot is reached.
     """
     wish = wished(row.wish for row in rows)
-    if not wish or not isinstance(windows, Windows) or not isinstance(schedule, SlotSchedule):
-        return
-    if schedule.is_divided:
-        slot = windows.due if min(row.next_slot for row in rows) >= windows.due else windows.event
-    else:
-        slot = schedule.first_free_slot([int(row.claimed) for row in rows], engine.feed.lookahead)
-    slot = min(slot, windows.event)
-    if engine.events.request(slot, wish):
-        windows.event = slot
+    if wish and isinstance(windows, Windows):
+        slot = first_free_slot(rows, windows.event)
+        if request(engine.events, slot, wish, windows.passed):
+            windows.learn_event(slot)
+
+
+def request(events: Events, slot: int, wish: Wish, passed: int) -> bool:
+    """Save or evaluate at this slot, unless another one that is still to come was requested; whether it is new."""
+    saves = bool(wish & Wish.SAVE) and not any(known > passed for known in events.extra_saves)
+    evaluates = bool(wish & Wish.EVALUATE) and not any(known > passed for known in events.extra_evaluations)
+    if saves:
+        events.request_save(slot)
+    if evaluates:
+        events.request_evaluation(slot)
+    return saves or evaluates
 
 
 def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:

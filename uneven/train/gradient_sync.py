@@ -30,6 +30,7 @@ from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
+from uneven.train.events import request
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 
@@ -156,7 +157,7 @@ class GradientSync:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
             self._wished = self.wish()
         if self._wished:
-            engine.events.request(engine.trained, self._wished)
+            request(engine.events, engine.trained, self._wished, engine.trained - 1)
         is_over = engine.trained == engine.axis.epoch_end(epoch)
         if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
             is_stopped |= self._reach_event(epoch, None if is_over else engine.trained)

@@ -277,7 +277,7 @@ class LocalSGD:
             user_ms=self._user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
             wish=float(self.wish()),
-            claimed=float(self.slot_schedule.claimed),
+            limit=float(self.slot_schedule.set_limit()),
         )
         self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
         self.slot_schedule.enter()
@@ -328,7 +328,7 @@ class LocalSGD:
         passed = self.windows.passed
         if is_skipped:
             due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self._epoch_samples, rows)
-        follow_wish(self.engine, self.windows, self.slot_schedule, rows)
+        follow_wish(self.engine, self.windows, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()

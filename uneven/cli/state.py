@@ -1,0 +1,185 @@
+"""`uneven state`: what a run's folder holds, how two states differ, and a model's params as a file of their own.
+
+None of them runs the user's script or reads a pickle.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Look into results and checkpoints, compare them, export the model.")
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or one checkpoint in it.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+ROWS = 20  # differing tensors that are printed; --json has all
+
+
+@app.command("show")
+def show(run: Run, as_json: Json = False) -> None:
+    """What is in a run's folder: its result and each checkpoint, whole or not and why, with position, quality and size.
+    Every file is read and its checksum compared.
+
+    Exit codes: 0 shown, also where something is damaged; 2 no state there. Examples:
+
+      uneven state show runs/my-run
+
+      uneven state show runs/my-run/step-500 --json
+    """
+    from uneven.results.contents import run_contents
+
+    entries = run_contents(run)
+    if as_json:
+        newest = _newest(entries)
+        document = {"folder": str(run), "newest_whole": None if newest is None else newest["path"], "states": entries}
+        print(json.dumps(document, indent=1))
+    else:
+        _print_contents(run, entries)
+
+
+def _print_contents(run: Path, entries: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("state", "slot", "epochs", "samples", "last metrics", "MB", "saved (UTC)", "whole"):
+        table.add_column(heading, justify="right" if heading in ("slot", "epochs", "samples", "MB") else "left")
+    for entry in entries:
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("metrics", {}).items())
+        date = (entry.get("date") or "-").replace("T", " ").removesuffix("+00:00")
+        table.add_row(
+            entry["name"],
+            *(_number(entry.get(key)) for key in ("slot", "epochs", "samples")),
+            metrics or "-",
+            f"{entry['bytes'] / 1e6:,.2f}",
+            date,
+            "yes" if entry["whole"] else "NO",
+        )
+    console.print(f"{run}\n", markup=False)
+    console.print(table)
+    console.print()
+    for name, value in _facts(entries).items():
+        console.print(f"{name}: {value}", markup=False, soft_wrap=True)
+    for entry in entries:
+        if not entry["whole"]:
+            console.print(f"not whole: {entry['name']}: {entry['fault']}", markup=False, soft_wrap=True)
+
+
+def _newest(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The furthest whole one; of a result and a checkpoint at the same slot the result, which comes last."""
+    whole = [entry for entry in reversed(entries) if entry["whole"]]
+    return max(whole, key=lambda entry: int(entry["slot"]), default=None)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _facts(entries: list[dict[str, Any]]) -> dict[str, str]:
+    """What the newest whole state says about the run."""
+    last = _newest(entries)
+    if last is None:
+        return {"newest whole": "none"}
+    devices = last["devices"] if isinstance(last["devices"], str) else ", ".join(last["devices"] or ())
+    ended = "finished" if last["finished"] else f"not finished{': ' + last['stopped'] if last['stopped'] else ''}"
+    gaps = (last["ledger"] or {}).get("gaps") or []
+    left = sum(stop - first for first, stop in gaps)
+    return {
+        "newest whole": f"{last['name']}, {ended}" + (f", {left} slots before its end not trained yet" if left else ""),
+        "model": f"{last['params']:,} params in {last['tensors']} tensors",
+        "devices": f"{devices or '-'}, policy {last['policy'] or '-'}",
+        "written by": ", ".join(f"{name} {version}" for name, version in last["versions"].items()) or "an older uneven",
+    }
+
+
+@app.command("diff")
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run, or one checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """What differs between two states: settings, slots, names and shapes, and every tensor's largest difference.
+    Of a run's folder the newest whole state is taken. Settings about folders and progress are not compared.
+
+    Exit codes, as those of diff: 0 equal bit by bit, 1 different, 2 bad input. Examples:
+
+      uneven state diff runs/a runs/b
+
+      uneven state diff runs/a/step-500 runs/a/step-1000 --json
+    """
+    from uneven.results.comparison import compare_states
+    from uneven.results.saved_state import newest_state
+
+    states = []
+    for folder in (a, b):
+        state, faults = newest_state(folder)
+        _tell(f"passed over {fault}" for fault in faults)
+        states.append(state)
+    found = compare_states(*states)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(f"A: {states[0].title}\nB: {states[1].title}")
+        print("\n".join(_difference_lines(found)))
+    raise typer.Exit(0 if found["equal"] else 1)
+
+
+def _difference_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"{name}: {x!r} | {y!r}" for name, (x, y) in (found["settings"] | found["position"]).items()]
+    for group in dict.fromkeys(row["group"] for row in found["tensors"]):
+        rows = [row for row in found["tensors"] if row["group"] == group]
+        unequal = [row for row in rows if not row["equal"]]
+        what = "params and buffers" if group == "model" else f"tensors of {group}"
+        equal = len(rows) - len(unequal)
+        lines.append(f"{what}: {equal} of {len(rows)} equal bit by bit" + (", different are" if unequal else ""))
+        lines += [f"  {row['name']}: {_row_text(row)}" for row in unequal[:ROWS]]
+        if len(unequal) > ROWS:
+            lines.append(f"  and {len(unequal) - ROWS} more; --json lists all")
+    return [*lines, "equal bit by bit" if found["equal"] else "different"]
+
+
+def _row_text(row: dict[str, Any]) -> str:
+    if "only_in" in row:
+        return f"only in {row['only_in'].upper()}"
+    if "shapes" in row:
+        return f"shape {tuple(row['shapes'][0])} | {tuple(row['shapes'][1])}"
+    types = f"{row['dtypes'][0]} | {row['dtypes'][1]}, " if "dtypes" in row else ""
+    odd = f", {row['not_finite']} not finite" if row["not_finite"] else ""
+    return f"{types}largest difference {row['max_abs']:.3g}, relative {row['max_rel']:.3g}{odd}"
+
+
+def _tell(lines: Any) -> None:
+    for line in lines:
+        print(f"uneven: {line}", file=sys.stderr)
+
+
+@app.command("export")
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option("--to", help="model.safetensors or model.pt.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file where it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model's params and buffers to one file: of the run's result or its newest whole checkpoint.
+    A .pt file is a state_dict for torch.load(..., weights_only=True), tied names included; a .safetensors file holds
+    every tensor once, for safetensors.torch.load_model.
+
+    Exit codes: 0 written, 2 bad input, 3 it cannot be written there. Examples:
+
+      uneven state export runs/my-run --to model.safetensors
+
+      uneven state export runs/my-run/step-500 --to model.pt --overwrite
+    """
+    from uneven.results.saved_state import export_model, newest_state
+
+    state, faults = newest_state(run)
+    _tell(f"passed over {fault}" for fault in faults)
+    size = export_model(state, to, overwrite)
+    if as_json:
+        document = {"file": str(to), "from": str(state.folder), "kind": state.kind, "slot": state.record.get("slot")}
+        print(json.dumps({**document, "tensors": len(state.tensors), "bytes": size}, indent=1))
+    else:
+        print(f"{to}: {len(state.tensors)} tensors, {size / 1e6:,.2f} MB, of {state.title}")

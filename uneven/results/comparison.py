@@ -1,0 +1,91 @@
+"""What differs between two saved states: settings, position, and every tensor. `uneven state diff`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.results.saved_state import SavedState
+
+# Settings that say where results go and what happens around training, not what is trained.
+_AROUND = (
+    *("out", "overwrite", "resume", "replay", "progress", "deadline", "keep_last", "keep_best", "grace"),
+    *("data_dir", "timeline"),
+)
+_POSITION = ("slot", "samples", "ledger", "dropped", "skipped")
+
+
+def compare_states(a: SavedState, b: SavedState) -> dict[str, Any]:
+    """Every difference as JSON; "equal" where there is none, bit by bit.
+
+    Tensors of the ranks are compared where both states have that rank; random states only between states of one kind,
+    since a result's were taken after the last evaluation.
+    """
+    settings = dict(_pairs(_settings(a.record), _settings(b.record)))
+    position = {key: (a.record.get(key), b.record.get(key)) for key in _POSITION if key in a.record and key in b.record}
+    position = {key: pair for key, pair in position.items() if pair[0] != pair[1]}
+    if a.kind == b.kind and len(a.ranks) != len(b.ranks):
+        position["ranks"] = (len(a.ranks), len(b.ranks))
+    tensors = list(_tensors("model", a.tensors, b.tensors))
+    for rank, (ours, theirs) in enumerate(zip(a.ranks, b.ranks, strict=False)):
+        tensors += _tensors(f"rank {rank}", ours, theirs, "" if a.kind == b.kind else "optimizer.")
+    return {
+        "a": {"folder": str(a.folder), "kind": a.kind, "slot": a.record.get("slot")},
+        "b": {"folder": str(b.folder), "kind": b.kind, "slot": b.record.get("slot")},
+        "equal": not settings and not position and all(row["equal"] for row in tensors),
+        "settings": settings,
+        "position": position,
+        "tensors": tensors,
+    }
+
+
+def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by name, those of the optimizer's param groups and a graph's structure included."""
+    found = {name: value for name, value in record.get("config", {}).items() if name not in _AROUND}
+    for number, group in enumerate(record.get("param_groups", [])):
+        found |= {f"param_groups[{number}].{key}": value for key, value in group.items() if key != "params"}
+    return found | {"structure": record.get("structure")}
+
+
+def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) != b.get(name):
+            yield name, (a.get(name), b.get(name))
+
+
+def _tensors(
+    group: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix: str = ""
+) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys(name for name in (*a, *b) if name.startswith(prefix)):
+        row: dict[str, Any] = {"group": group, "name": name, "equal": False}
+        if name not in a or name not in b:
+            yield {**row, "only_in": "a" if name in a else "b"}
+        else:
+            yield {**row, **_difference(a[name], b[name])}
+
+
+def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
+    shapes = [list(a.shape), list(b.shape)]
+    if shapes[0] != shapes[1]:
+        return {"shapes": shapes}
+    types = {} if a.dtype == b.dtype else {"dtypes": [str(a.dtype), str(b.dtype)]}
+    if not types and torch.equal(_bits(a), _bits(b)):
+        return {"equal": True, "shape": shapes[0]}
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    both = x.isfinite() & y.isfinite()
+    x, y = x[both], y[both]
+    difference, size = (x - y).abs(), torch.maximum(x.abs(), y.abs())
+    relative = difference / size.clamp(min=torch.finfo(torch.float64).tiny)
+    return {
+        "shape": shapes[0],
+        **types,
+        "max_abs": float(difference.max()) if len(difference) else 0.0,
+        "max_rel": float(relative.max()) if len(relative) else 0.0,
+        "not_finite": int((~both).sum()),
+    }
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,129 @@
+"""SavedState: a result or checkpoint opened for a look, without the script that made it; all its files are verified.
+
+Used by `uneven state` (results/contents.py, results/comparison.py) and by the export of a model.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.errors import InputError
+from uneven.files import folder_error, sync_folder
+from uneven.results.checkpoint import STATE, read_checkpoint
+from uneven.results.checkpoint_folders import find_checkpoints, is_checkpoint, slot_of
+from uneven.results.record import RECORD, check_files, read_record
+from uneven.results.tensor_file import open_tensors, write_tensors
+
+RESULT = "result"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a folder holds: params and buffers, and the tensors of each rank; of a result those of rank 0 alone."""
+
+    folder: Path
+    kind: str  # "result" or "checkpoint"
+    record: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    ranks: list[Mapping[str, Tensor]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.folder} ({self.kind}, slot {self.record.get('slot')})"
+
+
+def open_state(folder: Path) -> SavedState:
+    """A result or checkpoint; InputError in one line where it is not whole."""
+    what = f"state {folder}"
+    record = read_record(folder, what)
+    if record.get("kind") == "checkpoint":
+        found = read_checkpoint(folder)
+        return SavedState(folder, "checkpoint", found.record, found.tensors, [part.tensors for part in found.ranks])
+    check_files(folder, record, what)
+    optimizer = open_tensors(folder / "optimizer.safetensors", what)
+    renamed = {name if name.startswith("random.") else f"optimizer.{name}": name for name in optimizer}
+    own = {name: optimizer[stored] for name, stored in renamed.items()}
+    return SavedState(folder, RESULT, record, open_tensors(folder / STATE, what), [own])
+
+
+def newest_state(run: Path) -> tuple[SavedState, list[str]]:
+    """The furthest whole state of a run: its result or a checkpoint; and a line for each further one that is damaged.
+
+    `run` may also be a checkpoint itself, which is then the only one.
+    """
+    candidates = find_checkpoints(run)
+    if not candidates and is_checkpoint(run):
+        return open_state(run), []
+    if (run / RECORD).is_file():
+        place = next((n for n, folder in enumerate(candidates) if _slot(folder) <= _slot(run)), len(candidates))
+        candidates.insert(place, run)
+    if not candidates:
+        raise InputError(f"{run} holds no state of a run: there is no state.json and no step-N or epoch-N folder in it")
+    faults: list[str] = []
+    for folder in candidates:
+        found = _try_open(folder, faults)
+        if found is not None:
+            return found, faults
+    raise InputError(f"{run} holds no whole state; {faults[0]}")
+
+
+def _slot(folder: Path) -> int:
+    slot = slot_of(folder)
+    return -1 if slot is None else slot
+
+
+def _try_open(folder: Path, faults: list[str]) -> SavedState | None:
+    try:
+        return open_state(folder)
+    except InputError as error:
+        faults.append(str(error))
+        return None
+
+
+def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
+    """Write params and buffers to a .safetensors or .pt file, whole or not at all; returns its bytes.
+
+    A .pt file is a state_dict that `torch.load(..., weights_only=True)` reads, with the tied names. A .safetensors
+    file holds every tensor once and notes the tied names, as `safetensors.torch.load_model` expects it.
+    """
+    if to.suffix not in (".safetensors", ".pt", ".pth"):
+        raise InputError(f"--to {to}: the name must end in .safetensors or .pt")
+    if to.is_dir():
+        raise InputError(f"--to {to} is a folder; name a file, as in {to}/model.safetensors")
+    if to.exists() and not overwrite:
+        raise InputError(f"--to {to} exists; add --overwrite to replace it, or choose another name")
+    names = [*state.record.get("params", ()), *state.record.get("buffers", ())]
+    tensors = {name: state.tensors[name] for name in names if name in state.tensors}
+    tensors |= {name: state.tensors[name] for name in state.tensors if name not in tensors}
+    tied = {name: source for name, source in state.record.get("tied", {}).items() if source in tensors}
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}.")
+        os.close(handle)
+        try:
+            _write(Path(temporary), to.suffix, tensors, tied)
+            os.chmod(temporary, 0o644)  # mkstemp makes it private
+            os.replace(temporary, to)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(to.parent)
+    except OSError as error:
+        raise folder_error(to.parent, error, "--to FILE") from error
+    return to.stat().st_size
+
+
+def _write(path: Path, suffix: str, tensors: dict[str, Tensor], tied: Mapping[str, str]) -> None:
+    if suffix == ".safetensors":
+        write_tensors(path, tensors, tied)
+        return
+    with path.open("wb") as file:
+        torch.save({**tensors, **{name: tensors[source] for name, source in tied.items()}}, file)
+        file.flush()
+        os.fsync(file.fileno())
