@@ -258,7 +258,7 @@ def _launch(
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
     if (finished := prepared.finished) is not None:
-        return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context)
+        return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context, start)
     starts_ranks = context.is_alone and needs_ranks(devices)
     train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
     body = partial(train, task, prepared.config, devices)

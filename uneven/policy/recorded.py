@@ -71,6 +71,7 @@ class RecordedWindows:
     passed: int = 0
     is_blocking: bool = False  # RecordedSchedule knows which rounds were
     is_measured: bool = True
+    stop_rounds: frozenset[int] = frozenset()  # after which the recorded run was stopped and saved
 
     def __post_init__(self) -> None:
         self.event = self.next_event(0)
@@ -78,6 +79,11 @@ class RecordedWindows:
     @property
     def due(self) -> int:
         return self.recorded[min(self.rounds + 1, len(self.recorded) - 1)].due
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the recorded run was stopped after the round just noted."""
+        return self.rounds in self.stop_rounds
 
     @property
     def scale(self) -> float:
@@ -146,10 +152,6 @@ class RecordedSchedule:
     def set_limit(self) -> int:
         """None: in a replay nothing is asked for, and its events are in the log."""
         return self.total
-
-    def set_limit(self) -> int:
-        """Nobody wishes for anything in a replay."""
-        return 0
 
     def enter(self) -> None:
         self.in_flight, self.staleness = True, 0

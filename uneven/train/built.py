@@ -8,11 +8,15 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from uneven.config import RunConfig, Task
 from uneven.errors import InputError
+from uneven.parallel.activations import Activations
+from uneven.step.schedule import Schedule
 
 # Wrappers that share out samples or params themselves, by class name: importing torch.distributed is comm's alone.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -92,3 +96,26 @@ def _needs_closure(optimizer: Any) -> bool:
 
 def _first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def build_model(task: Task, config: RunConfig, device: torch.device, world_size: int) -> nn.Module:
+    """The task's model on the device, with its activations as the settings want them.
+
+    Made on the CPU and then moved: the same seed gives the same params on every kind of device.
+    """
+    torch.manual_seed(config.seed)
+    model = checked_model(task.make_model()).to(device)
+    model.train()
+    is_sharded_later = config.is_model_parallel and world_size > 1  # activations are for the layers made then
+    if config.activations in ("recompute", "offload") and not is_sharded_later:
+        Activations(model, config.activations)
+    return model
+
+
+def check_schedule(schedule: Schedule, task: Task, is_own_loop: bool) -> None:
+    """InputError where a schedule follows a metric that nobody evaluates."""
+    if schedule.needs_metric and task.evaluation is None and not is_own_loop:
+        raise InputError(
+            "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
+            "eval_step), too, or a scheduler that depends on progress alone"
+        )

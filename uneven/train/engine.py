@@ -15,11 +15,10 @@ from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.feed import Feed, Micros, make_feed
+from uneven.data.replay import read_saves
 from uneven.data.stream import ReaderFeed
-from uneven.errors import InputError
 from uneven.hardware.device import needs_ranks
 from uneven.hardware.throttle import Throttle
-from uneven.parallel.activations import Activations
 from uneven.parallel.batchnorm import BatchNormSync, has_batchnorm, synchronise
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reducer import Reducer
@@ -46,7 +45,7 @@ from uneven.step.runahead import RunAhead
 from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
-from uneven.train.built import checked_model, checked_optimizer
+from uneven.train.built import build_model, check_schedule, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.rank_info import RankInfo
@@ -70,15 +69,10 @@ class Engine:
         self.order = make_order(task, config)
         self.axis = make_axis(self.order, config, rank_info.world_size)
         self.events = find_events(self.axis, config, task.evaluation, is_own_loop)
+        for slot in () if config.replay is None else read_saves(config.replay):
+            self.events.request_save(slot)
         self.device = torch.device(rank_info.device.torch_name)
-        torch.manual_seed(config.seed)
-        # Made on the CPU and then moved: the same seed gives the same params on every kind of device.
-        self.model = checked_model(task.make_model()).to(self.device)
-        self.model.train()
-        if config.activations in ("recompute", "offload") and not (
-            config.is_model_parallel and rank_info.world_size > 1  # applied to the sharded layers, when these are made
-        ):
-            Activations(self.model, config.activations)
+        self.model = build_model(task, config, self.device, rank_info.world_size)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
         # On one device BatchNorm sees all samples of the batch anyway.
         self.batchnorm_sync = (
@@ -86,11 +80,7 @@ class Engine:
         )
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
         self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
-        if self.schedule.needs_metric and task.evaluation is None and not is_own_loop:
-            raise InputError(
-                "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
-                "eval_step), too, or a scheduler that depends on progress alone"
-            )
+        check_schedule(self.schedule, task, is_own_loop)
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,

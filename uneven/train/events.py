@@ -48,6 +48,7 @@ def make_slot_schedule(
         recorded = RecordedWindows(
             log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(parts)) for parts in log.parts]
         )
+        recorded.stop_rounds = log.stop_rounds
         return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
     is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None

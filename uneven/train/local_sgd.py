@@ -354,6 +354,8 @@ class LocalSGD:
         if is_event:
             self.engine.reach_slot(event)
             self._mark = len(self.engine.log)
+        if isinstance(self.windows, RecordedWindows) and self.windows.was_stopped:
+            self.average_buffers()  # as where a stopped run is saved
         self.after_round(event if is_event else due)
         self._end_epochs(rows, event if is_event else None, due)
 

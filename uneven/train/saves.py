@@ -44,7 +44,7 @@ class Saves:
         self.out: Path | None = None  # rank 0's: others need not have been given any
 
     def connect(self) -> None:
-        """When the group has formed; a collective: all ranks write to one folder, under a word no other run has."""
+        """When the group has formed; a collective: all ranks write to one folder, under a name no other run has."""
         info, out = self._engine.rank_info, self._engine.config.out
         own = {"out": None if out is None else str(out.absolute()), "token": secrets.token_hex(4)}
         agreed = json.loads(gather_bytes(info.group, json.dumps(own if info.rank == 0 else None).encode())[0])
@@ -242,7 +242,7 @@ def param_names(engine: Engine) -> list[str]:
 def _monitored(name: str | None) -> tuple[str, str]:
     """The metric by which the best checkpoints are kept, and whether its least or largest value is the best."""
     name = name or "loss"
-    is_least = any(word in name.lower() for word in ("loss", "error", "perplexity", "mse", "mae"))
+    is_least = any(part in name.lower() for part in ("loss", "error", "perplexity", "mse", "mae"))
     return name, "min" if is_least else "max"
 
 
