@@ -67,6 +67,8 @@ def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
         if path.exists() and not path.is_dir():
             raise InputError(f"out={str(path)!r} is a file; name a folder, as in out='runs/my-run'")
         earlier = _files_of_ours(path, overwrite) if path.is_dir() else []
+        if [entry.name for entry in earlier] == [MARK]:
+            earlier = []  # of a run that was killed before it wrote anything
         moved = _move_aside(path, earlier) if earlier and not overwrite else None
         for entry in earlier if overwrite else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

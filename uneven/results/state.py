@@ -96,9 +96,10 @@ class TrainedState:
         numbers = sum(param.numel() for param in self.params.values())
         last = self.history[-1] if self.history else {}
         metrics = {name: value for name, value in last.items() if name not in NOT_METRICS and isinstance(value, float)}
+        epochs = sum(not entry.get("is_inside_epoch") for entry in self.history)
         facts = {
             "model": f"{numbers:,} params in {len(self.params)} tensors, {len(self.buffers)} buffers",
-            "trained": f"{self.samples:,} samples in {self.slot:,} steps, {len(self.history)} epochs"
+            "trained": f"{self.samples:,} samples in {self.slot:,} steps, {epochs} epochs"
             + ("" if self.finished else " (stopped before its end)"),
         }
         if metrics:
