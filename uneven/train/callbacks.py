@@ -150,12 +150,6 @@ class CallbackRunner:
         self.metrics: Mapping[str, float] = {}  # of the last evaluation
         self.stopped: str | None = None  # why the run ends early: agreed by all ranks
 
-    def state_dict(self):  # TEMPORARY
-        return []
-
-    def load_state_dict(self, state):  # TEMPORARY
-        return []
-
     def has(self, hook: str) -> bool:
         return bool(self._hooks[hook]) and self._requests.failure is None
 
