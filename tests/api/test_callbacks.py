@@ -72,7 +72,7 @@ def test_a_callback_stops_fit_without_an_error(tmp_path: Path, capfd: pytest.Cap
     ("changes", "words"),
     [
         ({"max_steps": 0}, "max_steps=0 must be a whole number of at least 1"),
-        ({"epochs": 1, "eval_every": "5 minutes"}, "eval_every='5 minutes' must be a whole number of epochs"),
+        ({"epochs": 1, "eval_every": "5 months"}, "eval_every='5 months' must be a whole number of epochs"),
         ({"epochs": 1, "eval_every": "5 steps"}, "eval_every='5 steps' without an evaluation: pass evaluate="),
         ({"epochs": 1, "monitor": "loss"}, "monitor='loss' without an evaluation"),
         ({"epochs": 1, "callbacks": KeepBest()}, "callbacks must be a list, got KeepBest"),

@@ -4,7 +4,7 @@ Both decide by an evaluated metric, which is the same on all ranks; so all ranks
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from uneven.errors import InputError
 from uneven.train.callbacks import Callback, CallbackInfo
@@ -27,10 +27,26 @@ class _Improvement(Callback):
             raise InputError(f"{name}(min_delta={min_delta!r}) must be a number of at least 0")
         self.metric, self.mode, self.min_delta = metric, mode, float(min_delta)
         self.best: float | None = None
+        self._is_loaded = False  # and on_start has not been called since
 
     def on_start(self, info: CallbackInfo) -> None:
         del info
+        if not self._is_loaded:
+            self.reset()
+        self._is_loaded = False
+
+    def reset(self) -> None:
         self.best = None
+
+    def state_dict(self) -> dict[str, Any]:
+        best = self.best if self.best is None or math.isfinite(self.best) else str(self.best)  # JSON has no infinity
+        return {"metric": self.metric, "mode": self.mode, "best": best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The best value so far counts, unless it is of another metric."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.best = None if state["best"] is None else float(state["best"])
+            self._is_loaded = True
 
     def improved(self, info: CallbackInfo) -> bool:
         """Whether this evaluation is the best one so far."""
@@ -61,9 +77,17 @@ class EarlyStopping(_Improvement):
         self.patience = patience
         self.waited = 0  # evaluations since the last improvement
 
-    def on_start(self, info: CallbackInfo) -> None:
-        super().on_start(info)
+    def reset(self) -> None:
+        super().reset()
         self.waited = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._is_loaded:
+            self.waited = state["waited"]
 
     def on_eval(self, info: CallbackInfo) -> None:
         self.waited = 0 if self.improved(info) else self.waited + 1

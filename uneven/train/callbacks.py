@@ -50,6 +50,13 @@ class Callback:
     def on_end(self, info: "CallbackInfo") -> None:
         """After the last step, when all ranks hold the same params. A run that fails does not come here."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON; each rank's is written into every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """In a resumed run, before on_start: what `state_dict` returned."""
+
 
 @dataclass(frozen=True)
 class CallbackInfo:
@@ -144,6 +151,7 @@ class CallbackRunner:
     def __init__(self, callbacks: Sequence[Any], engine: Engine) -> None:
         self._engine = engine
         self._hooks = {hook: [(type(c).__name__, f) for c in callbacks if (f := _hook(c, hook))] for hook in HOOKS}
+        self._callbacks = list(callbacks)
         self._requests = _Requests()
         self.is_any = any(self._hooks.values())
         self.is_active = self.is_any  # whether any rank has callbacks: then all ranks take part in `agree`
@@ -167,6 +175,50 @@ class CallbackRunner:
                 self._requests.fail(error, info.step)
                 break
         return self._engine.recorder.enter("other") - began_ns
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """This rank's callbacks in order, each with its state where it keeps one; plain JSON."""
+        return [{"class": type(one).__name__, "state": self._state_of(one)} for one in self._callbacks]
+
+    def _state_of(self, callback: Any) -> Any:
+        function = _hook(callback, "state_dict")
+        if function is None or self._requests.failure is not None:
+            return None
+        self._requests.hook, self._requests.caller = "state_dict", type(callback).__name__
+        try:
+            return json.loads(json.dumps(function()))
+        except TypeError as error:
+            wrong = InputError(f"a callback's state must be plain JSON, without tensors or objects ({error})")
+            self._requests.fail(wrong, self._engine.trained)
+        except Exception as error:  # as in `run`
+            self._requests.fail(error, self._engine.trained)
+        return None
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Hand every callback its state, before on_start; returns what does not fit, in words.
+
+        The second of a class gets the state of the second: callbacks may be added, left out or put in another order.
+        """
+        left = [one for one in saved if one["state"] is not None]
+        fresh = []
+        for callback in self._callbacks:
+            name, function = type(callback).__name__, _hook(callback, "load_state_dict")
+            found = next((one for one in left if one["class"] == name), None)
+            if function is None or self._requests.failure is not None:
+                continue
+            if found is None:
+                fresh.append(name)
+                continue
+            left.remove(found)
+            self._requests.hook, self._requests.caller = "load_state_dict", name
+            try:
+                function(found["state"])
+            except Exception as error:  # as in `run`
+                self._requests.fail(error, self._engine.trained)
+        lines = [f"callback {name} has no state in the checkpoint and starts fresh" for name in fresh]
+        return lines + [
+            f"the checkpoint has the state of a callback {one['class']} that this run lacks" for one in left
+        ]
 
     def _info(self, step: int, history: Sequence[Mapping[str, Any]], path: Path | None) -> CallbackInfo:
         axis, rank_info = self._engine.axis, self._engine.rank_info
@@ -214,7 +266,7 @@ class CallbackRunner:
         raise kind(message + seen) from (self._requests.error if rank == group.rank else None)
 
 
-def _hook(callback: Any, hook: str) -> Callable[[CallbackInfo], None] | None:
+def _hook(callback: Any, hook: str) -> Callable[..., Any] | None:
     """The callback's method, or None where it has none of its own."""
     function = getattr(callback, hook, None)
     is_inherited = getattr(function, "__func__", None) is getattr(Callback, hook)
