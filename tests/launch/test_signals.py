@@ -2,18 +2,22 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.faults import Launcher, nothing_left, saved_state
+from tests.faults import Launcher, alive, nothing_left, saved_state
 from tests.faults import start as start
 from tests.forked import ForkedPopen
 from uneven import Ddp, TensorData, TrainedState, fit
@@ -43,8 +47,9 @@ FIT = (
         if how == "endless":
             threading.Event().wait()
         return model(batch).mean()
-    run = Ddp.builder(lambda: model, lambda p: torch.optim.SGD(p, lr=0.1), step).dataset(torch.zeros(64, 2)).settings(
-        grace=0.5 if len(sys.argv) > 2 else 60, **settings).run()
+    run = Ddp.builder(lambda: model, lambda p: torch.optim.SGD(p, lr=0.1), step).dataset(
+        list(torch.zeros(64, 2)) if how == "loaders" else torch.zeros(64, 2)).settings(
+        grace=0.5 if len(sys.argv) > 2 else 60, num_workers=int(how == "loaders"), **settings).run()
     if how == "own code":
         threading.Event().wait()
     for entry in run.metrics() if how == "metrics" else ():
@@ -74,9 +79,18 @@ finally:
 
 
 def signalled(
-    folder: Path, script: str, *args: str, number: int = signal.SIGTERM, times: int = 1, command: Any = None
+    folder: Path,
+    script: str,
+    *args: str,
+    number: int = signal.SIGTERM,
+    times: int = 1,
+    command: Any = None,
+    is_for_all: bool = False,
 ) -> tuple[int, list[str], str]:
-    """Run the script until it says "step", and signal it: exit code, what it said afterwards, stderr."""
+    """Run the script until it says "step", and signal it: exit code, what it said afterwards, stderr.
+
+    `is_for_all`: every process of it gets the signal, as Slurm does.
+    """
     (folder / "train.py").write_text(script)
     words = [*(command or (sys.executable,)), "train.py", *args]
     process = ForkedPopen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -84,7 +98,9 @@ def signalled(
     line = process.stdout.readline()
     errors = "" if line else process.communicate()[1]
     assert line == "step\n", errors
-    process.send_signal(number)
+    children = psutil.Process(process.pid).children(recursive=True) if is_for_all else []
+    for one in [*children, process]:
+        one.send_signal(number)
     if times > 1:
         threading.Event().wait(0.6)  # within 0.25 s two of them are one request
         process.send_signal(number)
@@ -100,9 +116,9 @@ def saved(folder: Path) -> TrainedState:
     return state
 
 
-@pytest.mark.parametrize("how", ["join", "metrics", "own code"])
+@pytest.mark.parametrize("how", ["join", "metrics", "own code", "loaders"])
 def test_a_plain_run_saves_wherever_the_caller_is_and_then_its_finally_blocks_run(tmp_path: Path, how: str) -> None:
-    code, said, errors = signalled(tmp_path, FIT, how)
+    code, said, errors = signalled(tmp_path, FIT, how, is_for_all=how == "loaders")
     assert code == 143, errors
     assert said[-1] == "finally"
     assert "stopped after" in errors
@@ -172,7 +188,36 @@ def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
     saved(tmp_path)
 
 
-@pytest.mark.real_start
+def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_saves(tmp_path: Path) -> None:
+    """Torchrun's variables, without its agent: the next test has that."""
+    (tmp_path / "train.py").write_text(LOOP)
+    store, port = open_store()
+    started = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        ForkedPopen(
+            [sys.executable, "train.py", "inside"],
+            cwd=tmp_path,
+            env=os.environ | started | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.readline() == "step\n"
+    for _ in range(2):  # torchrun passes on what a scheduler has sent to everyone: a second one changes nothing
+        ranks[1].send_signal(signal.SIGTERM)
+    said = [rank.communicate(timeout=150) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [143, 143], said
+    assert [out.split() for out, _ in said] == [["finally"]] * 2
+    assert "Traceback" not in said[0][1] + said[1][1]
+    saved(tmp_path)
+    del store
+
+
+@pytest.mark.soak
 def test_torchrun_passes_it_on_and_rank_0_saves(tmp_path: Path) -> None:
     torchrun = Path(sys.executable).parent / "torchrun"
     command = (torchrun, "--standalone", "--nproc-per-node", "2")
@@ -296,3 +341,71 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
     assert requests.is_terminated
+
+
+STARTS = {
+    "plain": (sys.executable,),
+    "uneven run": (sys.executable, "-m", "uneven", "run", "--devices", "cpu,cpu"),
+    "torchrun": (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"),
+}
+RANDOM = """
+import sys, time, torch
+from uneven import Ddp, TensorData, fit
+how, policy, out = sys.argv[1:]
+data = TensorData(torch.randn(256, 2), torch.zeros(256))
+make, sgd = (lambda: torch.nn.Linear(2, 1)), lambda params: torch.optim.SGD(params, lr=0.01)
+def loss(model, batch):
+    time.sleep(0.002)
+    return model(batch[0]).square().mean()
+def score(model, batch):
+    return {"loss": model(batch[0]).square().sum()}, len(batch[0])
+settings = dict(batch_size=4, epochs=10**6, policy=policy, out=out, grace=20.0, progress="off", save_every=1)
+print("go", flush=True)
+if how == "fit":
+    fit(model=make, optimizer=sgd, step=loss, dataset=data, evaluate=(data, score), **settings)
+else:
+    ddp = Ddp.setup(model := make(), sgd(model.parameters()), dataset=data, evaluate=(data, score), **settings)
+    for epoch in range(ddp.epochs):
+        for batch in ddp.batches(epoch):
+            ddp.step(loss(ddp, batch))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", STARTS)
+def test_soak_sigterm_at_random_moments(tmp_path: Path, name: str) -> None:
+    """20 times: a whole state, or the word that nothing was trained, within grace; and nothing is left running."""
+    moments, times, whole = random.Random(name), [], 0
+    (tmp_path / "train.py").write_text(RANDOM)
+    for number in range(20):
+        out, policy = tmp_path / f"out-{number}", moments.choice(["sync", "balanced", "cadence", "async"])
+        how = moments.choice(["fit", "loop"])
+        words = [*STARTS[name], "train.py", how, policy, str(out)]
+        with (tmp_path / f"errors-{number}").open("w+") as errors:
+            process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "go\n"
+            time.sleep(moments.uniform(0.0, 12.0))  # a moment of the scheduler's choice
+            children = psutil.Process(process.pid).children(recursive=True)
+            began = time.monotonic()
+            for one in [process, *(children if moments.random() < 0.5 else [])]:
+                with suppress(psutil.NoSuchProcess):
+                    one.send_signal(signal.SIGTERM)
+            process.stdout.read()
+            code = process.wait(60)
+            times.append(time.monotonic() - began)
+            errors.seek(0)
+            said = errors.read()
+        assert code in ((1,) if name == "torchrun" else (130, 143, -signal.SIGTERM)), said  # 1 is the agent's own
+        assert "RankError" not in said, said
+        psutil.wait_procs(children, timeout=20)
+        assert not any(alive(child.pid) for child in children)
+        if "stopped after" in said:
+            whole += 1
+            assert not TrainedState.load(out).finished
+        else:
+            assert "before its first step" in said or code == -signal.SIGTERM or not (out / "state.json").exists(), said
+    print(f"\n{name} SIGTERM: {' '.join(f'{one:.1f}' for one in times)} s; {whole} of {len(times)} had begun and saved")
+    assert max(times) <= 20.0 + 5.0
+    assert whole > 0
