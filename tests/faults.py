@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -218,17 +218,20 @@ class Launcher:
         ranks = [] if code is not None else psutil.Process(self.process.pid).children()
         raise AssertionError(f"it ended ({code}) or hangs: {seen}, {self.said()}, {ranks}")
 
-    def interrupt(self, *, times: int = 1, limit_s: float = 150.0) -> tuple[int, float]:
-        """Ctrl-C; returns the exit code and the seconds until the process was gone."""
+    def interrupt(
+        self, *, times: int = 1, limit_s: float = 150.0, number: int = signal.SIGINT, pids: Sequence[int] = ()
+    ) -> tuple[int, float]:
+        """Ctrl-C, or another signal, also to `pids`; returns the exit code and the seconds until it was gone."""
         began = time.monotonic()
-        self.process.send_signal(signal.SIGINT)
+        for pid in pids or (self.process.pid,):
+            os.kill(pid, number)
         # Signals of one kind merge while pending: a second one is sent until one has been heard.
         while times > 1 and self.process.poll() is None and time.monotonic() - began < limit_s:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(number)
         code = self.process.wait(limit_s)
-        return (130 if code == -signal.SIGINT else code), time.monotonic() - began
+        return (128 - code if code < 0 else code), time.monotonic() - began
 
     def said(self) -> str:
         self.errors.seek(0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from uneven.errors import InputError, MachineError, RankError
+from uneven.errors import STOPPED, TERMINATED, InputError, MachineError, RankError, Terminated
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,14 +65,14 @@ def demo(
     end: BaseException | None = None
     try:
         train_modes(order, results, (lambda _: None) if as_json else _print_progress)
-    except (KeyboardInterrupt, InputError, MachineError) as error:
-        if not results.summaries and not isinstance(error, KeyboardInterrupt):
+    except (KeyboardInterrupt, Terminated, InputError, MachineError) as error:
+        if not results.summaries and not isinstance(error, KeyboardInterrupt | Terminated):
             raise
         end = error
-    is_interrupted = isinstance(end, KeyboardInterrupt)
+    is_interrupted = isinstance(end, KeyboardInterrupt | Terminated)
     (_print_json if as_json else _print)(order, results, is_interrupted)
     if is_interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(TERMINATED if isinstance(end, Terminated) else STOPPED)
     if end is not None:
         raise end
     if results.failures:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from uneven.data.epoch_order import seed_generators
-from uneven.data.loader_context import end_with_parent
+from uneven.data.loader_context import end_with_parent, outlive_sigterm
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
 
 
@@ -45,6 +45,7 @@ class WorkerStart:
         self._worker_init_fn, self._ends_with_rank = worker_init_fn, ends_with_rank
 
     def __call__(self, worker: int) -> None:
+        outlive_sigterm()
         if self._ends_with_rank:
             end_with_parent(worker)
         info = get_worker_info()

@@ -8,6 +8,7 @@ single thread. Unlike the standard fork server it never runs the user's script a
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 class _LoaderProcess(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802, the name is multiprocessing's
-        with _hidden_main():
+        with _hidden_main(), _sigterm_blocked():
             return ForkServerProcess._Popen(process_obj)
 
 
@@ -50,6 +51,29 @@ def end_with_parent(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="uneven-parent", daemon=True).start()
+
+
+def outlive_sigterm() -> None:
+    """In a loader process: a first SIGTERM is not for it, and only a second one ends it.
+
+    A scheduler sends SIGTERM to every process of a job. The run then saves, and for its last step it needs its batches;
+    torch would report a loader process that was killed as an error. DataLoader itself terminates loader processes only
+    as a last resort, and multiprocessing once more.
+    """
+    if multiprocessing.parent_process() is None:  # called in the rank itself
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """A fork server that is started inside never gets a SIGTERM: without it its loader processes count as dead."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
-from uneven.launch.signals import SIGNALS, Stoppable, end_process
+from uneven.launch.signals import SIGNALS, Stoppable, end_process, is_main_thread
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
@@ -60,6 +60,7 @@ class Run:
         self._reporter = reporter
         self._requests, self._stoppable = start.requests, start.stoppable
         self._is_saved = False  # for a caller that was interrupted
+        self._is_joined = False  # the main thread waits for the end, and learns how it came
         # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
         self._done = threading.Event()
         self._state: TrainedState | None = None
@@ -96,8 +97,11 @@ class Run:
         `join()` still has to follow. Under `uneven run` and torchrun every rank has its own.
         """
         try:
+            self._is_joined = is_main_thread()
             while (entry := self._epochs.get()) is not None:
+                self._is_joined = False
                 yield entry
+                self._is_joined = is_main_thread()
         except KeyboardInterrupt:
             self._finish_interrupted()
             raise
@@ -107,6 +111,7 @@ class Run:
 
     def join(self) -> TrainedState:
         """Wait for the end; returns the trained state, or raises what went wrong."""
+        self._is_joined = is_main_thread()
         try:
             self._done.wait()
         except KeyboardInterrupt:
@@ -185,14 +190,16 @@ class Run:
             for _ in range(2):  # again when no signal can come any more: one may have come since
                 if self._requests.is_terminated:
                     self._save_interrupted()
-                SIGNALS.discard(self._stoppable)
+                SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
+            if self._requests.is_terminated and not self._is_joined:
+                self._reporter.say([str(error)])
             if self._config.out is not None and self._context.rank == 0:
                 release_out_folder(self._config.out)
         finally:
             self._reporter.close()
-            SIGNALS.discard(self._stoppable)
+            SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
             self._epochs.put(None)
             self._done.set()
 

@@ -58,7 +58,7 @@ class StopSignals:
     def add(self, stoppable: Stoppable, *numbers: int) -> None:
         """The run begins. On another thread than the main one no handler can be set, and none is."""
         self._stoppables.append(stoppable)
-        if not _is_main_thread():
+        if not is_main_thread():
             return
         for number in numbers:
             if number not in self._before and signal.getsignal(number) == DEFAULTS[number]:
@@ -66,18 +66,21 @@ class StopSignals:
                     self._begin()
                 self._before[number] = signal.signal(number, self._handle)
 
-    def discard(self, stoppable: Stoppable) -> None:
-        """The run is over and saved. On the main thread the handlers are restored with the last one."""
+    def discard(self, stoppable: Stoppable, *, is_joined: bool = False) -> None:
+        """The run is over and saved. On the main thread the handlers are restored with the last one.
+
+        On another thread, after a SIGTERM, the main one is interrupted wherever it is, unless it waits for this run.
+        """
         with suppress(ValueError):
             self._stoppables.remove(stoppable)
-        if _is_main_thread():
+        if is_main_thread():
             self.restore()
-        elif signal.SIGTERM in self._received and all(one.may_leave() for one in self._stoppables):
+        elif not is_joined and signal.SIGTERM in self._received and all(one.may_leave() for one in self._stoppables):
             self._queue.put(0)  # the main thread may be anywhere
 
     def restore(self) -> None:
         """On the main thread: give the handlers back where no run is on."""
-        if self._stoppables or not self._before or not _is_main_thread():
+        if self._stoppables or not self._before or not is_main_thread():
             return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
@@ -95,7 +98,7 @@ class StopSignals:
 
     def leave(self) -> None:
         """Terminated, once in the main thread and always in others: the run is saved, the process is to end."""
-        if not _is_main_thread():
+        if not is_main_thread():
             raise Terminated
         self.restore()
         if not self._has_left:
@@ -199,5 +202,5 @@ def end_process(number: int, why: str) -> NoReturn:
     os._exit(128 + number)
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()

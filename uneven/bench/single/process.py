@@ -4,12 +4,14 @@ Used by sweeps, scaling and policies. The process ends with this one (launch/lif
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from uneven.errors import STOPPED, TERMINATED
 from uneven.launch.lifeline import LIFELINE
 
 END_S = 10.0  # given to a run to save and exit after Ctrl-C
@@ -55,7 +57,7 @@ def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> 
         raise
     finally:
         os.close(held)
-    if process.returncode in (130, -2):
+    if process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
         raise KeyboardInterrupt
     return Ended(process.returncode, stdout, stderr)
 
