@@ -202,6 +202,10 @@ def test_a_results_files_are_verified(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=rf"^state {tmp_path}: {name} is missing$"):
             TrainedState.load(tmp_path)
         (tmp_path / name).write_bytes(content)
+    text = (tmp_path / "state.json").read_text()
+    (tmp_path / "state.json").write_text(text.replace('"slot": 1', '"slot": 7'))
+    with pytest.raises(InputError, match=r"state\.json is damaged: its crc32 is \w+ instead of \w+$"):
+        TrainedState.load(tmp_path)
     state.save(tmp_path)  # over the old one
     assert TrainedState.load(tmp_path).slot == 1
     assert {path.name for path in tmp_path.iterdir()} == {*record["files"], "state.json"}

@@ -71,7 +71,7 @@ def _print_contents(run: Path, entries: list[dict[str, Any]]) -> None:
 def _newest(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The furthest whole one; of a result and a checkpoint at the same slot the result, which comes last."""
     whole = [entry for entry in reversed(entries) if entry["whole"]]
-    return max(whole, key=lambda entry: int(entry["slot"]), default=None)
+    return max(whole, key=lambda entry: entry["slot"] or 0, default=None)
 
 
 def _number(value: float | None) -> str:

@@ -98,7 +98,7 @@ def seal(
     for rank in range(world_size):
         files.update(_wait_for_part(partial, rank, is_cancelled))
     record = {**record_head("checkpoint", files), "world_size": world_size}
-    content = encode({**record, **{key: value for key, value in whole.record.items() if key not in record}}, own=True)
+    content = encode({**record, **{key: value for key, value in whole.record.items() if key not in record}})
     write_pieces(partial / RECORD, [content])
     sync_folder(partial)
     _put_in_place(partial, folder)
@@ -153,5 +153,5 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _read_part(folder: Path, rank: int, what: str) -> RankPart:
     record = json.loads((folder / f"rank-{rank}.json").read_bytes())
-    del record["file"]
+    del record["file"], record["crc32"]
     return RankPart(open_tensors(folder / f"rank-{rank}.safetensors", what), record)

@@ -69,7 +69,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def prune(run: Path, keep_last: int | None, keep_best: int | None, monitor: str | None, mode: str) -> list[Path]:
-    """Remove all but the `keep_last` newest checkpoints and the `keep_best` best ones; returns those removed.
+    """Remove all but the `keep_last` newest checkpoints, the `keep_best` best and the one written last; returns those
+    removed.
 
     The best are those whose last evaluation has the least ("min") or largest ("max") value of `monitor`; of several
     after the same evaluation only the first counts. Damaged ones are neither counted nor removed. With both None all
@@ -83,7 +84,12 @@ def prune(run: Path, keep_last: int | None, keep_best: int | None, monitor: str 
             record = read_record(folder)
             if has_all_files(folder, record):
                 records[folder] = record
-    kept = {*list(records)[: max(keep_last or 1, 1)], *_best(records, keep_best or 0, monitor, mode)}
+    if not records:
+        return []
+    # After a resume from an older checkpoint the one just written may be behind those of the run before.
+    just_written = max(records, key=lambda folder: (folder / RECORD).stat().st_mtime_ns)
+    newest = list(records)[: max(keep_last or 1, 1)]
+    kept = {just_written, *newest, *_best(records, keep_best or 0, monitor, mode)}
     doomed = [folder for folder in records if folder not in kept]
     for folder in doomed:
         _remove(folder)

@@ -1,5 +1,6 @@
 """What a run's folder holds: its result and checkpoints, whole or not and why. Printed by `uneven state show`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
         "metrics": _metrics(record),
         "params": sum(sizes),
         "tensors": len(sizes),
-        "bytes": sum(sums["bytes"] for sums in record["files"].values()) if "files" in record else _size(folder),
+        "bytes": _size(folder, record.get("files")),
         "files": record.get("files", {}),
         "ranks": record.get("world_size"),
         "devices": record.get("devices", config.get("devices")),
@@ -87,6 +88,7 @@ def _metrics(record: dict[str, Any]) -> dict[str, float]:
     return next((entry for entry in reversed(entries) if set(entry) - {"train_loss"}), entries[-1] if entries else {})
 
 
-def _size(folder: Path) -> int:
-    """Bytes of the files directly in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _size(folder: Path, files: Iterable[str] | None = None) -> int:
+    """Bytes of a record and the files that it lists, else of all files in the folder."""
+    paths = folder.iterdir() if files is None else (folder / name for name in (*files, RECORD))
+    return sum(path.stat().st_size for path in paths if path.is_file())

@@ -1,8 +1,8 @@
 """state.json, the record of a folder: what it holds, with length and checksum of every other file.
 
-Written last, so that a folder with a record is complete. A checkpoint's record also carries a checksum of itself (its
-first line): a flipped digit in it would otherwise resume at another slot. Used by results/state.py (results) and
-results/checkpoint.py (checkpoints); reading needs no tensor and no code of the user's.
+Written last, so that a folder with a record is complete. Its first line is a checksum of itself: a flipped digit would
+otherwise resume at another slot. A result's record that was edited and written anew is read nonetheless. Used by
+results/state.py (results) and results/checkpoint.py (checkpoints); reading needs no tensor and no code of the user's.
 """
 
 import json
@@ -37,10 +37,10 @@ def record_head(kind: str, files: Mapping[str, FileSum]) -> dict[str, Any]:
     }
 
 
-def encode(record: Mapping[str, Any], *, own: bool = False) -> bytes:
-    """A record as JSON, an entry a line; with `own`, its own checksum is in the first line."""
+def encode(record: Mapping[str, Any]) -> bytes:
+    """A record as JSON, an entry a line; the first is a checksum of the others."""
     text = b"".join(_lines(record))
-    return b'{"crc32": "%08x",\n' % zlib.crc32(text) + text if own else b"{\n" + text
+    return b'{"crc32": "%08x",\n' % zlib.crc32(text) + text
 
 
 def _lines(record: Mapping[str, Any]) -> Iterator[bytes]:
@@ -74,8 +74,8 @@ def read_record(folder: Path, what: str | None = None) -> dict[str, Any]:
     if not isinstance(record, dict) or "version" not in record:
         raise InputError(f"{what}: {RECORD} is not the record of a run of uneven")
     _check_version(record, what)
-    if record["version"] == VERSION and record.get("kind") == "checkpoint":
-        _check_crc32(content, what)
+    if record["version"] == VERSION:
+        _check_crc32(content, what, is_strict=record.get("kind") != "result")
     return {name: value for name, value in record.items() if name != "crc32"}
 
 
@@ -90,9 +90,11 @@ def _check_version(record: Mapping[str, Any], what: str) -> None:
     )
 
 
-def _check_crc32(content: bytes, what: str) -> None:
+def _check_crc32(content: bytes, what: str, is_strict: bool) -> None:
     first_line = _FIRST_LINE.match(content)
     if first_line is None:
+        if not is_strict:
+            return
         raise InputError(f"{what}: {RECORD} is damaged: it does not begin with its own crc32")
     expected, found = first_line[1].decode(), f"{zlib.crc32(content[first_line.end() :]):08x}"
     if expected != found:
