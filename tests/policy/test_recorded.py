@@ -41,7 +41,8 @@ def play(
                 if not slot_schedule.may_merge(has_arrived):
                     break
                 staleness = slot_schedule.staleness
-                assert windows.note([RoundReport(next_slot=slot_schedule.next_slot), RoundReport()]) == []
+                other = RoundReport(next_slot=windows.due)
+                assert windows.note([RoundReport(next_slot=slot_schedule.next_slot), other]) == []
                 slot_schedule.merged()
                 trace.append(("merge", staleness, windows.scale))
             elif slot_schedule.is_due():
