@@ -359,7 +359,8 @@ def loss(model, batch):
     return model(batch[0]).square().mean()
 def score(model, batch):
     return {"loss": model(batch[0]).square().sum()}, len(batch[0])
-settings = dict(batch_size=4, epochs=10**6, policy=policy, out=out, grace=20.0, progress="lines", save_every=1, keep_last=2)
+settings = dict(batch_size=4, epochs=10**6, policy=policy, out=out, grace=20.0, save_every=1, keep_last=2)
+settings["progress"] = "lines"
 os.write(1, b"go\\n")
 if how == "fit":
     fit(model=make, optimizer=sgd, step=loss, dataset=data, evaluate=(data, score), **settings)
