@@ -33,6 +33,7 @@ Every verb ends with one of these:
 | 2 | bad input: an option, an argument or a setting is wrong; the message names it and the fix |
 | 3 | this machine or cluster cannot do it: no such device, no space, no data, no driver |
 | 130 | stopped by Ctrl-C, and saved what there was |
+| 143 | stopped by SIGTERM, and saved what there was |
 """
 
 

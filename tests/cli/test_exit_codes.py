@@ -1,4 +1,4 @@
-"""The exit code of every verb: 0 done, 1 failed, 2 bad input, 3 this machine cannot, 130 stopped.
+"""The exit code of every verb: 0 done, 1 failed, 2 bad input, 3 this machine cannot, 130 or 143 stopped.
 
 All calls go through main(), as a user's do. First each kind of error in each verb, then real calls.
 """
@@ -15,7 +15,7 @@ from typer import Typer
 from tests.bench.folders import make_run
 from tests.results.checkpoints import write_checkpoint
 from uneven.cli import main as command_line
-from uneven.errors import InputError, MachineError, RankError
+from uneven.errors import InputError, MachineError, RankError, Terminated
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -73,6 +73,8 @@ def test_every_error_of_every_verb_has_its_code(verb: tuple[str, ...], call: Cal
         assert call(*verb) == (code, "", "uneven: x\n")
     monkeypatch.setattr(command, "callback", _raising(KeyboardInterrupt()))
     assert call(*verb)[0] == 130
+    monkeypatch.setattr(command, "callback", _raising(Terminated()))
+    assert call(*verb)[0] == 143
     monkeypatch.setattr(command, "callback", lambda: None)
     assert call(*verb) == (0, "", "")
     code, out, err = call(*verb, "--no-such-option")
@@ -204,5 +206,5 @@ def test_another_exception_of_the_script_keeps_its_traceback(call: Call, folder:
 
 def test_the_codes_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
-    assert re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE) == ["0", "1", "2", "3", "130"]
-    assert all(f" {code} " in command_line.EXIT_CODES for code in (0, 1, 2, 3, 130))
+    assert re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE) == ["0", "1", "2", "3", "130", "143"]
+    assert all(f" {code} " in command_line.EXIT_CODES for code in (0, 1, 2, 3, 130, 143))

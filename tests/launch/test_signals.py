@@ -349,7 +349,7 @@ STARTS = {
     "torchrun": (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"),
 }
 RANDOM = """
-import sys, time, torch
+import os, sys, time, torch
 from uneven import Ddp, TensorData, fit
 how, policy, out = sys.argv[1:]
 data = TensorData(torch.randn(256, 2), torch.zeros(256))
@@ -359,8 +359,9 @@ def loss(model, batch):
     return model(batch[0]).square().mean()
 def score(model, batch):
     return {"loss": model(batch[0]).square().sum()}, len(batch[0])
-settings = dict(batch_size=4, epochs=10**6, policy=policy, out=out, grace=20.0, progress="off", save_every=1)
-print("go", flush=True)
+settings = dict(batch_size=4, epochs=10**6, policy=policy, out=out, grace=20.0, save_every=1, keep_last=2)
+settings["progress"] = "lines"
+os.write(1, b"go\\n")
 if how == "fit":
     fit(model=make, optimizer=sgd, step=loss, dataset=data, evaluate=(data, score), **settings)
 else:
@@ -392,8 +393,11 @@ def test_soak_sigterm_at_random_moments(tmp_path: Path, name: str) -> None:
             for one in [process, *(children if moments.random() < 0.5 else [])]:
                 with suppress(psutil.NoSuchProcess):
                     one.send_signal(signal.SIGTERM)
-            process.stdout.read()
-            code = process.wait(60)
+            try:
+                process.stdout.read()
+                code = process.wait(60)
+            finally:
+                process.kill()
             times.append(time.monotonic() - began)
             errors.seek(0)
             said = errors.read()

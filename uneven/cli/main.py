@@ -24,7 +24,8 @@ from uneven.launch.lifeline import end_with_parent
 from uneven.launch.user_frames import show_user_frames
 
 EXIT_CODES = (
-    "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, 130 stopped and saved. "
+    "Exit codes of every verb: 0 done, 1 failed, 2 bad input, 3 this machine or cluster cannot, "
+    "130 stopped by Ctrl-C, 143 by SIGTERM, and saved. "
     "Messages go to stderr; with --json stdout holds one JSON document, or nothing where there is no result."
 )
 

@@ -16,7 +16,8 @@ from uneven.config import RunConfig, Setting, settings_of
 def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
     """Run a script that uses uneven, in one process per device. Options given here take precedence over the script's.
 
-    Exit code 0: done. 1: the script or a rank failed. 2: bad input. 3: this machine cannot. 130: stopped and saved.
+    Exit code 0: done. 1: the script or a rank failed. 2: bad input. 3: this machine cannot. 130: stopped by Ctrl-C and
+    saved. 143: by SIGTERM.
 
     Examples:
 
