@@ -256,6 +256,8 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
         found, told = newest_whole(run)
         assert found is not None, f"killed before operation {dies_at}"
         assert told == []
+        for folder in find_checkpoints(run):  # older ones too: none is half removed
+            read_checkpoint(folder)
         seen.add((found.record["slot"], found.record["cause"]))
         remove_partial(run)
         again, _ = newest_whole(run)
