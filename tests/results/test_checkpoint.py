@@ -171,6 +171,7 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_told(tmp_path: Path)
 
 def test_a_checkpoint_itself_is_the_only_candidate(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "step-4")
+    assert find_checkpoints(folder) == [folder]
     found, told = newest_whole(folder)
     assert found is not None
     assert (found.folder, told) == (folder, [])
