@@ -171,6 +171,7 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_told(tmp_path: Path)
 
 def test_a_checkpoint_itself_is_the_only_candidate(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "step-4")
+    assert find_checkpoints(folder) == [folder]
     found, told = newest_whole(folder)
     assert found is not None
     assert (found.folder, told) == (folder, [])
@@ -256,6 +257,8 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
         found, told = newest_whole(run)
         assert found is not None, f"killed before operation {dies_at}"
         assert told == []
+        for folder in find_checkpoints(run):  # older ones too: none is half removed
+            read_checkpoint(folder)
         seen.add((found.record["slot"], found.record["cause"]))
         remove_partial(run)
         again, _ = newest_whole(run)

@@ -14,7 +14,7 @@ import torch
 
 from tests.results.checkpoints import make_part, make_whole, write_checkpoint
 from uneven.results import saver as module
-from uneven.results.checkpoint import RankPart, Whole, read_checkpoint
+from uneven.results.checkpoint import RankPart, Whole, read_checkpoint, write_rank_part
 from uneven.results.checkpoint_folders import newest_whole, prune
 from uneven.results.saver import Saver, Take
 
@@ -44,7 +44,9 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_training_waits_for_the_copy_and_not_for_the_writing(tmp_path: Path, make_saver: MakeSaver) -> None:
+def test_training_waits_for_the_copy_and_not_for_the_writing(
+    tmp_path: Path, make_saver: MakeSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = make_saver()
     saver.wait_taken()
     taken, written = threading.Event(), threading.Event()
@@ -56,7 +58,12 @@ def test_training_waits_for_the_copy_and_not_for_the_writing(tmp_path: Path, mak
         taken.wait()
         return RankPart({"x": tensor.clone()}, {}), make_whole()
 
-    saver.start(tmp_path / "step-4", take, written.wait)
+    def slow(partial: Path, rank: int, part: RankPart) -> None:
+        written.wait()
+        write_rank_part(partial, rank, part)
+
+    monkeypatch.setattr(module, "write_rank_part", slow)
+    saver.start(tmp_path / "step-4", take)
     waiting = threading.Thread(target=saver.wait_taken)
     waiting.start()
     assert waiting.is_alive()

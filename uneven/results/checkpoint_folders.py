@@ -25,8 +25,13 @@ _SLOT = re.compile(r'"slot": (\d+)')
 
 
 def find_checkpoints(run: Path) -> list[Path]:
-    """The checkpoints in a run's folder, newest first: whole ones, and damaged ones that are named as such."""
+    """The checkpoints in a run's folder, newest first: whole ones, and damaged ones that are named as such.
+
+    Where `run` is itself a checkpoint it is the only one.
+    """
     entries = [entry for entry in _entries(run) if _is_candidate(entry)]
+    if not entries and is_checkpoint(run):
+        return [run]
     slots = {entry: slot_of(entry) for entry in entries}
     per_epoch = max((slot / number for entry, slot in slots.items() if slot and (number := _epoch(entry))), default=1.0)
 
@@ -43,9 +48,8 @@ def newest_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Where `run` is itself a checkpoint it is the only one, and InputError says what is wrong with it.
     """
-    run = Path(run)
     candidates = find_checkpoints(run)
-    if not candidates and is_checkpoint(run):
+    if candidates == [run]:
         return read_checkpoint(run), []
     passed_over: list[str] = []
     for folder in candidates:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.results.checkpoint_folders import HIDDEN, find_checkpoints, is_checkpoint, slot_of
+from uneven.results.checkpoint_folders import HIDDEN, find_checkpoints, slot_of
 from uneven.results.record import RECORD, read_record
 from uneven.results.saved_state import open_state
 from uneven.results.state import NOT_METRICS
@@ -18,7 +18,7 @@ def run_contents(run: Path) -> list[dict[str, Any]]:
     if not run.exists():
         raise InputError(f"there is no folder {run}")
     checkpoints = find_checkpoints(run)
-    if not checkpoints and is_checkpoint(run):
+    if checkpoints == [run]:
         return [_entry(run, run.name)]
     entries = [_entry(folder, folder.name) for folder in reversed(checkpoints)]
     if (run / RECORD).exists():

@@ -16,7 +16,7 @@ from torch import Tensor
 from uneven.errors import InputError
 from uneven.files import folder_error, sync_folder
 from uneven.results.checkpoint import STATE, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints, is_checkpoint, slot_of
+from uneven.results.checkpoint_folders import find_checkpoints, slot_of
 from uneven.results.record import RECORD, check_files, read_record
 from uneven.results.tensor_file import open_tensors, write_tensors
 
@@ -58,7 +58,7 @@ def newest_state(run: Path) -> tuple[SavedState, list[str]]:
     `run` may also be a checkpoint itself, which is then the only one.
     """
     candidates = find_checkpoints(run)
-    if not candidates and is_checkpoint(run):
+    if candidates == [run]:
         return open_state(run), []
     if (run / RECORD).is_file():
         place = next((n for n, folder in enumerate(candidates) if _slot(folder) <= _slot(run)), len(candidates))
