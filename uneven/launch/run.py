@@ -317,9 +317,8 @@ def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
     """Save a stopped run; where `out` was not given below runs/, beside the checkpoint that its ranks took there."""
     folder = state.folder
     if folder is None:
-        found = [step.parent for step in Path("runs").glob(f"interrupted-*/*step-{state.slot}*")]
-        own = sorted(path for path in found if not (path / "state.json").exists())  # earlier runs have one
-        folder = state.save(own[-1] if own else Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S"))
+        aside = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
+        folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
     reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
 
 

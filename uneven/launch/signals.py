@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from uneven.errors import Terminated
 from uneven.launch.cleanup import end_all_runs
 
-SAME_S = 0.25  # `timeout` sends its signal twice, to the process and to its group: that is one request
+SAME_S = 1.0  # `timeout` sends its signal twice, to the process and to its group: that is one request
 DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 

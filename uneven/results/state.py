@@ -56,6 +56,7 @@ class TrainedState:
     skipped: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) left out by ddp.skip_rest()
     saves: list[int] = field(default_factory=list)  # slots at which checkpoints were taken
     stop_rounds: list[int] = field(default_factory=list)  # rounds after which a run of a local policy was stopped
+    checkpoint: Path | None = None  # the last one that this run has saved
     segments: list[dict[str, Any]] = field(default_factory=list)  # (slot, devices): where it began and was resumed
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
@@ -128,6 +129,7 @@ class TrainedState:
             "config": self.config,
             "structure": self.structure,
             "skipped": self.skipped,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -186,6 +188,7 @@ class TrainedState:
                 dropped=[(slot, rank, first, samples) for slot, rank, first, samples in record.get("dropped", [])],
                 folder=folder,
                 structure=record.get("structure"),
+                checkpoint=Path(record["checkpoint"]) if record.get("checkpoint") else None,
                 skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
             )
         except KeyError as error:

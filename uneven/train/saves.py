@@ -41,6 +41,7 @@ class Saves:
     def __init__(self, engine: Engine, run: RunRecord) -> None:
         self._engine, self._run = engine, run
         self._saver: Saver | None = None
+        self._last: Path | None = None
         self.out: Path | None = None  # rank 0's: others need not have been given any
 
     def connect(self) -> None:
@@ -93,6 +94,7 @@ class Saves:
         def take() -> tuple[RankPart, Whole | None]:
             return RankPart({**early, **late()}, own), None if whole is None else whole()
 
+        self._last = folder
         self._saver.start(folder, take, self._prune if is_lead else None)
 
     def _whole(
@@ -194,6 +196,7 @@ class Saves:
             stopped=None if is_finished else stopped,
             best=best,
             structure=engine.structure,
+            checkpoint=self._last if self._last is not None and self._last.exists() else None,
         )
 
     def _optimizer_tree(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
