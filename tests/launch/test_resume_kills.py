@@ -21,7 +21,6 @@ from tests.resumable import (
 )
 from uneven import TrainedState
 
-
 EVERY = 4  # slots from one checkpoint to the next
 HOLD = 9  # a rank's step: far enough for two checkpoints
 KEPT = {"save_every": f"{EVERY} steps", "keep_last": 3}
