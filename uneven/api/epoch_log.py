@@ -56,13 +56,20 @@ class EpochLog:
         means = {
             which: {name: total / weight if weight else float("nan") for name, (total, weight) in entries.items()}
             for which, entries in self._totals.items()
-            if which in changed
+            if which in changed or which == epoch  # of which numbers may have been collected for a checkpoint
         }
         ending = means.pop(-1 if epoch is None else epoch, {})
         for past in history:
             if not past.get("is_inside_epoch"):
                 past.update(means.get(past["epoch"] - 1, {}))
         return ending
+
+    def state_dict(self) -> dict[str, Any]:
+        """After `collect`, the same on all ranks."""
+        return {str(epoch): entries for epoch, entries in self._totals.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._totals = {int(epoch): {name: list(sums) for name, sums in v.items()} for epoch, v in state.items()}
 
 
 def common_metric(group: Group, metric: Any) -> float:

@@ -215,7 +215,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> 
             SIGNALS.leave()  # Terminated, unless it is on its way already
 
     start.has_begun = True
-    loop = Loop(task, make_worker, save, end_run)
+    loop = Loop(task, make_worker, save, end_run, prepared.finished)
     loop.was_interrupted = lambda: stoppable.received is not None
     stoppable.may_leave = lambda: loop.is_between_epochs
     return loop

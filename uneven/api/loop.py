@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from uneven.api.batch_steps import BatchSteps
 from uneven.api.epoch_log import EpochLog, common_metric
-from uneven.api.loop_view import LoopView
+from uneven.api.loop_resume import CheckpointCalls, LoopResume
 from uneven.comm.group import SoloGroup
 from uneven.config import EvalStep, Task
 from uneven.data.feed import make_feed
@@ -33,7 +33,7 @@ from uneven.train.worker import UNMEASURED, Worker
 Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
-class Loop(LoopView):
+class Loop(CheckpointCalls):
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
     As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
@@ -41,9 +41,17 @@ class Loop(LoopView):
     """
 
     def __init__(
-        self, task: Task, make_worker: Callable[[Task], Worker], save: Save, end_run: Callable[[], None]
+        self,
+        task: Task,
+        make_worker: Callable[[Task], Worker],
+        save: Save,
+        end_run: Callable[[], None],
+        finished: TrainedState | None = None,
     ) -> None:
-        """`save` collects and saves the finished run, with the group still open; `end_run` closes the group."""
+        """`save` collects and saves the finished run, with the group still open; `end_run` closes the group.
+
+        `finished`: the result of the run that was to be resumed, where nothing is left to train.
+        """
         self._save, self._end_run = save, end_run
         self._steps = BatchSteps()
         self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss))
@@ -54,11 +62,15 @@ class Loop(LoopView):
         self._broken: str | None = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
-        self._passed = 0  # epochs that were trained before a checkpoint from which this run goes on
+        self._resume = LoopResume(worker, self._log)
+        worker.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
         self._asked = 0  # iterators that `__iter__` has given
         self._is_completing = False
         self.was_interrupted: Callable[[], bool] = lambda: False  # by a signal, since the loop was made
         self._open = ExitStack()
+        if finished is not None:
+            self._show_finished(finished)
+            return
         self._open.enter_context(worker.recording())
         try:
             if worker.config.compile == "default":
@@ -69,7 +81,7 @@ class Loop(LoopView):
             self._open.close()
             end_run()
             raise
-        self._passed = self._synchronizer.epoch
+        self._resume.start(self._synchronizer.epoch)
         worker.report.started(worker.axis, worker.engine.feed.place)
         worker.wishes.start(worker.recorder.clock())
         self._stream = worker.engine.feed.stream(self._synchronizer.parts())
@@ -93,7 +105,8 @@ class Loop(LoopView):
         due = self._synchronizer.epoch
         if self._iterated is not None:
             raise InputError(f"epoch={epoch!r}: epoch {due} is still being iterated; take its batches to the end first")
-        if isinstance(epoch, int) and 0 <= epoch < self._passed:
+        if isinstance(epoch, int) and 0 <= epoch < self._resume.passed:
+            self._resume.begin(epoch)
             return iter(())  # trained before the checkpoint from which this run goes on
         if due >= worker.config.epochs:
             raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
@@ -104,7 +117,8 @@ class Loop(LoopView):
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch: a loop stands where a DataLoader stood."""
         self._asked += 1
-        return self.batches(max(self._asked - 1, 0) if self._asked <= self._passed else self._synchronizer.epoch)
+        is_done = self._asked <= self._resume.passed
+        return self.batches(self._asked - 1 if is_done or self._is_stopped else self._synchronizer.epoch)
 
     def step(self, loss: Any = None, *, optimizer: Any = None) -> None:
         """One optimizer step of all ranks by this batch's mean loss, or by (loss_sum, count).
@@ -154,39 +168,29 @@ class Loop(LoopView):
 
         Between epochs they belong to the last one, and the ranks that log them count alike.
         """
+        if self._is_stopped:
+            return
         self._check_usable()
-        if self._iterated is None:
+        if self._iterated is None and self._resume.counts("log"):
             self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0)
-        else:
+        elif self._iterated is not None:
             self._log.add(self._iterated, values, float(self._steps.samples))
 
     def scheduler_step(self, metric: Any = None) -> float:
         """Between epochs, on all ranks: feed an evaluated metric to the run's ReduceLROnPlateau; returns the metric.
 
         A rank that has not evaluated it passes None. All ranks use the mean of what was passed, so that their learning
-        rates stay the same.
+        rates stay the same. What a resumed run was fed before its checkpoint is not fed again.
         """
+        if self._is_stopped:
+            return float("nan") if metric is None else float(metric)
         self._check_usable()
         if self._iterated is not None:
             self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
-        self.worker.engine.schedule.step_metric(value := common_metric(self.worker.group, metric))
+        value = common_metric(self.worker.group, metric)
+        if self._resume.counts("scheduler_step"):
+            self.worker.engine.schedule.step_metric(value)
         return value
-
-    def register(self, name: str, value: Any) -> Any:
-        """Keep `value` in every checkpoint under this name; returns it, with its saved state in a resumed run.
-
-        Anything with state_dict and load_state_dict, or numbers, text, tensors, and lists and dicts of them. An object
-        is given its state in place; a plain number comes back as it was saved, and is kept anew by another call.
-        """
-        self._check_usable()
-        return self.worker.register(name, value)
-
-    def checkpoint(self) -> None:
-        """Ask for a checkpoint: it is taken at the next slot where all ranks can meet. Any rank may ask."""
-        self._check_usable()
-        if self.worker.saves.out is None:
-            raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
-        self.worker.wishes.requested.set()
 
     def evaluate(self, dataset: Any, eval_step: EvalStep, batch_size: int | None = None) -> dict[str, float]:
         """Metrics of this rank's model by itself, at any moment and on any rank, without communication.
@@ -247,6 +251,7 @@ class Loop(LoopView):
     def _iterate(self, epoch: int) -> Generator[Batch, None, None]:
         worker = self.worker
         self._iterated = epoch
+        self._resume.begin(epoch)
         try:
             self._synchronizer.note_user_time(worker.recorder.clock() - self._user_since_ns)
             self._synchronizer.reset_timer()
@@ -317,6 +322,14 @@ class Loop(LoopView):
             self._leave()
             raise
         self._user_since_ns = self.worker.recorder.enter("user")
+
+    def _show_finished(self, state: TrainedState) -> None:
+        """All is trained: the model is given its params, there are no batches, and `finish` returns the result."""
+        state.load_into(self.model)
+        self.worker.engine.restore_left_out(state.skipped, 0)
+        self.worker.engine.reach_slot(state.slot)
+        self._state, self._is_stopped = state, True
+        self._end_run()
 
     def _leave_epoch(self, why: str) -> None:
         if self._broken is not None or self._state is not None:

@@ -8,7 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from uneven.api.batch_steps import BatchSteps
+from uneven.results.state import TrainedState
 from uneven.step.several import OptimizerGroup
+from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import Worker
 
 
@@ -17,6 +19,8 @@ class LoopView:
 
     worker: Worker
     _steps: BatchSteps
+    _synchronizer: Synchronizer
+    _state: TrainedState | None
 
     @property
     def model(self) -> nn.Module:
@@ -49,6 +53,11 @@ class LoopView:
     def epochs(self) -> int:
         """Of this run: `for epoch in range(ddp.epochs)` follows the `--epochs` of `uneven run`, too."""
         return self.worker.config.epochs
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done: `for epoch in range(ddp.epoch, ddp.epochs)` passes over those before a checkpoint."""
+        return self.worker.axis.epochs if self._state is not None else self._synchronizer.epoch
 
     @property
     def global_step(self) -> int:

@@ -18,7 +18,7 @@ from uneven.errors import InputError
 from uneven.files import folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints
+from uneven.results.checkpoint_folders import find_checkpoints, is_checkpoint
 from uneven.results.record import read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model
@@ -102,10 +102,10 @@ def _named(path: Path) -> tuple[Path, list[Path]]:
     """(run folder, the one checkpoint meant) of a path that the user named."""
     if not path.is_dir():
         raise InputError(f"resume={str(path)!r}: there is no such folder; name a run's folder, or resume='auto'")
-    found = find_checkpoints(path)
-    if found == [path] or found:
-        newest = found[0]
-        return (path if newest != path else path.parent), [newest]
+    if found := find_checkpoints(path):
+        return path, [found[0]]
+    if is_checkpoint(path):
+        return path.parent, [path]
     raise InputError(
         f"resume={str(path)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
     )

@@ -102,6 +102,10 @@ class Resumed:
                 sum(values) for values in zip(*(part.record["losses"] for part in self.checkpoint.ranks), strict=True)
             ]
         engine.meter.totals.copy_(torch.tensor(losses, dtype=torch.float64))
+        self.restore_random(engine)
+
+    def restore_random(self, engine: Engine) -> None:
+        """Once before the first slot; in a loop of the user's own again where its code goes on."""
         if self._is_known or engine.config.is_model_parallel:
             restore_random(self.own.record["random"], self.own.tensors, engine.device)
         else:  # not the masks that this rank would have drawn at the beginning of the run

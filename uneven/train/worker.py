@@ -65,8 +65,7 @@ class Worker:
         is_own_loop: bool = False,
         save_requested: threading.Event | None = None,
     ) -> None:
-        # Set from any thread, cleared here when the wish has been taken up.
-        self.save_requested = threading.Event() if save_requested is None else save_requested
+        self.save_requested = save_requested or threading.Event()  # set from any thread, cleared when it is taken up
         self.task, self.config, self.rank_info = task, config, rank_info
         self.join, self.stop, self.report = join, stop, report
         self.recorder = Recorder(rank_info.rank)
@@ -84,6 +83,7 @@ class Worker:
         self._span = ((0, 0.0), (self.engine.trained, self.run.train_seconds))
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
+        self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
         self._reported_notes = 0
         self._reported_s = 0.0
         self._sampler = Sampler()
@@ -367,7 +367,8 @@ class Worker:
 
     def _save(self, folder: Path, cause: str) -> None:
         assert self.synchronizer is not None, "an epoch ends after round 0"
-        state = {"synchronizer": self.synchronizer.state_dict(), "callbacks": self.callbacks.state_dict()}
+        synchronizer, callbacks = self.synchronizer.state_dict(), self.callbacks.state_dict()
+        state = {"synchronizer": synchronizer, "callbacks": callbacks, "loop": self.loop_state()}
         self.saves.save(folder, cause, self.synchronizer.ledger(), state, self.stopped)
         self.wishes.saved(self.recorder.clock())
 

@@ -1,0 +1,103 @@
+"""What a loop of the user's own needs to go on from a checkpoint: epochs that are done, and calls made after them.
+
+A resumed loop runs through its done epochs again, without batches, and with it runs what the user wrote after each
+epoch: `ddp.log` and `ddp.scheduler_step`. What the checkpoint contains already must not count again; the checkpoint of
+an epoch's end is taken before the user's code after that epoch, which then counts for the first time.
+"""
+
+import json
+from typing import Any
+
+from uneven.api.epoch_log import EpochLog
+from uneven.api.loop_view import LoopView
+from uneven.comm.gather import gather_bytes
+from uneven.errors import InputError
+from uneven.train.worker import Worker
+
+Calls = dict[str, int]
+
+
+class LoopResume:
+    """Made by api/loop.py. `start` when the group has formed, `begin` with every epoch, `counts` with every call."""
+
+    def __init__(self, worker: Worker, log: EpochLog) -> None:
+        self._worker, self._log = worker, log
+        self.passed = 0  # epochs that were done at the checkpoint
+        self._is_after_calls = False  # the checkpoint was taken when the user's code after them had run
+        self._done: Calls = {}  # made after the last of them, before the checkpoint
+        self._epoch = -1  # that the user asked for last
+        self._calls: Calls = {}  # since then
+        self._calls_before: Calls = {}  # between that epoch and the one before it
+
+    def start(self, epoch: int) -> None:
+        """The run begins in this epoch."""
+        worker, resumed = self._worker, self._worker.resumed
+        if resumed is None:
+            return
+        self.passed = epoch
+        self._is_after_calls = epoch == 0 or worker.engine.trained > worker.axis.epoch_end(epoch - 1)
+        state = resumed.record.get("loop")
+        if state is not None:  # None: the checkpoint is of fit
+            self._is_after_calls |= state["is_between"]
+            rank = worker.rank_info.rank
+            self._done = state["calls"][rank if rank < len(state["calls"]) else 0]
+            self._log.load_state_dict(state["log"])
+
+    def begin(self, epoch: int) -> None:
+        """The user asks for the batches of an epoch, which may be one that is done.
+
+        Random states are as at the checkpoint where the user's code goes on from it, whatever ran in the meantime.
+        """
+        before = self._calls
+        if epoch == self.passed:  # a loop that begins with this epoch has not made them again
+            before = {name: max(before.get(name, 0), self._done.get(name, 0)) for name in {**before, **self._done}}
+        self._epoch, self._calls, self._calls_before = epoch, {}, before
+        if epoch == (self.passed if self._is_after_calls else self.passed - 1) and self._worker.resumed is not None:
+            self._worker.resumed.restore_random(self._worker.engine)
+
+    def counts(self, call: str) -> bool:
+        """Whether this call, made between two epochs, is to have an effect."""
+        self._calls[call] = self._calls.get(call, 0) + 1
+        if self._epoch != self.passed - 1:
+            return self._epoch >= self.passed
+        return self._calls[call] > self._done.get(call, 0)
+
+    def state_dict(self, is_between: bool) -> dict[str, Any]:
+        """For a checkpoint, as JSON; a collective. `is_between`: it is taken in the user's code between epochs."""
+        worker = self._worker
+        assert worker.synchronizer is not None, "saved after round 0"
+        self._log.collect(worker.group, worker.history)
+        own = self._calls_before if self._epoch == worker.synchronizer.epoch else self._calls
+        calls = [json.loads(text) for text in gather_bytes(worker.group, json.dumps(own).encode())]
+        return {"calls": calls, "log": self._log.state_dict(), "is_between": is_between}
+
+
+class CheckpointCalls(LoopView):
+    """The part of Loop (api/loop.py) by which the user says what is saved, and when."""
+
+    _is_stopped: bool
+
+    def register(self, name: str, value: Any) -> Any:
+        """Keep `value` in every checkpoint under this name; returns it, with its saved state in a resumed run.
+
+        Anything with state_dict and load_state_dict, or numbers, text, tensors, and lists and dicts of them. An object
+        is given its state in place; a plain number comes back as it was saved, and is kept anew by another call.
+        Steps save from inside: what belongs to a batch is changed before its `ddp.step`.
+        """
+        if self._is_stopped:
+            return value
+        self._check_usable()
+        return self.worker.register(name, value)
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint: it is taken at the next slot where all ranks can meet. Any rank may ask."""
+        if self._is_stopped:
+            return
+        self._check_usable()
+        if self.worker.saves.out is None:
+            raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
+        self.worker.wishes.requested.set()
+
+    def _check_usable(self) -> None:
+        """InputError or RankError where this loop is over."""
+        raise NotImplementedError
