@@ -106,10 +106,13 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_diff_of_equal_states_is_0(run: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "twin", 8, samples=64, config={**make_whole().record["config"], "out": "elsewhere"})
+    torch.manual_seed(3)  # other random states, which do not count
+    config = {**make_whole().record["config"], "out": "elsewhere", "global_batch_size": 16}  # as it follows from 2 x 8
+    write_checkpoint(tmp_path / "twin", 8, samples=64, config=config)
     document = called("diff", run, tmp_path / "twin")  # the newest whole one of the run
     assert (document["equal"], document["settings"], document["position"]) == (True, {}, {})
-    assert {row["group"] for row in document["tensors"]} == {"model", "rank 0", "rank 1"}
+    groups = {"model", *(f"{what}rank {rank}" for what in ("", "random states of ") for rank in range(2))}
+    assert {row["group"] for row in document["tensors"]} == groups
     result = call("diff", run, tmp_path / "twin")
     assert result.stdout.splitlines()[-1] == "equal bit by bit"
     assert "passed over checkpoint" in result.stderr

@@ -30,6 +30,14 @@ RECORD: dict[str, Any] = {
 }
 
 
+# As results/state_tree.py leaves it: a tensor's name in place of it, and numbers as they are.
+OPTIMIZER = {
+    "state": {
+        "layer.weight": {"exp_avg": {"#": "tensor", "name": "optimizer.layer.weight.exp_avg"}, "count": 3},
+    }
+}
+
+
 def make_whole(slot: int = 4, best: bool = False, **changes: Any) -> Whole:
     tensors = {
         "layer.weight": torch.arange(6.0).view(2, 3) + slot,
@@ -46,7 +54,9 @@ def make_part(rank: int) -> RankPart:
         "random.cpu": torch.get_rng_state(),
         "user.bag": torch.tensor([rank]),
     }
-    return RankPart(tensors, {"log": [[slot, rank * 4, 4] for slot in range(4)], "user": {"name": f"rank {rank}"}})
+    return RankPart(
+        tensors, {"log": [[slot, rank * 4, 4] for slot in range(4)], "optimizer": OPTIMIZER, "user": f"rank {rank}"}
+    )
 
 
 def write_checkpoint(folder: Path, slot: int = 4, ranks: int = 2, best: bool = False, **changes: Any) -> Path:

@@ -139,7 +139,9 @@ def test_a_checkpoint_loads_as_a_trained_state(tmp_path: Path) -> None:
     state = TrainedState.load(write_checkpoint(tmp_path / "step-4", best=True))
     assert list(state.params) == ["layer.weight", "layer.bias"]
     assert list(state.buffers) == ["norm.mean"]
-    assert sorted(state.optimizer) == ["layer.weight.exp_avg", "layer.weight.step", "random.cpu"]
+    names = ["layer.weight.count", "layer.weight.exp_avg", "layer.weight.step", "random.cpu"]
+    assert sorted(state.optimizer) == names
+    assert state.optimizer["layer.weight.count"] == 3
     assert (state.slot, state.samples, state.finished, state.best) == (4, 32, False, None)
     flip_byte(tmp_path / "step-4" / "rank-1.json", 9)
     with pytest.raises(InputError, match=r"^state .*step-4: rank-1\.json is damaged"):

@@ -102,7 +102,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """What differs between two states: settings, slots, names and shapes, and every tensor's largest difference.
-    Of a run's folder the newest whole state is taken. Settings about folders and progress are not compared.
+    Of a run's folder the newest whole state is taken. Settings about folders and progress are not compared,
+    and random states do not count.
 
     Exit codes, as those of diff: 0 equal bit by bit, 1 different, 2 bad input. Examples:
 
@@ -132,8 +133,11 @@ def _difference_lines(found: dict[str, Any]) -> list[str]:
     for group in dict.fromkeys(row["group"] for row in found["tensors"]):
         rows = [row for row in found["tensors"] if row["group"] == group]
         unequal = [row for row in rows if not row["equal"]]
-        what = "params and buffers" if group == "model" else f"tensors of {group}"
+        what = {"model": "params and buffers"}.get(group, f"tensors of {group}" if group.startswith("rank") else group)
         equal = len(rows) - len(unequal)
+        if group.startswith("random"):
+            lines.append(f"{what}: {equal} of {len(rows)} equal; they do not count")
+            continue
         lines.append(f"{what}: {equal} of {len(rows)} equal bit by bit" + (", different are" if unequal else ""))
         lines += [f"  {row['name']}: {_row_text(row)}" for row in unequal[:ROWS]]
         if len(unequal) > ROWS:

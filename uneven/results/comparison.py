@@ -1,6 +1,6 @@
 """What differs between two saved states: settings, position, and every tensor. `uneven state diff`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,21 +19,28 @@ _POSITION = ("slot", "samples", "ledger", "dropped", "skipped")
 def compare_states(a: SavedState, b: SavedState) -> dict[str, Any]:
     """Every difference as JSON; "equal" where there is none, bit by bit.
 
-    Tensors of the ranks are compared where both states have that rank; random states only between states of one kind,
-    since a result's were taken after the last evaluation.
+    Tensors of the ranks are compared where both states have that rank. Random states are compared and do not count:
+    those of Python and numpy differ from process to process unless the user seeds them.
     """
     settings = dict(_pairs(_settings(a.record), _settings(b.record)))
     position = {key: (a.record.get(key), b.record.get(key)) for key in _POSITION if key in a.record and key in b.record}
     position = {key: pair for key, pair in position.items() if pair[0] != pair[1]}
     if a.kind == b.kind and len(a.ranks) != len(b.ranks):
         position["ranks"] = (len(a.ranks), len(b.ranks))
-    tensors = list(_tensors("model", a.tensors, b.tensors))
+    tensors = list(_tensors("model", a.tensors, b.tensors, dict.fromkeys((*a.tensors, *b.tensors))))
     for rank, (ours, theirs) in enumerate(zip(a.ranks, b.ranks, strict=False)):
-        tensors += _tensors(f"rank {rank}", ours, theirs, "" if a.kind == b.kind else "optimizer.")
+        names = [
+            name for name in dict.fromkeys((*ours, *theirs)) if a.kind == b.kind or (name in ours and name in theirs)
+        ]
+        random = [name for name in names if name.startswith("random.")]
+        tensors += _tensors(f"rank {rank}", ours, theirs, [name for name in names if name not in random])
+        tensors += _tensors(f"random states of rank {rank}", ours, theirs, random)
     return {
         "a": {"folder": str(a.folder), "kind": a.kind, "slot": a.record.get("slot")},
         "b": {"folder": str(b.folder), "kind": b.kind, "slot": b.record.get("slot")},
-        "equal": not settings and not position and all(row["equal"] for row in tensors),
+        "equal": not settings
+        and not position
+        and all(row["equal"] for row in tensors if not row["name"].startswith("random.")),
         "settings": settings,
         "position": position,
         "tensors": tensors,
@@ -45,7 +52,16 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in record.get("config", {}).items() if name not in _AROUND}
     for number, group in enumerate(record.get("param_groups", [])):
         found |= {f"param_groups[{number}].{key}": value for key, value in group.items() if key != "params"}
-    return found | {"structure": record.get("structure")}
+    return found | {"structure": record.get("structure"), "global_batch_size": _global_batch_size(record)}
+
+
+def _global_batch_size(record: Mapping[str, Any]) -> int | None:
+    """As it was at work: a resumed run sets it to what followed from batch_size and devices before."""
+    config = record.get("config", {})
+    size, ranks = config.get("global_batch_size"), str(config.get("devices", "")).count(",") + 1
+    if size is not None or config.get("policy") not in ("sync", "balanced") or "batch_size" not in config:
+        return None if size is None else int(size)
+    return int(config["batch_size"] * config.get("accumulate", 1) * record.get("world_size", ranks))
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -55,9 +71,9 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, tu
 
 
 def _tensors(
-    group: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix: str = ""
+    group: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]
 ) -> Iterator[dict[str, Any]]:
-    for name in dict.fromkeys(name for name in (*a, *b) if name.startswith(prefix)):
+    for name in names:
         row: dict[str, Any] = {"group": group, "name": name, "equal": False}
         if name not in a or name not in b:
             yield {**row, "only_in": "a" if name in a else "b"}

@@ -25,6 +25,7 @@ from uneven.errors import InputError
 from uneven.files import folder_error, sync_folder
 from uneven.policy.axis import Axis
 from uneven.results.record import RECORD, check_files, encode, read_record, record_head
+from uneven.results.state_tree import join_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 from uneven.timeline.timeline import Timeline
 
@@ -175,7 +176,7 @@ class TrainedState:
                 params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
                 buffers={name: tensors[name] for name in record["buffers"]},
                 tied=record["tied"],
-                optimizer=_own_optimizer(optimizer) if is_checkpoint else dict(optimizer),
+                optimizer=_rank_0_optimizer(folder, optimizer) if is_checkpoint else dict(optimizer),
                 param_groups=record["param_groups"],
                 history=record["history"],
                 config=record["config"],
@@ -195,10 +196,13 @@ class TrainedState:
             raise InputError(f"{what}: there is no {error} in it") from error
 
 
-def _own_optimizer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state and random states among the tensors of a checkpoint's rank."""
+def _rank_0_optimizer(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Optimizer state, numbers in it included, and random states of a checkpoint's rank 0."""
     names = {name: name.removeprefix("optimizer.") for name in tensors if name.startswith(("optimizer.", "random."))}
-    return {plain: tensors[name] for name, plain in names.items()}
+    found = {plain: tensors[name] for name, plain in names.items()}
+    tree = json.loads((folder / "rank-0.json").read_bytes()).get("optimizer") or {}
+    state = join_tree(tree.get("state", {}), tensors)
+    return found | {path: torch.as_tensor(value) for path, value in _flat(state) if path not in found}
 
 
 def verified_state(
