@@ -252,10 +252,14 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
         write_checkpoint(run / "step-4", 4, 1, cause="old")
         child = os.fork()
         if child == 0:
-            sys.addaudithook(file_operations(dies_at))
-            replace_and_prune(run)
-            os._exit(0)
+            try:
+                sys.addaudithook(file_operations(dies_at))
+                replace_and_prune(run)
+                os._exit(0)
+            finally:
+                os._exit(1)  # the rest of pytest is the parent's
         _, status = os.waitpid(child, 0)
+        assert status in (0, signal.SIGKILL)
         found, told = newest_whole(run)
         assert found is not None, f"killed before operation {dies_at}"
         assert told == []

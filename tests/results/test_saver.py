@@ -141,17 +141,20 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_disk(tmp_path: Path) -> Non
     """A real failure of a write in its middle, in a child: its limit on the size of files ends with it."""
     child = os.fork()
     if child == 0:
-        saver = Saver(0, 1, "word")
-        saver.start(tmp_path / "step-4", taking(0))
-        saver.finish()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-        large = RankPart({"x": torch.zeros(1_000_000)}, {})
-        saver.start(tmp_path / "step-8", lambda: (large, make_whole(8)))
-        saver.finish()
-        notes = saver.take_notes()
-        good = len(notes) == 1 and "File too large" in notes[0] and "about 4.0 MB" in notes[0]
-        sys.stderr.write("\n".join(notes))
-        os._exit(0 if good and saver.saved == [tmp_path / "step-4"] else 1)
+        try:
+            saver = Saver(0, 1, "word")
+            saver.start(tmp_path / "step-4", taking(0))
+            saver.finish()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+            large = RankPart({"x": torch.zeros(1_000_000)}, {})
+            saver.start(tmp_path / "step-8", lambda: (large, make_whole(8)))
+            saver.finish()
+            notes = saver.take_notes()
+            good = len(notes) == 1 and "File too large" in notes[0] and "about 4.0 MB" in notes[0]
+            sys.stderr.write("\n".join(notes))
+            os._exit(0 if good and saver.saved == [tmp_path / "step-4"] else 1)
+        finally:
+            os._exit(1)  # the rest of pytest is the parent's
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert [name for name in names_in(tmp_path) if "failed" not in name] == ["step-4"]
