@@ -107,7 +107,9 @@ def test_accumulation_sharded_state_and_several_optimizers_go_on(options: dict[s
         return loop.finish()
 
     whole = on_threads(2, lambda group: rank(group, save_every="2 steps", out=tmp_path / "a"))[0]
-    again = on_threads(2, lambda group: rank(group, resume=tmp_path / "a/step-4", save_every="2 steps", out=tmp_path))[0]
+    again = on_threads(2, lambda group: rank(group, resume=tmp_path / "a/step-4", save_every="2 steps", out=tmp_path))[
+        0
+    ]
     assert_same(again, whole)
 
 
@@ -158,9 +160,7 @@ def test_done_epochs_have_no_batches_and_random_numbers_go_on(save_every: str, t
 
 
 @pytest.mark.parametrize("where", [(1, 3), (1, -1)])
-def test_ctrl_c_leaves_a_checkpoint_that_goes_on(
-    where: tuple[int, int], tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(where: tuple[int, int], tmp_path: Path) -> None:
     whole, _ = train_plainly(set_up(tmp_path / "whole"))
 
     def interrupt(*now: int) -> None:
