@@ -18,11 +18,12 @@ from uneven.errors import InputError
 from uneven.files import folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints, is_checkpoint
+from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model
 
+RESULT_FILES = ("state.json", "state.safetensors", "optimizer.safetensors", "log.json")
 # With another value the slots of the axis would hold other samples.
 FROZEN = ("seed", "shuffle", "drop_last")
 
@@ -51,7 +52,8 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     out = config.out or run
     config = replace(config, out=out)
     checkpoint, notes = _choose(candidates, _model_check(task), config.resumes_newest)
-    if out.resolve() == run.resolve() and (finished := _finished(run, config)):
+    is_whole_run = config.resumes_newest or config.resume == run  # not one checkpoint of it, to train again from there
+    if is_whole_run and out.resolve() == run.resolve() and (finished := _finished(run, config)):
         return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
     config = _freeze(config, checkpoint, ranks)
     trained, gaps = checkpoint.record["ledger"]["trained"], checkpoint.record["ledger"]["gaps"]
@@ -63,23 +65,35 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
 
 
 def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
-    """Go on writing to a run's folder; checkpoints after the one that is resumed are moved aside, or they would be
-    taken for this run's. Returns lines to print."""
+    """Go on writing to a run's folder; checkpoints after the one that is resumed, and the result of a run that went to
+    its end, are moved aside, or they would be taken for this run's. Returns lines to print."""
     try:
         mark_as_run(out)
         found = find_checkpoints(out)
         later = found[: [folder.resolve() for folder in found].index(checkpoint.resolve())]
-        if not later:
+        result = _result_files(out)
+        if not later and not result:
             return []
         number = 1
         while (aside := out / f"superseded-{number}").exists():
             number += 1
         aside.mkdir()
-        for folder in later:
-            folder.rename(aside / folder.name)
+        for entry in [*later, *result]:
+            entry.rename(aside / entry.name)
     except OSError as error:
         raise folder_error(out, error) from error
-    return [f"  {len(later)} later checkpoints were moved to {aside}"]
+    what = ["the result"] if result else []
+    what += [f"{len(later)} later checkpoints"] if later else []
+    return [f"  {' and '.join(what)} were moved to {aside}"]
+
+
+def _result_files(out: Path) -> list[Path]:
+    """The result in a run's folder, where that run went to its end; `state.json`, without which it is none, first."""
+    try:
+        is_finished = bool(read_record(out).get("finished"))
+    except InputError:
+        return []
+    return [path for path in map(out.joinpath, RESULT_FILES) if is_finished and path.exists()]
 
 
 def check_data(config: RunConfig, axis: Axis) -> None:
@@ -103,9 +117,7 @@ def _named(path: Path) -> tuple[Path, list[Path]]:
     if not path.is_dir():
         raise InputError(f"resume={str(path)!r}: there is no such folder; name a run's folder, or resume='auto'")
     if found := find_checkpoints(path):
-        return path, [found[0]]
-    if is_checkpoint(path):
-        return path.parent, [path]
+        return (path.parent if found == [path] else path), [found[0]]
     raise InputError(
         f"resume={str(path)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
     )
