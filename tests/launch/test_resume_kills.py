@@ -22,27 +22,39 @@ from tests.resumable import (
 from uneven import TrainedState
 
 EVERY = 4  # slots from one checkpoint to the next
-HOLD = 9  # a rank's step: far enough for two checkpoints
 KEPT = {"save_every": f"{EVERY} steps", "keep_last": 3}
 
 
-def kill_at_some_moment(session: Session, moments: random.Random) -> bool:
+def hold(ranks: int) -> int:
+    """A rank's step, far enough for two checkpoints; several ranks may measure beforehand."""
+    return 9 if ranks == 1 else 9 + REHEARSED
+
+
+def kill_at_some_moment(session: Session, moments: random.Random, ranks: int) -> bool:
     """Wait for a moment and kill the whole run; whether it still ran."""
     kind = moments.choice(["starting", "training", "training", "saving", "saving", "saved"])
     before = {path.name for path in session.out.glob("step-*")}
+
+    def saved() -> int:
+        return sum(path.name not in before for path in session.out.glob("step-*"))
+
     if kind == "starting":
         wanted = moments.randrange(3)  # processes
         runs = session.wait_for(lambda: len(session.family()) > 1 + wanted or session.steps() > 0)
     elif kind == "training":
-        wanted = moments.randrange(1, 2 * HOLD)
+        wanted = moments.randrange(1, ranks * hold(ranks))
         runs = session.wait_for(lambda: session.steps() >= wanted)
     elif kind == "saving":
-        wanted = moments.randrange(6)  # files in it
+        first, wanted = moments.randrange(2), moments.randrange(6)  # checkpoints before it, and files in it
         runs = session.wait_for(
-            lambda: any(len(list(path.glob("*"))) >= wanted for path in session.out.glob(".step-*.partial-*"))
+            lambda: (
+                saved() >= first
+                and any(len(list(path.glob("*"))) >= wanted for path in session.out.glob(".step-*.partial-*"))
+            )
         )
     else:
-        runs = session.wait_for(lambda: any(path.name not in before for path in session.out.glob("step-*")))
+        wanted = moments.randrange(1, 3)
+        runs = session.wait_for(lambda: saved() >= wanted)
     if runs:
         session.kill(moments)
     return runs
@@ -51,13 +63,11 @@ def kill_at_some_moment(session: Session, moments: random.Random) -> bool:
 def train_and_kill(folder: Path, kills: int, moments: random.Random, **options: Any) -> list[int]:
     """Kill a run so many times and let it finish; returns the slots at which its sessions went on."""
     folder.mkdir()
-    pids, resumed, newest = [], [], 0
+    pids, resumed, newest, ranks = [], [], 0, len(options["devices"].split(","))
     for _ in range(kills):
-        session = Session(
-            folder, **KEPT, pause=0.004, hold=HOLD + (REHEARSED if options["devices"] != "cpu" else 0), **options
-        )
+        session = Session(folder, **KEPT, pause=0.004, hold=hold(ranks), **options)
         pids.append(session.pid)
-        assert kill_at_some_moment(session, moments), session.said()
+        assert kill_at_some_moment(session, moments, ranks), session.said()
         if (slot := session.resumed_at()) is not None:  # it had come so far
             resumed.append(slot)
             assert slot == newest, session.said()

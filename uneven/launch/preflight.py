@@ -25,7 +25,7 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
-from uneven.launch.resume import check_data, go_on_in_folder, plan_resume
+from uneven.launch.resume import check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.streams import check_streams
 from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
@@ -64,6 +64,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
     if config.resume is not None:
         check_data(config, axis)
+    elif finished is not None:
+        check_length(f"run {finished.folder}", finished.dataset_samples, axis)
     check_batch(task, config, order)
     _check_evaluation(task, config)
     if config.replay is not None:

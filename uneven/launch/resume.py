@@ -40,21 +40,24 @@ class ResumePlan:
 def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     """Settle `config.resume`; InputError in one line where no checkpoint fits."""
     assert config.resume is not None, "called for resumed runs"
+    check = _model_check(task)
     if config.resumes_newest:
         assert config.out is not None, "checked with the settings"
         run, candidates = config.out, find_checkpoints(config.out)
-        if not candidates:
-            if finished := _finished(run, config):
-                return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
-            return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} yet, a new run begins"])
     else:
         run, candidates = _named(config.resume)
     out = config.out or run
     config = replace(config, out=out)
-    checkpoint, notes = _choose(candidates, _model_check(task), config.resumes_newest)
     is_whole_run = config.resumes_newest or config.resume == run  # not one checkpoint of it, to train again from there
-    if is_whole_run and out.resolve() == run.resolve() and (finished := _finished(run, config)):
+    if is_whole_run and out.resolve() == run.resolve() and (finished := _finished(run, config, check)):
         return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
+    if not candidates and config.resumes_newest:
+        return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} yet, a new run begins"])
+    if not candidates:
+        raise InputError(
+            f"resume={str(run)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
+        )
+    checkpoint, notes = _choose(candidates, check, config.resumes_newest)
     config = _freeze(config, checkpoint, ranks)
     trained, gaps = checkpoint.record["ledger"]["trained"], checkpoint.record["ledger"]["gaps"]
     left = f", {sum(stop - first for first, stop in gaps)} steps before it come first" if gaps else ""
@@ -83,8 +86,8 @@ def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
     except OSError as error:
         raise folder_error(out, error) from error
     what = ["the result"] if result else []
-    what += [f"{len(later)} later checkpoints"] if later else []
-    return [f"  {' and '.join(what)} were moved to {aside}"]
+    what += [f"{len(later)} later checkpoint{'s' if len(later) > 1 else ''}"] if later else []
+    return [f"  {' and '.join(what)} of {out} moved to {aside}"]
 
 
 def _result_files(out: Path) -> list[Path]:
@@ -100,11 +103,7 @@ def check_data(config: RunConfig, axis: Axis) -> None:
     """InputError where the data set is not as long as the checkpoint's, or nothing is left of a shorter run."""
     assert config.resume is not None
     record = read_record(config.resume)
-    if record["dataset_samples"] != axis.epoch_samples:
-        raise InputError(
-            f"checkpoint {config.resume}: its data set had {record['dataset_samples']:,} samples an epoch, this one "
-            f"has {axis.epoch_samples:,}; train on the same data set"
-        )
+    check_length(f"checkpoint {config.resume}", record["dataset_samples"], axis)
     if record["ledger"]["trained"] > axis.total:
         raise InputError(
             f"checkpoint {config.resume}: {record['ledger']['trained']:,} steps are trained, and this run has only "
@@ -112,15 +111,22 @@ def check_data(config: RunConfig, axis: Axis) -> None:
         )
 
 
+def check_length(what: str, samples: int, axis: Axis) -> None:
+    """InputError where the data set is not as long as it was."""
+    if samples != axis.epoch_samples:
+        raise InputError(
+            f"{what}: its data set had {samples:,} samples an epoch, this one has {axis.epoch_samples:,}; train on the "
+            "same data set"
+        )
+
+
 def _named(path: Path) -> tuple[Path, list[Path]]:
-    """(run folder, the one checkpoint meant) of a path that the user named."""
+    """(run folder, the checkpoint meant) of a path that the user named; no checkpoint where a run has none."""
     if not path.is_dir():
-        raise InputError(f"resume={str(path)!r}: there is no such folder; name a run's folder, or resume='auto'")
-    if found := find_checkpoints(path):
-        return (path.parent if found == [path] else path), [found[0]]
-    raise InputError(
-        f"resume={str(path)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
-    )
+        what = "it is a file" if path.exists() else "there is no such folder"
+        raise InputError(f"resume={str(path)!r}: {what}; name a run's folder, or resume='auto'")
+    found = find_checkpoints(path)
+    return (path.parent if found == [path] else path), found[:1]
 
 
 def _choose(
@@ -187,12 +193,19 @@ def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:
         )
 
 
-def _finished(run: Path, config: RunConfig) -> TrainedState | None:
-    """The result of a run that has trained all that is asked for."""
+def _finished(run: Path, config: RunConfig, check: Callable[[Checkpoint], None]) -> TrainedState | None:
+    """The result of a run that has trained all that is asked for; InputError where it is of another model."""
     try:
-        record = read_record(run)
+        record, state = read_record(run), TrainedState.load(run)
     except InputError:
+        return None  # none yet, or damaged: a checkpoint is trained on
+    saved, own = record.get("config", {}), config.to_json()
+    same = all(saved.get(name) == own[name] for name in ("max_steps", *FROZEN))
+    if own["max_steps"] is None:
+        same = same and saved.get("epochs") == own["epochs"]
+    else:  # the record has the epochs that it leaves
+        same = same and saved.get("epochs", 0) <= own["epochs"]
+    if not (record.get("finished") and same):
         return None
-    saved = record.get("config", {})
-    same = all(saved.get(name) == config.to_json()[name] for name in ("epochs", "max_steps", *FROZEN))
-    return TrainedState.load(run) if record.get("finished") and same else None
+    check(Checkpoint(run, record, {**state.params, **state.buffers}, []))
+    return state
