@@ -112,3 +112,122 @@ def test_a_damaged_checkpoint_is_refused_and_auto_takes_the_one_before_it(
     assert "1 later checkpoint" in said
     assert_equal(state, whole)
     assert {path.name for path in run.glob("s*-*")} == {"step-3", "step-6", "step-9", "superseded-1"}
+
+
+def another_model() -> nn.Module:
+    return nn.Linear(4, 1, bias=False)
+
+
+def test_all_checkpoints_damaged_or_of_another_model_is_one_line(run: Path) -> None:
+    before = content(run)
+    for named in (run, run / "step-9", "auto"):
+        with pytest.raises(InputError, match="step-9 is of another model: bias has shape") as refused:
+            train(another_model, out=run, resume=named)
+        assert "\n" not in str(refused.value)
+    assert content(run) == before
+    for folder in run.glob("step-*"):
+        (folder / "state.safetensors").unlink()
+    with pytest.raises(InputError, match=r"none of 3 checkpoints can be used: .*step-9: state.safetensors is missing"):
+        train(out=run, resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"resume": "nowhere"}, "resume='nowhere': there is no such folder"),
+        ({"resume": "a file"}, "resume='a file': it is a file"),
+        ({"resume": "empty"}, "resume='empty': no checkpoint in it"),
+        ({"resume": "auto"}, "resume='auto' looks for checkpoints in the run's own folder: add out="),
+        ({"resume": "run", "seed": 6}, "it has seed=5, this run 6; pass seed=5"),
+        ({"resume": "run", "shuffle": False}, "it has shuffle=True, this run False"),
+        ({"resume": "run", "global_batch_size": 4}, "it has global_batch_size=8, this run 4"),
+        ({"resume": "run", "policy": "cadence", "batch_size": 4}, "pass batch_size=8"),
+        ({"resume": "run", "samples": 32}, "its data set had 40 samples an epoch, this one has 32"),
+        ({"resume": "run", "epochs": 1}, "9 steps are trained, and this run has only 5"),
+        ({"resume": "run", "out": "run", "overwrite": True}, "leave overwrite out"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value),
+)
+def test_what_does_not_fit_is_one_line_and_nothing_is_touched(
+    run: Path, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("a file").touch()
+    Path("empty").mkdir()
+    before = content(run.parent)
+    with pytest.raises(InputError) as refused:
+        train(**changes)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert content(run.parent) == before
+
+
+def test_a_run_goes_on_in_its_folder_and_a_finished_one_is_returned_as_it_is(run: Path, whole: Path) -> None:
+    assert_equal(train(resume=run), whole)  # `out` need not be named again
+    before = content(run)
+    for changes in ({"resume": run}, {"resume": "auto", "out": run}):
+        again = train(**changes)
+        assert_equal(again, whole)
+        assert again.folder == run
+    assert content(run) == before
+    for changes in ({"samples": 32}, {"model": another_model}):
+        with pytest.raises(InputError, match="its data set had 40|is of another model"):
+            train(resume=run, **changes)
+    for path in run.glob("step-*"):  # the result needs none of them
+        shutil.rmtree(path)
+    assert_equal(train(resume=run), whole)
+    flip_byte(run / "state.safetensors", 100)
+    with pytest.raises(InputError, match="no checkpoint in it"):
+        train(resume=run)
+
+
+def test_more_epochs_go_on_and_so_do_more_steps(run: Path, tmp_path: Path) -> None:
+    wanted = tmp_path / "three"
+    train(out=wanted, epochs=3)
+    train(resume=run)
+    assert_equal(train(resume=run, epochs=3), wanted)
+    assert_equal(train(resume=run / "step-9", out=tmp_path / "steps", epochs=9, max_steps=15), wanted)
+    before = content(tmp_path / "steps")
+    train(resume=tmp_path / "steps", epochs=9, max_steps=15)
+    assert content(tmp_path / "steps") == before
+
+
+def test_an_older_checkpoint_moves_the_later_ones_aside_and_another_folder_leaves_all(
+    run: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(run)
+    assert_equal(train(resume=run / "step-3", out=tmp_path / "other"), whole)
+    assert content(run) == before
+    assert not list((tmp_path / "other").glob("step-*"))
+    capsys.readouterr()
+    assert_equal(train(resume=run / "step-3"), whole)
+    assert f"2 later checkpoints of {run} moved to {run / 'superseded-1'}" in capsys.readouterr().err
+    assert {path.name for path in (run / "superseded-1").iterdir()} == {"step-6", "step-9"}
+    # The run is finished now; its result goes aside, too: a killed run would otherwise be taken for a finished one.
+    assert_equal(train(resume=run / "step-3"), whole)
+    assert f"the result of {run} moved to {run / 'superseded-2'}" in capsys.readouterr().err
+    assert (run / "superseded-2" / "state.json").exists()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from tests.launch.test_resume import train
+train(devices=None)
+"""
+
+
+def test_uneven_run_refuses_with_exit_code_2(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[2])))
+    flip_byte(run / "step-9" / "rank-0.safetensors", 100)
+    command = [sys.executable, "-m", "uneven", "run", "train.py", "--devices", "cpu,cpu", "--global-batch-size", "8"]
+    refused = run_forked([*command, "--resume", str(run)], cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert [line for line in refused.stderr.splitlines() if "rank-0.safetensors" in line] == [
+        line for line in refused.stderr.splitlines() if line.startswith("uneven: ")
+    ]
+    passed = run_forked([*command, "--resume", "auto", "--out", str(run)], cwd=tmp_path)
+    assert passed.returncode == 0, passed.stderr
+    assert f"resumes from {run / 'step-6'}" in passed.stderr
+    assert TrainedState.load(run).finished
