@@ -183,7 +183,7 @@ def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:
         return config
     if config.global_batch_size is not None:
         _compare(checkpoint, "global_batch_size", slot_size, config.global_batch_size)
-    return replace(config, global_batch_size=slot_size)
+    return config if config.slot_size(ranks) == slot_size else replace(config, global_batch_size=slot_size)
 
 
 def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:

@@ -112,10 +112,9 @@ class LocalSGD:
 
     def ledger(self) -> Ledger:
         """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
-        engine, last = self.engine, self.windows.passed
-        if not self._is_stopped or engine.trained == last == self.windows.start:
-            return engine.ledger.advanced_to(engine.trained)
-        return stopped_ledger(engine, last, self._mark)
+        if not self._is_stopped:
+            return self.engine.ledger.advanced_to(self.engine.trained)
+        return stopped_ledger(self.engine, self.windows.passed, self._mark)
 
     def reset_timer(self) -> None:
         self._free_ns = self.engine.recorder.enter("data")
