@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from uneven.average.buffers import BufferAverage
-from uneven.average.replica import Replica
+from uneven.average.replica import Replica, is_finite
 from uneven.average.transport import Transport
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
@@ -146,7 +146,7 @@ class BackgroundAverage:
         buffers = round_.buffers()
         with self.transport.stream():
             snapshot = self.transport.snapshot.buffer
-            round_.is_broken = not (_is_finite(snapshot) and self._buffers.is_finite(buffers))
+            round_.is_broken = not (is_finite(snapshot) and self._buffers.is_finite(buffers))
             self._all_reduce_rows(round_, buffers)
             if round_.total_weight and not _broken_ranks(round_):
                 self._all_reduce_params(round_)
@@ -202,11 +202,6 @@ def _result_of(round_: _Round) -> RoundResult:
 
 def _broken_ranks(round_: _Round) -> list[int]:
     return [rank for rank, row in enumerate(round_.rows) if row[-1]]
-
-
-def _is_finite(values: Tensor) -> bool:
-    # A finite sum has finite terms, and costs a fraction of a check of each; a sum that overflows is checked again.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def _checksum(values: Tensor) -> Tensor:

@@ -85,6 +85,11 @@ class Replica:
         return [*(p.detach() for p in self._params), *(state.get(name) for name in self._names for state in states)]
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all of them are; a finite sum has finite terms and costs a fraction of a check of each."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())  # a finite sum may overflow
+
+
 @torch.no_grad()
 def _apply_to_pairs(
     foreach: Callable[[list[Tensor], list[Tensor]], object],

@@ -155,6 +155,7 @@ class CallbackRunner:
         self._requests = _Requests()
         self.is_any = any(self._hooks.values())
         self.is_active = self.is_any  # whether any rank has callbacks: then all ranks take part in `agree`
+        self.awaits_saves = False  # whether any rank's have on_save, which is called when the checkpoint is written
         self.metrics: Mapping[str, float] = {}  # of the last evaluation
         self.stopped: str | None = None  # why the run ends early: agreed by all ranks
 

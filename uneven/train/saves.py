@@ -12,6 +12,7 @@ in forward, so they are copied at once; so is everything in a loop of the user's
 import copy
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from uneven.average.replica import is_finite
 from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
+from uneven.config import read_every
 from uneven.errors import NotFiniteError
 from uneven.policy.ledger import Ledger
 from uneven.results.checkpoint import RankPart, Whole
@@ -56,6 +60,13 @@ class Saves:
         if self._copies_late:
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
                 optimizer.register_step_pre_hook(lambda *_: self.wait_taken())
+
+    def name_at(self, slot: int) -> str:
+        """The folder's name of a checkpoint at this slot."""
+        axis, every = self._engine.axis, read_every(self._engine.config.save_every)
+        epochs = axis.epochs_before(slot)
+        is_epoch = every is not None and every.unit == "epochs" and slot == axis.epoch_end(epochs - 1)
+        return f"epoch-{epochs}" if is_epoch else f"step-{slot}"
 
     def wait_taken(self) -> None:
         """Before params or optimizer state are changed: [Note: snapshot for a checkpoint]."""
@@ -172,7 +183,7 @@ class Saves:
     def check_finite(self, params: Mapping[str, Tensor]) -> None:
         """NotFiniteError before params are saved that an update has spoilt; on all ranks alike, which hold the same."""
         for name, param in self._engine.model.named_parameters():
-            if param.requires_grad and not bool(params[name].isfinite().all()):
+            if param.requires_grad and not is_finite(params[name]):
                 raise NotFiniteError(
                     f"{name} is not finite after slot {self._engine.trained - 1} on rank "
                     f"{self._engine.rank_info.rank}, though losses and gradients were; such params are not saved: the "
@@ -232,6 +243,12 @@ class Saves:
         config = self._engine.config
         if self.out is not None and (config.keep_last is not None or config.keep_best is not None):
             prune(self.out, config.keep_last, config.keep_best, *_monitored(config.monitor))
+
+
+def folder_of_stopped_run(group: Group) -> Path:
+    """A new folder for a run without `out`, the same on all ranks; a collective."""
+    name = time.strftime("interrupted-%Y%m%d-%H%M%S")
+    return Path("runs") / gather_bytes(group, name.encode())[0].decode()
 
 
 def param_names(engine: Engine) -> list[str]:

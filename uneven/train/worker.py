@@ -6,7 +6,6 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.gather import gather_bytes, gather_rows
+from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task, read_every
 from uneven.data.feed import Micros
@@ -39,7 +38,7 @@ from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed, load_user_state
 from uneven.train.run_record import RunRecord
-from uneven.train.saves import Saves, user_state
+from uneven.train.saves import Saves, folder_of_stopped_run, user_state
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
 
@@ -183,8 +182,16 @@ class Worker:
             synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
         self.recorder.enter("communication")
         broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
-        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap, float(self.callbacks.is_any)))
+        own = (
+            cost.fixed_ms,
+            cost.sample_ms,
+            cost.cap,
+            float(self.callbacks.is_any),
+            float(self.callbacks.has("on_save")),
+        )
+        rows = gather_rows(info.group, own)
         self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
+        self.callbacks.awaits_saves = any(row[4] for row in rows)
         synchronizer.initialize([Cost(*row[:3]) for row in rows])
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
@@ -357,12 +364,13 @@ class Worker:
         self.run.saves.append(slot)
         if self.saves.out is None:
             return False  # a replay without a folder: only what a checkpoint changes is repeated
-        folder = self.saves.out / self._checkpoint_name(slot)
+        folder = self.saves.out / self.saves.name_at(slot)
         self._save(folder, cause)
-        if self.callbacks.is_active:
-            self.saves.finish()
-            self.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
-            self._call_back("on_save", slot, folder)
+        if not self.callbacks.awaits_saves:
+            return False
+        self.saves.finish()
+        self.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
+        self._call_back("on_save", slot, folder)
         return self._agree().stopped is not None
 
     def _save(self, folder: Path, cause: str) -> None:
@@ -371,12 +379,6 @@ class Worker:
         state = {"synchronizer": synchronizer, "callbacks": callbacks, "loop": self.loop_state()}
         self.saves.save(folder, cause, self.synchronizer.ledger(), state, self.stopped)
         self.wishes.saved(self.recorder.clock())
-
-    def _checkpoint_name(self, slot: int) -> str:
-        every = read_every(self.config.save_every)
-        is_in_epochs = every is not None and every.unit == "epochs"
-        epochs = self.axis.epochs_before(slot)
-        return f"epoch-{epochs}" if is_in_epochs and slot == self.axis.epoch_end(epochs - 1) else f"step-{slot}"
 
     def save_stopped(self) -> None:
         """Where the run was asked to stop, on all ranks: a checkpoint to go on from, with a local policy's gaps."""
@@ -390,11 +392,5 @@ class Worker:
             self.run.stop_rounds.append(len(self.engine.rounds) - 1)
         else:
             self.run.saves.append(ledger.trained)
-        folder = self.saves.out or _folder_of_stopped_run(self.group)
+        folder = self.saves.out or folder_of_stopped_run(self.group)
         self._save(folder / f"step-{ledger.trained}", "stop")
-
-
-def _folder_of_stopped_run(group: Group) -> Path:
-    """A new folder for a run without `out`, the same on all ranks; a collective."""
-    name = time.strftime("interrupted-%Y%m%d-%H%M%S")
-    return Path("runs") / gather_bytes(group, name.encode())[0].decode()
