@@ -436,5 +436,6 @@ def test_soak_sigterm_at_random_moments(tmp_path: Path, name: str) -> None:
         else:
             assert "before its first step" in said or code == -signal.SIGTERM or not (out / "state.json").exists(), said
     print(f"\n{name} SIGTERM: {' '.join(f'{one:.1f}' for one in times)} s; {whole} of {len(times)} had begun and saved")
-    assert max(times) <= 20.0 + 5.0
+    # Torchrun kills after 30 s: a rank that waits for one that left before its run may be inside a call of the store.
+    assert max(times) <= (30.0 if name == "torchrun" else 20.0) + 5.0
     assert whole > 0
