@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -334,6 +335,26 @@ def test_a_signal_after_the_last_run_acts_by_default_and_two_at_once_are_one(mon
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("default")
+def test_what_a_rank_got_and_what_this_process_gets_later_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends SIGTERM to the launcher and to all ranks, whose word of it comes a moment later, or earlier."""
+    monkeypatch.setattr("uneven.launch.signals.SAME_S", 0.0)
+    cut: list[int] = []
+    monkeypatch.setattr("uneven.launch.signals.end_process", lambda number, why: cut.append(number))
+    for own_first in (True, False):
+        stopped: queue.SimpleQueue[int] = queue.SimpleQueue()
+        stoppable = Stoppable(lambda: 100.0, stopped.put)
+        SIGNALS.add(stoppable, signal.SIGTERM)
+        for is_own in (own_first, not own_first):
+            signal.raise_signal(signal.SIGTERM) if is_own else SIGNALS.receive()
+        assert stopped.get(timeout=100) == signal.SIGTERM
+        (thread,) = (one for one in threading.enumerate() if one.name == "uneven-signals")
+        SIGNALS.discard(stoppable)
+        thread.join(100)
+        assert stopped.empty()
+    assert cut == []
+
+
 def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_that_never_began(tmp_path: Path) -> None:
     class Processes:
         def exit_codes(self) -> list[int | None]:
@@ -415,5 +436,6 @@ def test_soak_sigterm_at_random_moments(tmp_path: Path, name: str) -> None:
         else:
             assert "before its first step" in said or code == -signal.SIGTERM or not (out / "state.json").exists(), said
     print(f"\n{name} SIGTERM: {' '.join(f'{one:.1f}' for one in times)} s; {whole} of {len(times)} had begun and saved")
-    assert max(times) <= 20.0 + 5.0
+    # Torchrun kills after 30 s: a rank that waits for one that left before its run may be inside a call of the store.
+    assert max(times) <= (30.0 if name == "torchrun" else 20.0) + 5.0
     assert whole > 0

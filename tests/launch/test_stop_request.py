@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from uneven.comm.store import get_text, open_store
 from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
+from uneven.launch import watch as watch_module
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, heartbeat_key
@@ -81,3 +83,21 @@ def test_heartbeats_from_before_the_request_do_not_tell_that_nothing_has_begun(t
 def test_ranks_that_have_read_the_request_and_not_begun_are_ended(tmp_path: Path) -> None:
     with pytest.raises(StoppedError, match="before its first step"):
         wait(tmp_path, {"was_stop_read": False}, {"was_stop_read": True}, {"was_stop_read": True})
+
+
+def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `uneven run` the request may reach one script inside `fit`, where it waits, and another before it."""
+    monkeypatch.setattr(watch_module, "ALONE_S", 0.2)
+    store, _ = open_store()
+    status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
+    for member in MEMBERS:
+        store.set(heartbeat_key(member), json.dumps(status))
+    processes: Any = SimpleNamespace(exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None])
+    requests = Requests()
+    requests.terminate()
+    watch = Watch(processes, store, tmp_path, MEMBERS, parse_devices("cpu,cpu"), Reporter("off"))
+    monkeypatch.setattr(watch, "_stop_sent_s", time.monotonic())
+    with pytest.raises(StoppedError, match="before its first step"):
+        watch.wait(requests)

@@ -53,7 +53,7 @@ class StopSignals:
         self._received: list[int] = []
         self._has_left = False  # Terminated was raised in the main thread
         self._pid = 0
-        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
 
     def add(self, stoppable: Stoppable, *numbers: int) -> None:
         """The run begins. On another thread than the main one no handler can be set, and none is."""
@@ -76,7 +76,7 @@ class StopSignals:
         if is_main_thread():
             self.restore()
         elif not is_joined and signal.SIGTERM in self._received and all(one.may_leave() for one in self._stoppables):
-            self._queue.put(0)  # the main thread may be anywhere
+            self._queue.put((0, 0.0))  # the main thread may be anywhere
 
     def restore(self) -> None:
         """On the main thread: give the handlers back where no run is on."""
@@ -92,8 +92,10 @@ class StopSignals:
         """As if SIGTERM had come, for a rank that got it; False where this process does not handle it."""
         if signal.SIGTERM not in self._before:
             return False
-        self._received.append(signal.SIGTERM)
-        self._queue.put(signal.SIGTERM)
+        if signal.SIGTERM not in self._received:
+            self._received.append(signal.SIGTERM)
+            # A scheduler's signal to all processes is one: ours may come yet.
+            self._queue.put((-signal.SIGTERM, time.monotonic()))
         return True
 
     def leave(self) -> None:
@@ -125,7 +127,7 @@ class StopSignals:
         if number == signal.SIGINT and (is_again or may_leave):
             signal.default_int_handler(number, frame)
         self._received.append(number)
-        self._queue.put(number)
+        self._queue.put((number, time.monotonic()))
         if may_leave:
             self._leave_here()
 
@@ -134,12 +136,12 @@ class StopSignals:
             self._has_left = True
             raise Terminated
 
-    def _watch(self, signals: "queue.SimpleQueue[int | None]") -> None:
+    def _watch(self, signals: "queue.SimpleQueue[tuple[int, float] | None]") -> None:
         """On a thread: pass the first signal on; end the process at a second SIGTERM, or when the grace is over."""
-        number = signals.get()
-        if number is None:
+        if (first := signals.get()) is None:
             return
-        began_s, on = time.monotonic(), tuple(self._stoppables)
+        number, began_s, on = abs(first[0]), first[1], tuple(self._stoppables)
+        own = first[0] > 0  # whether this process itself has got it
         for one in on:
             one.stop(number)
         while True:
@@ -153,10 +155,12 @@ class StopSignals:
                 continue
             if again is None:
                 return
-            if again == 0:
+            if again[0] == 0:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            elif time.monotonic() - began_s > SAME_S and all(one.is_cut_by_second for one in on):
-                end_process(again, f"a second {signal.Signals(again).name}: ended at once, nothing was saved")
+            elif not own:
+                own = True
+            elif again[1] - began_s > SAME_S and all(one.is_cut_by_second for one in on):
+                end_process(again[0], f"a second {signal.Signals(again[0]).name}: ended at once, nothing was saved")
 
 
 SIGNALS = StopSignals()

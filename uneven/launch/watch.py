@@ -23,6 +23,8 @@ from uneven.results.progress import Reporter
 
 POLL_S = 0.1
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
+ALONE_S = 3.0  # for a rank before its first step whose peers have been stopped
+BEFORE_FIRST = ("setup", "compile", "communication", "wait")
 STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the same step
 
 
@@ -43,6 +45,7 @@ class Watch:
         self._ranks = [RankHealth(member, device, now, now) for member, device in zip(members, devices, strict=True)]
         self._stop_sent_s: float | None = None
         self._was_rank_terminated = False
+        self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
 
@@ -61,6 +64,7 @@ class Watch:
             self._drop_mapped_tensors()
             self._pass_on(requests, now)
             if self._stop_sent_s is not None:
+                self._check_left_alone(codes, now)
                 self._check_stopping(self._stop_sent_s, now, requests.grace)
             time.sleep(POLL_S)
 
@@ -104,6 +108,19 @@ class Watch:
         """Whether SIGTERM hit a process that could not handle it yet, since Python itself was only starting there."""
         has_begun = any(rank.status.get("handles_stop") for rank in self._ranks)
         return not has_begun and -signal.SIGTERM in self._processes.exit_codes()
+
+    def _check_left_alone(self, codes: Sequence[int | None], now_s: float) -> None:
+        """StoppedError where a script was stopped before its run in some processes, and others wait to form the group.
+
+        Not at the first look: a rank that stops after its very first step may have left, and the last heartbeat of one
+        that still saves may be older than that step.
+        """
+        running = [rank.status for rank, code in zip(self._ranks, codes, strict=True) if code is None]
+        waits = all(not status.get("slot") and status.get("phase", "setup") in BEFORE_FIRST for status in running)
+        if INTERRUPTED not in codes or not running or not waits:
+            self._alone_since_s = now_s
+        elif now_s - self._alone_since_s > ALONE_S:
+            raise StoppedError(NOTHING_TRAINED)
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
