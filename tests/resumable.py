@@ -33,7 +33,7 @@ import json, os, sys, threading, time, torch
 from torch.optim.lr_scheduler import OneCycleLR
 from uneven import Ddp, TensorData, fit
 folder, options = sys.argv[1], json.loads(sys.argv[2])
-pause, hold, how, counts = options.pop("pause"), options.pop("hold"), options.pop("how"), {}
+pause, hold, crawl, how, counts = *(options.pop(name) for name in ("pause", "hold", "crawl", "how")), {}
 torch.manual_seed(1)
 data = TensorData(torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1))
 def make():
@@ -51,7 +51,7 @@ def step(model, batch):
     if counts[pid] == hold:
         open(os.path.join(folder, f"held-{pid}"), "w").close()
         threading.Event().wait()
-    time.sleep(pause)
+    time.sleep(0.2 if counts[pid] > crawl else pause)
     return (model(batch[0]) - batch[1]).square().mean()
 if how == "fit":
     fit(model=make, optimizer=adam, step=step, scheduler=schedule, dataset=data, **options)
@@ -81,7 +81,8 @@ POLICIES = {**BIT_EQUAL, **MEASURED}
 class Session:
     """One start of the run in `folder`/run; it ends by itself, by a signal or killed.
 
-    `pause`: seconds that a step takes. `hold`: the step of a rank at which it waits to be killed. `how`: fit or loop.
+    `pause`: seconds that a step takes. `hold`: the step of a rank at which it waits to be killed. `crawl`: after so
+    many steps of a rank they take much longer, so that the run is not over before a signal comes. `how`: fit or loop.
     """
 
     def __init__(self, folder: Path, command: Sequence[str | Path] = (sys.executable,), **options: Any) -> None:
@@ -90,7 +91,7 @@ class Session:
             old.unlink()
         (folder / "train.py").write_text(SCRIPT)
         settings = {"out": str(self.out), "epochs": EPOCHS, "seed": 3, "resume": "auto", "progress": "lines"}
-        settings |= {"pause": 0.0, "hold": None, "how": "fit"}
+        settings |= {"pause": 0.0, "hold": 0, "crawl": 10**9, "how": "fit"}
         words = [*command, "train.py", str(folder), json.dumps({**settings, **options})]
         self._errors = (folder / "errors").open("w+")
         self.process = ForkedPopen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=self._errors, text=True)
@@ -139,6 +140,16 @@ class Session:
         self._errors.close()
         psutil.wait_procs(family, timeout=100)
         assert not [one for one in family if alive(one.pid)]
+
+    def signal(self, number: int, to_all: bool = False) -> int:
+        """Send it to the process, or to all that it has started, too; returns the exit code."""
+        family = self.family()
+        for one in family if to_all else family[:1]:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
+        code = self.process.wait(150)
+        self.close(family)
+        return code
 
     def finish(self) -> None:
         family = self.family()

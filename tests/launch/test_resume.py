@@ -171,7 +171,7 @@ def test_a_run_goes_on_in_its_folder_and_a_finished_one_is_returned_as_it_is(run
         assert again.folder == run
     assert content(run) == before
     for changes in ({"samples": 32}, {"model": another_model}):
-        with pytest.raises(InputError, match="its data set had 40|is of another model"):
+        with pytest.raises(InputError, match=r"its data set had 40|is of another model"):
             train(resume=run, **changes)
     for path in run.glob("step-*"):  # the result needs none of them
         shutil.rmtree(path)

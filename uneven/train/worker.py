@@ -356,7 +356,7 @@ class Worker:
             self.run.kept = self.saves.tensors(), entry
         return agreed.stopped is not None
 
-    def _save_checkpoint(self, slot: int, cause: str = "interval") -> bool:
+    def _save_checkpoint(self, slot: int) -> bool:
         """Take a checkpoint, on all ranks; returns whether a callback stops the run here."""
         assert self.synchronizer is not None, "an epoch ends after round 0"
         self.recorder.enter("checkpoint")
@@ -365,7 +365,7 @@ class Worker:
         if self.saves.out is None:
             return False  # a replay without a folder: only what a checkpoint changes is repeated
         folder = self.saves.out / self.saves.name_at(slot)
-        self._save(folder, cause)
+        self._save(folder, "request" if self.wishes.requested.is_set() else "interval")
         if not self.callbacks.awaits_saves:
             return False
         self.saves.finish()
