@@ -110,6 +110,9 @@ def test_the_same_samples_come(source: str, tmp_path: Path) -> None:
         again = train(**made, save_every="7 steps", out=tmp_path / "again", resume=tmp_path / f"whole/step-{slot}")
         assert_same(again, whole)
         assert again.samples == whole.samples
+    if source == "stream":
+        again = train(**made, save_every="7 steps", out=tmp_path / "whole", resume="auto")  # finished: nothing to train
+        assert_same(again, whole)
 
 
 @pytest.mark.parametrize("options", [EXACT, {**CADENCE, "shares": (3, 1)}], ids=["balanced", "cadence"])

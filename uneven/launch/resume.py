@@ -17,6 +17,7 @@ from uneven.data.epoch_order import EpochOrder, random_states_preserved
 from uneven.errors import InputError
 from uneven.files import folder_error, mark_as_run
 from uneven.policy.axis import Axis
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
@@ -118,8 +119,8 @@ def check_data(config: RunConfig, axis: Axis, order: EpochOrder) -> None:
 
 
 def check_length(what: str, samples: int, axis: Axis) -> None:
-    """InputError where the data set is not as long as it was."""
-    if samples != axis.epoch_samples:
+    """InputError where the data set is not as long as it was; of a stream without length nobody knows."""
+    if samples != axis.epoch_samples and not isinstance(axis, StreamAxis):
         raise InputError(
             f"{what}: its data set had {samples:,} samples an epoch, this one has {axis.epoch_samples:,}; train on the "
             "same data set"
