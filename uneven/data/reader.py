@@ -10,7 +10,7 @@ import pickle
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -42,15 +42,22 @@ class Reader:
         ahead: int = 0,
         uses: int = 1,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        start: tuple[int, int] = (0, 0),
+        sizes: Sequence[int] = (),
     ) -> None:
-        """`around` is entered whenever the caller of `take` reads, not by the thread."""
+        """`around` is entered whenever the caller of `take` reads, not by the thread.
+
+        `start`: the first (epoch, position) that anybody will take, where a run is resumed; what lies before it in its
+        epoch is read and dropped. `sizes` are those of the epochs before.
+        """
         self._read_pass, self._epochs, self._length = read_pass, epochs, length
         self._ahead, self._uses, self._around = ahead, uses, around
         self._samples: Iterator[Any] | None = None
         self._held: dict[tuple[int, int], list[Any]] = {}  # (epoch, position) -> [sample, uses left]
-        self._front = (0, 0)  # the first position not read yet
+        self._start = start
+        self._front = (start[0], 0)  # the first position not read yet
         self._wanted = (0, 0)  # the end of what was asked for
-        self._sizes: list[int] = []  # of the epochs that were read to their end
+        self._sizes: list[int] = list(sizes)  # of the epochs that were read to their end
         self._error: BaseException | None = None
         self._is_closed = False
         self._changed = threading.Condition()
@@ -141,7 +148,8 @@ class Reader:
             self._sizes.append(position)
             self._front = (epoch + 1, 0)
         else:
-            self._held[self._front] = [sample, self._uses]
+            if self._front >= self._start:
+                self._held[self._front] = [sample, self._uses]
             self._front = (epoch, position + 1)
         self._changed.notify_all()
 

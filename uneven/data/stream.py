@@ -64,10 +64,11 @@ class ReaderFeed:
         self._asks: ReaderClient | LocalReader | None = None
         self._close: list[Callable[[], None]] = []
 
-    def connect(self, group: Group, axis: Axis, *, is_shared: bool = False) -> None:
+    def connect(self, group: Group, axis: Axis, *, is_shared: bool = False, first_slot: int = 0) -> None:
         """Start the reader on rank 0, and connect the others; a collective.
 
         The axis of a stream without length asks the reader for its end. `is_shared`: all ranks train the same samples.
+        `first_slot`: the first one that is not trained, of a resumed run.
         """
         has_end = not isinstance(axis, StreamAxis)
         address = b""
@@ -76,8 +77,17 @@ class ReaderFeed:
             threaded = group.world_size > 1 or self._num_workers > 0
             ahead = BATCHES_AHEAD * self._batch_size * group.world_size if threaded else 0
             self.lookahead = 2 if threaded else 0
-            length = axis.samples if has_end else None
-            reader = Reader(self._pass(threaded), axis.epochs, length, ahead=ahead, uses=uses, around=OwnRandom().used)
+            length, start = axis.samples if has_end else None, axis.slot(first_slot)
+            reader = Reader(
+                self._pass(threaded),
+                axis.epochs,
+                length,
+                ahead=ahead,
+                uses=uses,
+                around=OwnRandom().used,
+                start=(start.epoch, start.first),
+                sizes=axis.sizes if isinstance(axis, StreamAxis) else [axis.samples] * start.epoch,
+            )
             self._asks = LocalReader(reader)
             self._close.append(reader.close)
             if group.world_size > 1:

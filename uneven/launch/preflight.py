@@ -63,7 +63,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
     if config.resume is not None:
-        check_data(config, axis)
+        check_data(config, axis, order)
     elif finished is not None:
         check_length(f"run {finished.folder}", finished.dataset_samples, axis)
     check_batch(task, config, order)

@@ -13,15 +13,16 @@ from typing import Any
 from torch import nn
 
 from uneven.config import RunConfig, Task
-from uneven.data.epoch_order import random_states_preserved
+from uneven.data.epoch_order import EpochOrder, random_states_preserved
 from uneven.errors import InputError
 from uneven.files import folder_error, mark_as_run
 from uneven.policy.axis import Axis
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
 from uneven.results.state import TrainedState, read_structure
-from uneven.train.resume import check_model
+from uneven.train.resume import check_model, learn_sizes
 
 RESULT_FILES = ("state.json", "state.safetensors", "optimizer.safetensors", "log.json")
 # With another value the slots of the axis would hold other samples.
@@ -99,11 +100,17 @@ def _result_files(out: Path) -> list[Path]:
     return [path for path in map(out.joinpath, RESULT_FILES) if is_finished and path.exists()]
 
 
-def check_data(config: RunConfig, axis: Axis) -> None:
-    """InputError where the data set is not as long as the checkpoint's, or nothing is left of a shorter run."""
+def check_data(config: RunConfig, axis: Axis, order: EpochOrder) -> None:
+    """InputError where the data set is another one than the checkpoint's, or nothing is left of a shorter run."""
     assert config.resume is not None
     record = read_record(config.resume)
+    learn_sizes(axis, record)
     check_length(f"checkpoint {config.resume}", record["dataset_samples"], axis)
+    if record["order"] != (own := f"{order.fingerprint(record['config']['epochs']):08x}"):
+        raise InputError(
+            f"checkpoint {config.resume}: the sampler drew another order of samples there ({record['order']}, this one "
+            f"{own}); seed its generator as in that run, or draw from torch, numpy or random, which are seeded"
+        )
     if record["ledger"]["trained"] > axis.total:
         raise InputError(
             f"checkpoint {config.resume}: {record['ledger']['trained']:,} steps are trained, and this run has only "
@@ -112,8 +119,8 @@ def check_data(config: RunConfig, axis: Axis) -> None:
 
 
 def check_length(what: str, samples: int, axis: Axis) -> None:
-    """InputError where the data set is not as long as it was."""
-    if samples != axis.epoch_samples:
+    """InputError where the data set is not as long as it was; of a stream without length nobody knows."""
+    if samples != axis.epoch_samples and not isinstance(axis, StreamAxis):
         raise InputError(
             f"{what}: its data set had {samples:,} samples an epoch, this one has {axis.epoch_samples:,}; train on the "
             "same data set"

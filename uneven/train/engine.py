@@ -158,7 +158,8 @@ class Engine:
     def connect_reader(self, group: Group) -> None:
         """Where one reader feeds all ranks, start it or connect to it; on all ranks, when the group has formed."""
         if self.reader is not None:
-            self.reader.connect(group, self.axis, is_shared=self.config.is_model_parallel and group.world_size > 1)
+            is_shared, first = self.config.is_model_parallel and group.world_size > 1, self.ledger.first_untrained
+            self.reader.connect(group, self.axis, is_shared=is_shared, first_slot=first)
             if self.config.compile == "default" and not self.is_own_loop:
                 self.model.compile()  # where there is a warm-up, it does this
 

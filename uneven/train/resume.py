@@ -16,8 +16,10 @@ from torch import Tensor
 
 from uneven.errors import InputError
 from uneven.parallel.strategy import FullState
+from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import Round
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
 from uneven.results.state_tree import join_tree
 from uneven.train.engine import Engine
@@ -76,6 +78,7 @@ class Resumed:
     def restore_engine(self, engine: Engine) -> None:
         """Before the warm-up."""
         record, own = self.record, self.own.record
+        learn_sizes(engine.axis, record)
         self._load_model(engine)
         if not self._is_late(engine):
             engine.optimizer.load_state_dict(self._optimizer_state(engine))
@@ -156,6 +159,13 @@ class Resumed:
             "state": {place: state[name] for place, name in enumerate(names) if name in state},
             "param_groups": merged,
         }
+
+
+def learn_sizes(axis: Axis, record: Mapping[str, Any]) -> None:
+    """Tell the axis of a stream without length which of its epochs were read to their end."""
+    if isinstance(axis, StreamAxis):
+        for epoch, samples in enumerate(record["epoch_sizes"]):
+            axis.learn(epoch, samples)
 
 
 def check_model(checkpoint: Checkpoint, model: Mapping[str, Tensor], structure: str | None) -> None:

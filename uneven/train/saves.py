@@ -27,6 +27,7 @@ from uneven.comm.host_copy import copy_to_host_async
 from uneven.config import read_every
 from uneven.errors import NotFiniteError
 from uneven.policy.ledger import Ledger
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import RankPart, Whole
 from uneven.results.checkpoint_folders import prune, remove_partial
 from uneven.results.saver import Saver
@@ -122,6 +123,8 @@ class Saves:
             "devices": [str(device) for device in info.devices],
             "is_local": engine.config.is_local and info.world_size > 1,
             "slot_size": engine.axis.slot_size,
+            "epoch_sizes": list(engine.axis.sizes) if isinstance(engine.axis, StreamAxis) else [],
+            "order": f"{engine.order.fingerprint(engine.config.epochs):08x}",
             "ledger": ledger.to_json(),
             "saves": list(run.saves),
             "stop_rounds": list(run.stop_rounds),

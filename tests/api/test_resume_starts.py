@@ -1,0 +1,107 @@
+"""Resume under `uneven run` and torchrun: all ranks go on from one checkpoint, and one of them says so."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.api.test_entry_points import BIN, HEAD, assert_close, start
+from uneven import Ddp, TrainedState, fit
+from uneven.cli.main import app
+from uneven.data.tensors import TensorData
+
+SCRIPT = (
+    HEAD
+    + """
+out, batch, epochs, progress = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+settings = {"batch_size": batch, "epochs": epochs, "seed": 3, "save_every": "3 steps", "policy": "sync"}
+settings |= {"resume": "auto", "progress": progress}
+data = TensorData(X, Y)
+state = fit(model=net, optimizer=sgd, step=loss_of, dataset=data, out=out / "fit", **settings)
+
+model, seen = net(), []
+ddp = Ddp.setup(model, sgd(model.parameters()), dataset=data, out=out / "loop", **settings)
+count = ddp.register("count", {"batches": 0, "rank": ddp.rank})
+for epoch in range(ddp.epochs):
+    seen.append(0)
+    for batch in ddp.batches(epoch):
+        seen[-1] += 1
+        count["batches"] += 1
+        ddp.step(loss_of(ddp, batch))
+ddp.finish()
+result = {"seen": seen, "count": count, "slot": state.slot, "params": dict(model.named_parameters())}
+torch.save(result, out / f"r{ddp.rank}")
+"""
+)
+
+
+def test_two_ranks_go_on_under_another_launcher(tmp_path: Path) -> None:
+    """Begun by `uneven run`, which ends after an epoch; resumed by torchrun: equal to one process without a break."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    out = tmp_path / "out"
+    out.mkdir()
+    done = start([BIN / "uneven", "run", script, out, "16", "1", "off", "--devices", "cpu,cpu"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (out / "loop").glob("step-*")} == {"step-3"}
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = start([*torchrun, script, out, "16", "2", "lines"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for kind in ("fit", "loop"):
+        assert done.stderr.count(f"resumes from {out}/{kind}/step-3: 3 steps are trained") == 1
+    names: dict[str, Any] = {}
+    exec(HEAD, names)
+    given = {"model": names["net"], "optimizer": names["sgd"], "step": names["loss_of"]}
+    data = TensorData(names["X"], names["Y"])
+    expected = fit(**given, dataset=data, batch_size=32, epochs=2, seed=3, devices="cpu", progress="off")
+    for rank in range(2):
+        found = torch.load(out / f"r{rank}")
+        assert (found["seen"], found["slot"]) == ([2, 5], 10)
+        assert found["count"] == {"batches": 10, "rank": rank}
+        for params in (found["params"], TrainedState.load(out / "fit").params):
+            assert_close({name: param.detach() for name, param in params.items()}, expected.params)
+
+
+def test_the_command_line_names_the_run_to_go_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
+    monkeypatch.setattr(sys, "argv", ["uneven"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + """
+state = fit(
+    model=net, optimizer=sgd, step=loss_of, dataset=TensorData(X, Y), batch_size=32, seed=3, save_every="3 steps"
+)
+"""
+    )
+    command = ["run", str(tmp_path / "train.py"), "--devices", "cpu"]
+    run = str(tmp_path / "run")
+    assert CliRunner().invoke(app, [*command, "--epochs", "1", "--out", run]).exit_code == 0
+    done = CliRunner().invoke(app, [*command, "--epochs", "2", "--resume", run])
+    assert done.exit_code == 0, done.output
+    assert f"resumes from {run}/step-3" in done.output
+    state = TrainedState.load(run)
+    assert (state.slot, state.finished) == (10, True)
+    assert sorted(path.name for path in Path(run).glob("step-*")) == ["step-3", "step-6", "step-9"]
+    done = CliRunner().invoke(app, [*command, "--epochs", "2", "--resume", "auto", "--out", run])
+    assert done.exit_code == 0, done.output
+    assert f"{run} is finished: nothing to train" in done.output
+
+
+def test_the_builder_has_a_method_for_each(tmp_path: Path) -> None:
+    data = TensorData(torch.zeros(8, 1), torch.zeros(8, 1))
+
+    def builder() -> Any:
+        made = Ddp.builder(
+            lambda: torch.nn.Linear(1, 1),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            lambda model, batch: model(batch[0]).square().mean(),
+        )
+        return made.dataset(data).batch_size(2).devices("cpu").progress("off").out(tmp_path)
+
+    builder().epochs(1).save_every("3 steps").keep_last(1).run().join()
+    state = builder().epochs(2).save_every("3 steps").resume("auto").run().join()
+    assert (state.saves, state.samples) == ([3, 6], 16)
