@@ -75,6 +75,23 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
     context.close_heartbeat()
 
 
+def test_a_stop_request_that_is_heard_while_results_are_saved_does_not_interrupt_that() -> None:
+    """The peers' request had stopped the run already: the rank's own heartbeat reads it later."""
+    context, requests, interrupted = ProcessContext(LaunchEnvironment("fit", world_size=2)), Requests(), []
+    context.sigterm = SimpleNamespace(interrupt=lambda: interrupted.append(1))  # type: ignore[assignment]
+    context.begin_run(requests)
+    context.leave_group()
+    context.request_stop(is_terminated=True)
+    assert requests.is_terminated
+    assert interrupted == []
+    context.end_saving(Requests())  # another run's
+    context.request_stop(is_terminated=True)
+    assert interrupted == []
+    context.end_saving(requests)
+    context.request_stop(is_terminated=True)  # now it is the script that is interrupted
+    assert interrupted == [1]
+
+
 def test_heartbeats_from_before_the_request_do_not_tell_that_nothing_has_begun(tmp_path: Path) -> None:
     old, new = {"was_stop_read": False}, {"was_stop_read": True, "handles_stop": True}
     wait(tmp_path, *[old] * 10, new)  # a second of old ones

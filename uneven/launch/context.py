@@ -226,13 +226,24 @@ class ProcessContext:
 
     def end_run(self) -> None:
         """The run is over or has failed: close its group, if it has one."""
+        self.leave_group()
+        self._requests = None
+
+    def leave_group(self) -> None:
+        """Training is over. A stop request still goes to the run until its results are saved, and `end_saving` says so:
+        a rank stops with its peers, and hears of the request up to a heartbeat later."""
         if self._peers is not None:
             self._peers.close()
             self._peers = None
         rank_info, self._rank_info = self._rank_info, None
-        self._worker = self._requests = None
+        self._worker = None
         if rank_info is not None:
             rank_info.group.close()
+
+    def end_saving(self, requests: Requests) -> None:
+        """The run of these requests has saved its results, or failed."""
+        if self._requests is requests:
+            self._requests = None
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""

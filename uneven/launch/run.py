@@ -199,6 +199,7 @@ class Run:
                 release_out_folder(self._config.out)
         finally:
             self._reporter.close()
+            self._context.end_saving(self._requests)
             SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
             self._epochs.put(None)
             self._done.set()
@@ -292,7 +293,7 @@ def _train_in_process(
         assert state is not None, "Worker.train has a result"
         return state
     finally:
-        context.end_run()
+        context.leave_group()
 
 
 def save_results(
