@@ -98,3 +98,15 @@ def test_soak_sigterm_at_random_moments_and_resumed_every_time(tmp_path: Path, n
     print(f"\n{name}, {policy}: {stops} of 20 had begun and saved; {' '.join(f'{one:.1f}' for one in times)} s")
     assert max(times) <= GRACE_S + 5.0
     assert stops > 0
+
+
+@pytest.mark.soak
+def test_workers_that_torchrun_restarts_go_on_where_they_were(tmp_path: Path) -> None:
+    command = (*TORCHRUN[:1], "--max-restarts", "2", *TORCHRUN[1:])
+    options = {**POLICIES["sync"], "save_every": "4 steps", "pause": 0.01}
+    session = Session(tmp_path, command, **options, epochs=20)
+    assert session.wait_for(lambda: newest_slot(session.out) >= 8), session.said()
+    session.family()[-1].kill()
+    session.finish()
+    assert (session.resumed_at() or 0) >= 8
+    finished_once(session.out, epochs=20)
