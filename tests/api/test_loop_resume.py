@@ -6,6 +6,7 @@ On threads, or in this process by Ddp.setup; the loop's code is the same in ever
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from tests.api.test_loop import make_loop
 from tests.api.test_loop_parity import GAN_DATA, Pair, d_losses, g_loss
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y
+from tests.train.test_gradient_sync import Net as PlainNet
 from tests.train.test_resume import ASYNC, SAME, assert_same, metrics
+from tests.train.test_resume import train as train_by_fit
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.loop import Loop
 
@@ -53,6 +56,15 @@ def full_loop(loop: Loop, steps: list[int] | None = None) -> TrainedState:
     return state
 
 
+def plain_body(loop: Loop, stop_after: int = 1000) -> TrainedState:
+    for epoch in range(loop.epochs):
+        for x, y in loop.batches(epoch):
+            loop.step(F.cross_entropy(loop(x), y))
+            if loop.global_step > stop_after:
+                loop.worker.stop.set()
+    return loop.finish()
+
+
 def run_threads(size: int, body: Callable[[Loop], TrainedState] = full_loop, **options: Any) -> TrainedState:
     return on_threads(size, lambda group: body(make_loop(group, **{"epochs": 3, **options})))[0]
 
@@ -74,15 +86,9 @@ def test_an_own_loop_goes_on_bit_by_bit(policy: str, tmp_path: Path) -> None:
 
 
 def test_async_trains_the_rest_exactly_once(tmp_path: Path) -> None:
-    def body(loop: Loop) -> TrainedState:
-        for epoch in range(loop.epochs):
-            for x, y in loop.batches(epoch):
-                loop.step(F.cross_entropy(loop(x), y))
-        return loop.finish()
-
     options = {**ASYNC, "global_batch_size": None}
-    run_threads(2, body, save_every="4 steps", out=tmp_path, **options)
-    again = run_threads(2, body, resume=tmp_path / "step-8", **options)
+    run_threads(2, plain_body, save_every="4 steps", out=tmp_path, **options)
+    again = run_threads(2, plain_body, resume=tmp_path / "step-8", **options)
     assert (again.finished, again.samples) == (True, 3 * 70)
 
 
@@ -249,3 +255,32 @@ def test_any_rank_may_ask_for_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "step-3/state.json").exists()
     with pytest.raises(InputError, match="out="), set_up(None) as ddp:
         ddp.checkpoint()
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_stop_inside_an_epoch_leaves_gaps_that_come_first(policy: str, tmp_path: Path) -> None:
+    options = {**ASYNC, "policy": policy, "global_batch_size": None, "out": tmp_path}
+
+    def stopped(group: ThreadGroup) -> list[int]:
+        loop = make_loop(group, epochs=3, **options)
+        with pytest.raises(KeyboardInterrupt):
+            plain_body(loop, stop_after=11)
+        return [slot for slot, _, _ in loop.worker.engine.log]
+
+    before = [slot for log in on_threads(2, stopped) for slot in log]
+    (folder,) = tmp_path.glob("step-*")
+    assert folder.name == f"step-{len(before)}"
+    again = run_threads(2, plain_body, **options, resume=folder)
+    assert (again.finished, again.samples) == (True, 3 * 70)
+    assert sorted(slot for log in again.log for slot, _, _ in log) == list(range(27))
+
+
+def test_another_number_of_ranks_and_fit_go_on_from_one_another(tmp_path: Path) -> None:
+    one = run_threads(1, plain_body, save_every="4 steps", out=tmp_path / "one")
+    for size in (2, 3):
+        several = run_threads(size, plain_body, resume=tmp_path / "one/step-4", policy="sync")
+        assert_same(several, one, 1e-10)
+    make_model = partial(PlainNet, torch.float64)
+    by_fit = train_by_fit(2, save_every="4 steps", out=tmp_path / "fit", make_model=make_model, **SAME["balanced"])
+    by_loop = run_threads(2, plain_body, resume=tmp_path / "fit/step-4", **SAME["balanced"])
+    assert_same(by_loop, by_fit, 1e-10)

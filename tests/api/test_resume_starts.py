@@ -83,6 +83,7 @@ state = fit(
     done = CliRunner().invoke(app, [*command, "--epochs", "2", "--resume", run])
     assert done.exit_code == 0, done.output
     assert f"resumes from {run}/step-3" in done.output
+    assert "trained 300 samples, 204 of them since it was resumed, in" in done.output
     state = TrainedState.load(run)
     assert (state.slot, state.finished) == (10, True)
     assert sorted(path.name for path in Path(run).glob("step-*")) == ["step-3", "step-6", "step-9"]

@@ -25,6 +25,7 @@ from tests.train.test_gradient_sync import Net as PlainNet
 from tests.train.test_resume import CADENCE, EXACT, assert_same
 from uneven import InputError, TrainedState, fit
 from uneven.config import Task, resolve
+from uneven.data.reader import Reader
 from uneven.hardware.device import parse_devices
 from uneven.launch.requests import Requests
 from uneven.launch.training import collect
@@ -150,3 +151,18 @@ def test_an_order_that_cannot_be_drawn_again_is_refused(tmp_path: Path) -> None:
     train(dataset=Noisy(), sampler=Moving(1), resume=tmp_path / "step-7", out=tmp_path / "more", epochs=2)
     with pytest.raises(InputError, match=r"step-7: the sampler drew another order"):
         train(dataset=Noisy(), sampler=Moving(2), resume=tmp_path / "step-7", epochs=1)
+
+
+def test_a_reader_drops_what_was_trained_before() -> None:
+    passes: list[int] = []
+
+    def read_pass(epoch: int) -> Iterator[int]:
+        passes.append(epoch)
+        return iter(range(10 * epoch, 10 * epoch + 8))
+
+    reader = Reader(read_pass, 3, start=(1, 4), sizes=[8])
+    assert reader.ends_within(1, 4, 2) == 0
+    assert len(reader._held) == 3  # and one more, which told that the epoch goes on
+    assert (reader.take(1, 4, 6), reader.take(1, 6, 8), reader.ends_within(1, 6, 2)) == ([14, 15], [16, 17], 8)
+    assert reader.take(2, 0, 1) == [20]
+    assert passes == [1, 2]

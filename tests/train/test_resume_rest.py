@@ -37,6 +37,8 @@ def test_the_scaler_goes_on(precision: Any, tmp_path: Path) -> None:
     assert (scaler is not None) == (precision == "fp16")
     assert scaler is None or scaler["_growth_tracker"] > 0
     assert_same(train(precision=precision, save_every="5 steps", resume=folder, out=tmp_path / "again"), whole)
+    later = [read_checkpoint(tmp_path / f"{run}/step-15").ranks[0].record["scaler"] for run in ("whole", "again")]
+    assert later[0] == later[1]
 
 
 def test_evaluations_by_the_clock_do_not_change_what_is_trained(tmp_path: Path) -> None:

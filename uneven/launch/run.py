@@ -328,8 +328,10 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
     training_s = max(account.training_s for account in timeline.accounts)
     stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
     done = "trained" if state.finished else f"{stopped}: trained"
-    speed = state.samples / training_s if training_s else 0.0
-    lines = [f"{done} {state.samples:,} samples in {training_s:.1f} s ({speed:,.0f} samples/s)"]
+    before = state.segments[-1].get("samples", 0) if state.segments else 0  # the time is that of this segment alone
+    speed = (state.samples - before) / training_s if training_s else 0.0
+    resumed = f", {state.samples - before:,} of them since it was resumed," if before else ""
+    lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]
     if state.dropped:
         lost, steps = sum(samples for _, _, _, samples in state.dropped), len({slot for slot, *_ in state.dropped})
         lines.append(f"  {lost:,} samples were dropped: {steps} steps were not finite and were skipped")

@@ -61,7 +61,8 @@ class Resumed:
         record = self.record
         run.history[:] = record["history"]
         run.saves, run.stop_rounds = list(record["saves"]), list(record["stop_rounds"])
-        run.segments = [*record["segments"], {"slot": self.ledger.trained, "devices": self._devices}]
+        here = {"slot": self.ledger.trained, "samples": record["samples"], "devices": self._devices}
+        run.segments = [*record["segments"], here]
         run.train_seconds = record["train_seconds"]
         run.earlier_logs = list(record["earlier_logs"])
         if self._rank == 0:

@@ -94,7 +94,8 @@ class Worker:
     def _resume(self) -> None:
         """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
         if self.config.resume is None:
-            self.run.segments.append({"slot": 0, "devices": [str(device) for device in self.rank_info.devices]})
+            devices = [str(device) for device in self.rank_info.devices]
+            self.run.segments.append({"slot": 0, "samples": 0, "devices": devices})
             return
         self.resumed = Resumed(self.config.resume, self.rank_info)
         self.resumed.restore_record(self.run)
