@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from uneven.errors import Terminated
 from uneven.launch.cleanup import end_all_runs
@@ -41,6 +41,14 @@ class Stoppable:
     received: int | None = None  # the signal that has come
 
 
+class _Received(NamedTuple):
+    """A signal on its way to the thread: negative where a rank got it, 0 to interrupt the main thread."""
+
+    number: int
+    at_s: float
+    runs: tuple[Stoppable, ...]  # that were on when it came: one may end before the thread has read this
+
+
 class StopSignals:
     """One per process, `SIGNALS`. Handlers are ours from the first `add` on the main thread until no run is on.
 
@@ -53,7 +61,7 @@ class StopSignals:
         self._received: list[int] = []
         self._has_left = False  # Terminated was raised in the main thread
         self._pid = 0
-        self._queue: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Received | None] = queue.SimpleQueue()
 
     def add(self, stoppable: Stoppable, *numbers: int) -> None:
         """The run begins. On another thread than the main one no handler can be set, and none is."""
@@ -76,7 +84,7 @@ class StopSignals:
         if is_main_thread():
             self.restore()
         elif not is_joined and signal.SIGTERM in self._received and all(one.may_leave() for one in self._stoppables):
-            self._queue.put((0, 0.0))  # the main thread may be anywhere
+            self._queue.put(_Received(0, 0.0, ()))  # the main thread may be anywhere
 
     def restore(self) -> None:
         """On the main thread: give the handlers back where no run is on."""
@@ -93,9 +101,9 @@ class StopSignals:
         if signal.SIGTERM not in self._before:
             return False
         if signal.SIGTERM not in self._received:
-            self._received.append(signal.SIGTERM)
             # A scheduler's signal to all processes is one: ours may come yet.
-            self._queue.put((-signal.SIGTERM, time.monotonic()))
+            self._queue.put(_Received(-signal.SIGTERM, time.monotonic(), tuple(self._stoppables)))
+            self._received.append(signal.SIGTERM)
         return True
 
     def leave(self) -> None:
@@ -126,8 +134,8 @@ class StopSignals:
             one.received = number
         if number == signal.SIGINT and (is_again or may_leave):
             signal.default_int_handler(number, frame)
-        self._received.append(number)
-        self._queue.put((number, time.monotonic()))
+        self._queue.put(_Received(number, time.monotonic(), on))
+        self._received.append(number)  # after it: whoever sees it here may put the next one
         if may_leave:
             self._leave_here()
 
@@ -136,12 +144,12 @@ class StopSignals:
             self._has_left = True
             raise Terminated
 
-    def _watch(self, signals: "queue.SimpleQueue[tuple[int, float] | None]") -> None:
+    def _watch(self, signals: "queue.SimpleQueue[_Received | None]") -> None:
         """On a thread: pass the first signal on; end the process at a second SIGTERM, or when the grace is over."""
         if (first := signals.get()) is None:
             return
-        number, began_s, on = abs(first[0]), first[1], tuple(self._stoppables)
-        own = first[0] > 0  # whether this process itself has got it
+        number, began_s, on = abs(first.number), first.at_s, first.runs
+        own = first.number > 0  # whether this process itself has got it
         for one in on:
             one.stop(number)
         while True:
@@ -155,12 +163,14 @@ class StopSignals:
                 continue
             if again is None:
                 return
-            if again[0] == 0:
+            if again.number == 0:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             elif not own:
                 own = True
-            elif again[1] - began_s > SAME_S and all(one.is_cut_by_second for one in on):
-                end_process(again[0], f"a second {signal.Signals(again[0]).name}: ended at once, nothing was saved")
+            elif again.at_s - began_s > SAME_S and all(one.is_cut_by_second for one in on):
+                end_process(
+                    again.number, f"a second {signal.Signals(again.number).name}: ended at once, nothing was saved"
+                )
 
 
 SIGNALS = StopSignals()
