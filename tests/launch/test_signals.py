@@ -336,6 +336,21 @@ def test_a_signal_after_the_last_run_acts_by_default_and_two_at_once_are_one(mon
 
 
 @pytest.mark.usefixtures("default")
+def test_the_handlers_that_a_run_left_which_ended_on_another_thread_do_not_hinder_the_next() -> None:
+    first, second = Stoppable(lambda: 100.0, lambda number: None), Stoppable(lambda: 100.0, lambda number: None)
+    SIGNALS.add(first, signal.SIGTERM)
+    thread = threading.Thread(target=SIGNALS.discard, args=(first,))
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by whoever else
+    SIGNALS.add(second, signal.SIGTERM)
+    is_handled = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    SIGNALS.discard(second)
+    assert is_handled
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default")
 def test_what_a_rank_got_and_what_this_process_gets_later_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm sends SIGTERM to the launcher and to all ranks, whose word of it comes a moment later, or earlier."""
     monkeypatch.setattr("uneven.launch.signals.SAME_S", 0.0)

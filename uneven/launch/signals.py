@@ -65,6 +65,7 @@ class StopSignals:
 
     def add(self, stoppable: Stoppable, *numbers: int) -> None:
         """The run begins. On another thread than the main one no handler can be set, and none is."""
+        self.restore()  # a run that ended on another thread could not
         self._stoppables.append(stoppable)
         if not is_main_thread():
             return
