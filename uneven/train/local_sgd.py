@@ -377,6 +377,8 @@ class LocalSGD:
             self.notes += self.scale.update()
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
         if stop > first or is_inside:
+            # All may have got to an event with the round before it; held back by the event, they agree already.
+            self.engine.reach_slot(max(self.engine.trained, until))
             (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
             loss = loss_sum / count if count else float("nan")
             for epoch in range(first, stop):

@@ -360,6 +360,7 @@ class Worker:
     def _save_checkpoint(self, slot: int) -> bool:
         """Take a checkpoint, on all ranks; returns whether a callback stops the run here."""
         assert self.synchronizer is not None, "an epoch ends after round 0"
+        assert self.engine.trained == slot, f"{self.engine.trained} slots are trained where slot {slot} is saved"
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
         self.run.saves.append(slot)
