@@ -105,6 +105,7 @@ class ThreadGroup:
     """A Group whose ranks are threads of this process."""
 
     generation = 0
+    has_cheap_host_sums = False
     pretends_nccl = False  # use the collectives that are chosen for NCCL
 
     def __init__(self, room: _Room, rank: int) -> None:

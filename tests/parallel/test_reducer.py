@@ -21,7 +21,8 @@ TINY = 20  # bytes: almost every param has a bucket of its own
 class Watched:
     """A thread group that remembers how large each sent tensor was."""
 
-    def __init__(self, inner: ThreadGroup) -> None:
+    def __init__(self, inner: ThreadGroup, has_cheap_host_sums: bool = False) -> None:
+        self.has_cheap_host_sums = has_cheap_host_sums
         self.inner, self.rank, self.world_size, self.traffic = inner, inner.rank, inner.world_size, inner.traffic
         self.sizes: list[tuple[int, torch.dtype]] = []
 
@@ -54,17 +55,20 @@ class Net(nn.Module):
         return total
 
 
-def summed(orders: list[list[int]], bucket_bytes: int = TINY, **options: Any) -> list[tuple[Any, ...]]:
+def summed(
+    orders: list[list[int]], bucket_bytes: int = TINY, on_host: bool = False, **options: Any
+) -> list[tuple[Any, ...]]:
     """Per rank: gradients after one step, the rows heard, the sizes sent."""
 
     def rank(group: ThreadGroup) -> tuple[Any, ...]:
-        net, watched = Net(), Watched(group)
+        net, watched = Net(), Watched(group, on_host)
         reducer = Reducer(net.parameters(), watched, bucket_bytes, num_stats=2, **options)
         reducer.prepare()
         if orders[group.rank]:
             net(orders[group.rank], 1.0 + group.rank).backward()
         sent_early = len(watched.sizes)
-        rows = reducer.finalize(lambda: [group.rank, 10.0 + group.rank])
+        own = torch.tensor([10.0 + group.rank], dtype=torch.float64)
+        rows = reducer.finalize(lambda: [group.rank, 0.0], lambda: own)
         grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         return grads, rows, watched.sizes, sent_early
 
@@ -79,6 +83,7 @@ def reference(orders: list[list[int]]) -> list[Tensor | None]:
     return [p.grad for p in net.parameters()]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [TINY, 1 << 20])
 @pytest.mark.parametrize(
     "orders",
@@ -89,9 +94,11 @@ def reference(orders: list[list[int]]) -> list[Tensor | None]:
         [[0], [1], []],  # each on one rank only, and a rank without samples
     ],
 )
-def test_gradients_are_the_sum_and_unused_ones_are_none(orders: list[list[int]], bucket_bytes: int) -> None:
+def test_gradients_are_the_sum_and_unused_ones_are_none(
+    orders: list[list[int]], bucket_bytes: int, on_host: bool
+) -> None:
     expected = reference(orders)
-    for grads, rows, _, _ in summed(orders, bucket_bytes):
+    for grads, rows, _, _ in summed(orders, bucket_bytes, on_host):
         for grad, right in zip(grads, expected, strict=True):
             if right is None:
                 assert grad is None
@@ -108,6 +115,9 @@ def test_buckets_leave_in_one_order_while_backward_runs() -> None:
     assert [count for count, _ in sizes[0]] == [1, 4, 1, 3, 1, 2 + 4 + 6]
     assert all(early >= 1 for *_, early in found), "something left before finalize()"
     assert all(early == 0 for *_, early in summed([[0, 1, 2], [2, 1, 0]], overlap=False))
+    # Numbers of the host travel by themselves where that is cheap.
+    for _, _, sizes_by_host, _ in summed([[0, 1, 2], [2, 1, 0]], on_host=True):
+        assert [count for count, _ in sizes_by_host] == [1, 4, 1, 3, 1, 2, 4 + 6]
 
 
 def test_micro_batches_add_up_and_only_the_last_one_sends() -> None:

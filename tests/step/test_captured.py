@@ -62,11 +62,27 @@ class OnCpu(Capture):
             self._left.copy_(left)
 
 
+class UpdateOnCpu(Capture):
+    """An update as a replay computes it; a record computes nothing."""
+
+    made = 0
+
+    def record(self, run: Callable[[InputMicros], T], beside: Capture | None = None) -> T:
+        assert beside is None
+        UpdateOnCpu.made += 1
+        self._run = run
+        return None  # type: ignore[return-value]
+
+    def replay(self, inputs: InputMicros) -> None:
+        self._run(inputs)
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The sizes captured, in order."""
-    OnCpu.made, OnCpu.alive = [], []
+    OnCpu.made, OnCpu.alive, UpdateOnCpu.made = [], [], 0
     monkeypatch.setattr("uneven.step.captured.Capture", OnCpu)
+    monkeypatch.setattr("uneven.step.captured_update.Capture", UpdateOnCpu)
     monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: True)
     return OnCpu.made
 
@@ -89,7 +105,7 @@ class Pair:
 
     def _make(self, step: Any, on: torch.device, precision: str, dtype: torch.dtype) -> EagerStep:
         model = Net(dtype).to(on)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16, momentum=0.9, weight_decay=1e-2)
         eager = EagerStep(model, optimizer, step, Precision(precision, on), LossMeter(on), 1.0)
         eager.reducer = Reducer(model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=4)
         return eager
@@ -115,7 +131,7 @@ class Pair:
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
         torch.testing.assert_close(self.other.meter.totals, self.eager.meter.totals, rtol=rtol, atol=atol)
         assert self.eager.finish(right) is None
-        assert self.other.finish(checks) is None
+        assert self.other.finish(checks, self.captured.update) is None
         assert self.other.precision.scaler.get_scale() == self.eager.precision.scaler.get_scale()
 
     def check_params(self, rtol: float = 1e-9, atol: float = 1e-12) -> None:
@@ -144,6 +160,28 @@ def check_steps(step: Any, on: torch.device) -> None:
 def test_steps_equal_eager_ones(step: Any, captures: list[list[int]]) -> None:
     check_steps(step, CPU)
     assert captures == [[8], [8], [8, 8, 3]], "the slot's samples make another graph of the same sizes"
+    assert UpdateOnCpu.made == 2, "one for all steps, and one where no param has a gradient"
+
+
+def test_an_update_is_captured_again_when_more_than_the_rate_has_changed(captures: list[list[int]]) -> None:
+    """Momentum is a constant in a graph: a scheduler that changes it (OneCycleLR) must not be frozen."""
+    pair = Pair(mean_loss, CPU)
+    for momentum in (0.9, 0.9, 0.9, 0.8, 0.7, 0.7, 0.7):
+        for step in (pair.eager, pair.other):
+            step.optimizer.param_groups[0]["momentum"] = momentum
+            step.optimizer.param_groups[0]["lr"] *= 0.5  # this is none
+        pair.step([8], 16)
+    pair.check_params()
+    assert UpdateOnCpu.made == 2
+
+
+def test_an_update_stays_eager_where_it_must(captures: list[list[int]]) -> None:
+    """A function of the user's, or an optimizer that cannot be captured."""
+    pair = Pair(mean_loss, CPU)
+    pair.other.before_step = lambda model, optimizer: None
+    assert CapturedBackward(pair.other, pair._open).update is None
+    pair.eager.optimizer = torch.optim.Adagrad(pair.eager.model.parameters())
+    assert CapturedBackward(pair.eager, pair._open).update is None
 
 
 @pytest.mark.cuda
@@ -290,9 +328,10 @@ def test_a_whole_run_of_one_of_two_ranks_is_the_same_captured(options: dict[str,
     captured, eager = half_of_a_run("graph", **options), half_of_a_run("off", **options)
     assert captured.log == eager.log
     for name, value in captured.state.params.items():
-        torch.testing.assert_close(value, eager.state.params[name], rtol=1e-9, atol=1e-11)
+        # A captured Adam has its rate and bias corrections as fp32 numbers of the device.
+        torch.testing.assert_close(value, eager.state.params[name], rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(captured.state.history, eager.state.history, strict=True):
-        assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9)
+        assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
 
 
 @pytest.mark.cuda

@@ -11,8 +11,9 @@ from torch.optim.lr_scheduler import StepLR
 from uneven import InputError, NotFiniteError, TensorData, TrainedState, fit
 from uneven.comm.group import SoloGroup
 from uneven.step.eager import EagerStep
-from uneven.step.graph import GraphStep, prepare_optimizer
+from uneven.step.graph import GraphStep
 from uneven.step.meter import LossMeter
+from uneven.step.optimizer_capture import prepare_optimizer
 from uneven.step.precision import Precision
 
 # A captured step holds its learning rate in fp32: powers of two are the same number in both forms.

@@ -31,6 +31,8 @@ class Group(Protocol):
     world_size: int
     generation: int
     traffic: Traffic
+    # Whether a sum of a few numbers on the host costs next to nothing, so that they need not ride with gradients.
+    has_cheap_host_sums: bool
 
     def all_reduce(self, tensor: Tensor) -> Work: ...
     def all_reduce_max(self, tensor: Tensor) -> Work: ...
@@ -62,6 +64,8 @@ class TorchGroup:
 
     Host tensors use Gloo. CUDA tensors too, or NCCL if `nccl` is this rank's device; then every rank must have one.
     """
+
+    has_cheap_host_sums = False
 
     def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
         self.rank = rank
@@ -144,6 +148,7 @@ class SoloGroup:
     rank = 0
     world_size = 1
     generation = 0
+    has_cheap_host_sums = True
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -6,6 +6,7 @@ trial: no random numbers drawn, nothing printed, no memory, no process, not even
 is not run: it may write somewhere. What the trial does not find, the ranks do.
 """
 
+import gc
 import os
 import select
 import signal
@@ -66,7 +67,11 @@ def _input_error_of(body: Callable[[], None]) -> str:
 
 
 def _run_and_exit(body: Callable[[], None], writing: int) -> NoReturn:
-    """In the child: silent, on one thread (a pool of OpenMP's does not survive a fork), gone when it is done."""
+    """In the child: silent, on one thread (a pool of OpenMP's does not survive a fork), gone when it is done.
+
+    Garbage of the parent's stays uncollected: freeing a CUDA object in a forked child aborts it.
+    """
+    gc.disable()
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -49,10 +49,17 @@ class Bucket:
         self.pending = 0  # gradients that have not been computed yet
 
 
-def make_buckets(params: Sequence[nn.Parameter], max_bytes: int, extra: int) -> list[Bucket]:
-    """Buckets of at most `max_bytes` (a larger param has its own); the last one has `extra` numbers at its end."""
+def make_buckets(
+    params: Sequence[nn.Parameter], max_bytes: int, extra: int, *, extra_on_host: bool = False
+) -> list[Bucket]:
+    """Buckets of at most `max_bytes` (a larger param has its own); the last one has `extra` numbers at its end.
+
+    With `extra_on_host` these have a bucket of their own, in host memory.
+    """
     groups = split_params(params, max_bytes)
     last = groups[-1]
+    if extra_on_host:
+        return [*map(Bucket, groups), Bucket([], extra, torch.float64, torch.device("cpu"))]
     if last[0].dtype in (torch.float32, torch.float64):
         return [*map(Bucket, groups[:-1]), Bucket(last, extra)]
     # Half precision would round the extra numbers: they get a bucket of their own.

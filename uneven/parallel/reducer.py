@@ -7,7 +7,9 @@ a bucket is sent as soon as its gradients are computed.
 [Note: bucket order] Gradients may be computed in another order on each rank, but bucket k is always sent after
 bucket k - 1: collectives must start in one order on all ranks, or they hang or mix up their data. A bucket that
 backward never reached (an unused layer, a rank without samples) is sent as zeros when the reduction ends. The last
-bucket is sent last of all: it carries one flag per param and the ranks' statistics, which are known only then.
+bucket is sent last of all: it carries one flag per param and the ranks' statistics, which are known only then. Where
+the group sums small host tensors at almost no cost, these numbers have a bucket of their own on the host: then neither
+they nor the decision what to do with the step wait for the device.
 
 [Note: unused params] A param that no rank used must have no gradient after the sum, as in a single process: weight
 decay and momentum would move it otherwise. The summed flags tell which params these are.
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from uneven.comm.group import Group
+from uneven.comm.host_copy import copy_to_host_async
 from uneven.comm.work import Work
 from uneven.parallel.buckets import Bucket, make_buckets
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
@@ -119,19 +122,22 @@ class Reducer:
     ) -> list[list[float]]:
         """Send what is left and wait for the sums; returns every rank's statistics.
 
-        `stats` is called as late as possible, just before the last bucket is sent. Then `device_stats` overwrites its
-        last numbers by some on the device, which so need not be read by the host. One copy goes to the device, one
+        `stats` is called as late as possible, just before the last bucket is sent. `device_stats` overwrites its last
+        numbers by some that are on the device. If the last bucket is there, too, one copy goes to the device and one
         back.
         """
         while len(self._unsent) > 1:
             self._send_next()
         num_stats, rank = self._num_stats, self._group.rank
+        own = None if device_stats is None else device_stats()
+        on_host = None if own is None or self._extra.is_cuda else copy_to_host_async(own)
         rows = [0.0] * (self._group.world_size * num_stats)
-        rows[rank * num_stats : (rank + 1) * num_stats] = stats()
+        rows[rank * num_stats : (rank + 1) * num_stats] = stats()  # waits for the device
+        if own is not None and on_host is not None:
+            rows[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = on_host().tolist()
         flags = [float(place in self._used) for place in range(len(self._views))]
         self._extra.copy_(torch.tensor([*rows, *flags], dtype=self._extra.dtype))
-        if device_stats is not None:
-            own = device_stats()
+        if own is not None and on_host is None:
             self._extra[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = own
         self._send_and_wait()
         self._is_prepared = False
@@ -153,7 +159,8 @@ class Reducer:
         return self.buckets[len(self._works) :]
 
     def _build_buckets(self) -> None:
-        self.buckets = make_buckets(self._params, self._max_bytes, self._extra_size)
+        on_host = self._group.has_cheap_host_sums
+        self.buckets = make_buckets(self._params, self._max_bytes, self._extra_size, extra_on_host=on_host)
         self._views = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views, strict=True)}
         self._place = {param: place for place, param in enumerate(self._views)}
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}

@@ -1,16 +1,18 @@
-"""Forward and backward as CUDA graphs, for steps of several ranks; the sum over ranks and the update stay eager.
+"""Forward and backward as CUDA graphs, for steps of several ranks; the update is another graph (captured_update.py).
 
 The gather, the augmentation, the loss scale and the loss meter are captured with them; gradients are added into the
 reducer's buckets, whose addresses do not change. There is one graph for each combination of micro-batch sizes and the
 slot's samples, since both are constants in the captured kernels. Sizes seen for the first time run eagerly. That step
 is the warm-up which a capture needs (cuDNN chooses its kernels, the loss scaler makes its tensors), so no step is
-computed twice, nothing has to be restored, and sizes that do not come again cost nothing.
+computed twice, nothing has to be restored, and sizes that do not come again cost nothing. Sizes around the first split
+are captured before the first step (train/capture_ahead.py), because in a step all ranks would wait for it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from uneven.comm.group import SoloGroup
@@ -21,10 +23,11 @@ from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.buckets import UNLIMITED, Bucket
 from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros
+from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
 
-MAX_GRAPHS = 8  # kept; the least recently used one is dropped
+MAX_GRAPHS = 16  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
 
 Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slot)
@@ -50,6 +53,7 @@ class CapturedBackward:
         self._open_batch = open_batch
         self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
         self._seen: set[tuple[int, ...]] = set()  # sizes
+        self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
@@ -61,12 +65,28 @@ class CapturedBackward:
             self._seen.add(sizes)
             return self._run_eagerly(inputs, slot_samples)
         graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
-        self._graphs[sizes, slot_samples] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+        self._keep(sizes, slot_samples, graph)
         graph.capture.replay(inputs)
         self._reducer.mark_used(graph.used)
         return graph.counts
+
+    @property
+    def update(self) -> CapturedUpdate | None:
+        """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
+        return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
+
+    def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
+        """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""
+        sizes = tuple(samples for _, samples in inputs)
+        self._reducer.prepare()
+        counts = self._run_eagerly(inputs, slot_samples)
+        if self.update is not None:
+            total = None if counts is None else torch.ones((), dtype=torch.float64)
+            self.update(total)  # the first makes the optimizer's state, the second is captured
+            self.update(total)
+        self._reducer.prepare()
+        self._seen.add(sizes)
+        self._keep(sizes, slot_samples, self._record(inputs, slot_samples))
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -80,11 +100,13 @@ class CapturedBackward:
             reducer.close()
             self._eager.reducer = None
             self._graphs.clear()  # they write into buckets that are gone
+            if self._update is not None:
+                self._update.clear()
 
     def rehearse(self, inputs: InputMicros, slot_samples: int) -> Fault | None:
         """A step of this rank alone, captured as the steps to come."""
         _, checks = self._eager.sum_gradients(inputs, slot_samples, lambda: (), self)
-        return self._eager.finish(checks)
+        return self._eager.finish(checks, self.update)
 
     @property
     def _reducer(self) -> Reducer:
@@ -92,6 +114,11 @@ class CapturedBackward:
         assert reducer is not None, "captured only where gradients are summed over ranks"
         assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
         return reducer
+
+    def _keep(self, sizes: tuple[int, ...], slot_samples: int, graph: _Graph) -> None:
+        self._graphs[sizes, slot_samples] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
 
     def _record(self, inputs: InputMicros, slot_samples: int) -> _Graph:
         capture = Capture(inputs)

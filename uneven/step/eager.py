@@ -25,6 +25,7 @@ from uneven.step.schedule import required_arguments
 
 # (batches or inputs, the slot's samples) -> the count that gradients must still be divided by, if any
 Backward = Callable[[Sequence[tuple[Any, int]], int], Tensor | None]
+Update = Callable[[Tensor | None], None]  # of the total count, on the host, that gradients are divided by, if any
 BeforeStep = Callable[[nn.Module, Optimizer], object]  # called with the summed gradients in place
 
 
@@ -157,12 +158,15 @@ class EagerStep:
             )
         )
 
-    def finish(self, checks: Sequence[OwnCheck]) -> Fault | None:
-        """The second half of a step of all ranks: the update, or the reason why all of them skip it."""
+    def finish(self, checks: Sequence[OwnCheck], update: Update | None = None) -> Fault | None:
+        """The second half of a step of all ranks: the update, or the reason why all of them skip it.
+
+        `update` replaces the method of that name.
+        """
         fault = self.fault_of(checks)
         if fault is None:
             total = total_count(checks)
-            self.update(None if total is None else torch.tensor(total, dtype=torch.float64))
+            (update or self.update)(None if total is None else torch.tensor(total, dtype=torch.float64))
         else:
             self.skip()
         return fault
@@ -253,8 +257,12 @@ class EagerStep:
         return torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def apply_update(self) -> None:
-        self._has_begun = False
+        self.end_update()
         self._apply(self.optimizer)
+
+    def end_update(self) -> None:
+        """The step that has begun is applied; called by itself where the update was the replay of a CUDA graph."""
+        self._has_begun = False
 
     def _apply(self, optimizer: Optimizer) -> None:
         self.precision.scaler.step(optimizer)

@@ -21,7 +21,7 @@ from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
-from uneven.step.eager import Backward, EagerStep
+from uneven.step.eager import Backward, EagerStep, Update
 from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
 
 _ABSENT, _END, _FIRST = 0, 1, 2  # what a rank names in an exchange; _FIRST + place is an update
@@ -198,9 +198,9 @@ class SeveralSteps(EagerStep):
             self._zero(name)
             self._sum_and_update(name)
 
-    def finish(self, checks: Sequence[OwnCheck]) -> Fault | None:
+    def finish(self, checks: Sequence[OwnCheck], update: Update | None = None) -> Fault | None:
         """The end of a slot, whose updates are done; returns why one of them was skipped, with all that followed."""
-        del checks
+        del checks, update
         fault, self._fault = self._fault, None
         self._has_begun = False
         self.cancel()

@@ -28,6 +28,7 @@ from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
+from uneven.train.capture_ahead import capture_ahead
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import request
@@ -113,6 +114,7 @@ class GradientSync:
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, _is_leaving)
+        capture_ahead(engine, self.policy.shares, is_moving=isinstance(self.policy, Balanced))
         if is_measured:
             self._advise(costs)
 
@@ -314,7 +316,7 @@ class GradientSync:
             self._is_skipping = True
             engine.eager.skip()
             return False, lambda: None
-        fault = engine.eager.finish(checks)
+        fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
         self._follow_speeds(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
 
