@@ -110,13 +110,13 @@ def test_a_captured_step_that_is_not_finite_is_put_back_on_the_device(optimizer:
     """Against the eager step, which skips it on the host: the same samples dropped, the same bits of training."""
     data = make_data()
     data.tensors[0][77, 3] = float("nan")
-    rtol, atol = (1e-5, 1e-6) if optimizer.startswith("adam") else (1e-9, 1e-10)
+    rtol, atol = (1e-4, 1e-5) if optimizer.startswith("adam") else (1e-9, 1e-10)
     graph, eager = (train(compile, optimizer, dataset=data) for compile in ("graph", "off"))
     assert graph.dropped == eager.dropped
     assert len(graph.dropped) == 3
     assert_same(graph, eager, rtol=rtol, atol=atol)
     for a, b in zip(graph.history, eager.history, strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=max(rtol, 1e-8))
     with pytest.raises(NotFiniteError, match="3 steps in a row"):
         train("graph", optimizer, step=lambda model, batch: train_step(model, batch) * float("nan"))
 
