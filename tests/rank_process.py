@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from uneven.comm.group import form_group
+from uneven.comm.form import form_group
 from uneven.comm.store import reach_store
 
 

@@ -5,7 +5,6 @@ ranks must start the same collectives in the same order; nothing here checks tha
 """
 
 import copy
-import os
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -124,22 +123,6 @@ class TorchGroup:
 def has_nccl() -> bool:
     """Whether this torch was built with NCCL."""
     return dist.is_available() and dist.is_nccl_available()
-
-
-def form_group(store: Store, rank: int, size: int, device: torch.device, backend: str, is_crowded: bool) -> "Group":
-    """This rank's group; `backend` is 'nccl' or 'cpu'. `is_crowded`: ranks of this machine share a GPU."""
-    if size == 1:
-        return SoloGroup()
-    if backend != "nccl":
-        return TorchGroup(store, rank, size)
-    if is_crowded:
-        _allow_shared_gpu(rank)
-    return TorchGroup(store, rank, size, device)
-
-
-def _allow_shared_gpu(rank: int) -> None:
-    """NCCL refuses two ranks on one GPU unless they seem to be on two hosts. Slow, but the results are the same."""
-    os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
 
 
 class SoloGroup:

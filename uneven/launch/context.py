@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from uneven.comm.fingerprint import agree, describe_tensors
-from uneven.comm.group import Group, SoloGroup, form_group
+from uneven.comm.form import form_group
+from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import get_text
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
@@ -189,7 +190,7 @@ class ProcessContext:
     ) -> Group:
         """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
-        InputError on every rank where they differ. Without `config` the model is trained by hand, over Gloo.
+        InputError on every rank where they differ. Without `config` the model is trained by hand, through host memory.
         """
         self._refuse_second_group()
         is_single = rank_info.world_size == 1
@@ -215,7 +216,8 @@ class ProcessContext:
             return form_group(store, rank, world_size, torch.device("cpu"), "cpu", is_crowded=False)
         device = torch.device(rank_info.device.torch_name)
         crowded = is_crowded(self.of_this_machine(rank_info.devices))
-        return form_group(store, rank, world_size, device, config.backend, crowded)
+        options = {"has_cuda": rank_info.has_cuda, "verify": config.verify}
+        return form_group(store, rank, world_size, device, config.backend, crowded, **options)
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:

@@ -1,0 +1,42 @@
+"""Form this rank's group from the rendezvous store: NCCL, shared memory, or Gloo. Called by launch/context.py."""
+
+import os
+
+import torch
+
+from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.shared_memory import share
+from uneven.comm.store import Store
+
+
+def form_group(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str,
+    is_crowded: bool,
+    *,
+    has_cuda: bool = False,
+    verify: bool = False,
+) -> Group:
+    """`backend` is 'nccl', 'shm', 'gloo', or 'cpu': shared memory where it is possible, else Gloo, as with 'shm'.
+
+    `is_crowded`: ranks of this machine share a GPU. `has_cuda`: any rank has a CUDA device. `verify`: messages through
+    shared memory carry checksums.
+    """
+    if size == 1:
+        return SoloGroup()
+    if backend == "nccl":
+        if is_crowded:
+            _allow_shared_gpu(rank)
+        return TorchGroup(store, rank, size, device)
+    gloo = TorchGroup(store, rank, size)
+    if backend == "gloo":
+        return gloo
+    return share(gloo, store, device, has_cuda=has_cuda, verify=verify)
+
+
+def _allow_shared_gpu(rank: int) -> None:
+    """NCCL refuses two ranks on one GPU unless they seem to be on two hosts. Slow, but the results are the same."""
+    os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})

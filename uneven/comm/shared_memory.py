@@ -1,0 +1,121 @@
+"""The group of ranks on one machine: collectives through shared memory, and a group of Gloo beside it.
+
+Formed by comm/form.py. The group of Gloo is torch's default one: PyTorch's own strategies and the user's code may use
+it, and a group without shared memory is taken from it.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Sizes
+from uneven.comm.group import TIMEOUT, Group, TorchGroup
+from uneven.comm.segment import share_segment
+from uneven.comm.shared_ring import Layout, create_semaphores
+from uneven.comm.store import Store, under
+from uneven.comm.work import Traffic, Work
+
+
+class SharedMemoryGroup:
+    """Collectives of host and CUDA tensors through shared memory; all ranks are processes of one machine.
+
+    Life cycle: `share` on all ranks at once, then `close`, which closes the groups made by `new_group` too.
+    """
+
+    generation = 0
+
+    def __init__(self, torch_group: TorchGroup, exchange: Exchange, formed: "_Formed") -> None:
+        self.rank, self.world_size = torch_group.rank, torch_group.world_size
+        self.traffic = Traffic()
+        self._torch, self._exchange, self._formed = torch_group, exchange, formed
+        formed.exchanges.append(exchange)
+        exchange.meanwhile = formed.progress
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return self._start(tensor, torch.add, None)
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return self._start(tensor, torch.maximum, None)
+
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
+        return self._start(tensor, None, owner)
+
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
+        return self._start(tensor, torch.add, owner, has_result=False)
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        del tensor
+        return False
+
+    def new_group(self) -> Group:
+        return self._formed.another()
+
+    def claim(self, count: int) -> int:
+        return self._torch.claim(count)
+
+    def close(self) -> None:
+        for exchange in self._formed.exchanges:
+            exchange.close()
+        self._formed.exchanges.clear()
+        self._torch.close()
+
+    def _start(self, tensor: Tensor, combine: Combine | None, owner: int | None, has_result: bool = True) -> Work:
+        return Work(self._exchange.start(tensor, combine, owner, has_result), tensor, self.traffic)
+
+
+class _Formed:
+    """What the groups of one set of ranks have in common; `another` forms one more, on all ranks at once."""
+
+    def __init__(
+        self,
+        torch_group: TorchGroup,
+        store: Store,
+        device: torch.device | None,
+        sizes: Sizes,
+        verify: bool,
+        timeout: timedelta,
+    ) -> None:
+        self._torch, self._store, self._device = torch_group, store, device
+        self._sizes, self._verify, self._timeout = sizes, verify, timeout
+        self._count = 0
+        self.exchanges: list[Exchange] = []
+
+    def progress(self) -> None:
+        """Ranks may wait for collectives of two groups in different order: whoever waits answers in both."""
+        for exchange in self.exchanges:
+            exchange.progress()
+
+    def another(self) -> Group:
+        """A group with a segment of its own; over Gloo where that is not possible, which rank 0 says."""
+        rank, world_size = self._torch.rank, self._torch.world_size
+        layout = Layout(world_size, self._sizes.ring)
+        store = under(f"shared-memory/{self._count}", self._store)
+        self._count += 1
+        segment = share_segment(
+            store, rank, world_size, layout.size, lambda found: create_semaphores(found, layout), self._device
+        )
+        if isinstance(segment, str):
+            if rank == 0:
+                print(f"uneven: ranks communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
+            return self._torch if self._count == 1 else self._torch.new_group()
+        exchange = Exchange(segment, layout, rank, self._sizes, self._verify, self._timeout.total_seconds())
+        return SharedMemoryGroup(self._torch, exchange, self)
+
+
+def share(
+    torch_group: TorchGroup,
+    store: Store,
+    device: torch.device | None = None,
+    has_cuda: bool = False,
+    verify: bool = False,
+    sizes: Sizes | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Group:
+    """Shared memory for the ranks of a group of Gloo; that group itself where it is not possible, on all ranks alike.
+
+    `has_cuda`: any rank has a CUDA device. `verify`: every message carries a checksum, which its readers compare.
+    """
+    sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
+    return _Formed(torch_group, store, device, sizes, verify, timeout).another()
