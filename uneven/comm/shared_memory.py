@@ -29,6 +29,8 @@ class SharedMemoryGroup:
     def __init__(self, torch_group: TorchGroup, exchange: Exchange, formed: "_Formed") -> None:
         self.rank, self.world_size = torch_group.rank, torch_group.world_size
         self.traffic = Traffic()
+        # On CPUs they ride with the gradients at no cost at all.
+        self.has_cheap_host_sums = formed.has_cuda
         self._torch, self._exchange, self._formed = torch_group, exchange, formed
         formed.exchanges.append(exchange)
         exchange.meanwhile = formed.progress
@@ -73,10 +75,12 @@ class _Formed:
         torch_group: TorchGroup,
         store: Store,
         device: torch.device | None,
+        has_cuda: bool,
         sizes: Sizes,
         verify: bool,
         timeout: timedelta,
     ) -> None:
+        self.has_cuda = has_cuda
         self._torch, self._store, self._device = torch_group, store, device
         self._sizes, self._verify, self._timeout = sizes, verify, timeout
         self._count = 0
@@ -118,4 +122,4 @@ def share(
     `has_cuda`: any rank has a CUDA device. `verify`: every message carries a checksum, which its readers compare.
     """
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
-    return _Formed(torch_group, store, device, sizes, verify, timeout).another()
+    return _Formed(torch_group, store, device, has_cuda, sizes, verify, timeout).another()
