@@ -98,19 +98,32 @@ class EagerStep:
         self.begin()
         self.optimizer.zero_grad(set_to_none=True)
         counts = self.backward(batches, slot_samples)
-        kept = self._updated_tensors()
-        before = [tensor.clone() for tensor in kept]  # activations are free by now
         is_scaled = self.precision.scaler.is_enabled()
         largest = None if is_scaled or self.max_grad_value is None else largest_of(self._gradients)  # before the clip
+        is_fused = not is_scaled and all(group.get("fused") for group in self.optimizer.param_groups)
+        kept = [] if is_fused else self._updated_tensors()
+        before = [tensor.clone() for tensor in kept]  # activations are free by now
         self.prepare_update(counts)
         if largest is None and not is_scaled:
             largest = largest_of(self._gradients)
         own = self.own_check(counts, largest)
         is_good = own.isfinite().all() & ((own[0] == 0) | (own[1] > 0))
-        self.apply_update()
-        select(is_good, kept, before)
+        if is_fused:
+            self._apply_where(is_good)
+        else:
+            self.apply_update()
+            select(is_good, kept, before)
         self._backup().select(is_good)
         return own
+
+    def _apply_where(self, is_good: Tensor) -> None:
+        """The update by a fused optimizer, which skips it on the device by itself: what GradScaler uses."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, is_good.logical_not().float()
+        try:
+            self.apply_update()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
 
     def begin(self) -> None:
         """Before a slot's first forward. The steps call it; for a loop of the user's own the loop does."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+JOINED = 1 << 16  # elements: see `select`
 SMALL = 1 << 20  # elements: larger buffers are masks or tables, and a copy of them in every step would cost
 
 
@@ -102,7 +103,8 @@ def largest_of(gradients: Sequence[Tensor]) -> Tensor:
         norms = list(torch._foreach_norm(filled, math.inf))  # a few kernels for all of them
     else:
         norms = [torch.maximum(-low, high) for low, high in map(torch.aminmax, filled)]  # ten times as fast there
-    return torch.stack([norm.double() for norm in norms]).amax()
+    same = len({norm.dtype for norm in norms}) == 1
+    return torch.stack(norms if same else [norm.double() for norm in norms]).amax().double()
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -141,14 +143,22 @@ class Backup:
     def __init__(self, model: nn.Module, totals: Tensor) -> None:
         self._live = [totals, *(b.detach() for b in model.buffers() if _can_be_kept(b))]
         self._saved = [torch.empty_like(tensor) for tensor in self._live]
+        self._by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for saved, live in zip(self._saved, self._live, strict=True):
+            # One kernel copies many tensors, but of one dtype only.
+            pairs = self._by_dtype.setdefault(live.dtype, ([], []))
+            pairs[0].append(saved)
+            pairs[1].append(live)
 
     @torch.no_grad()
     def save(self) -> None:
-        torch._foreach_copy_(self._saved, self._live)
+        for saved, live in self._by_dtype.values():
+            torch._foreach_copy_(saved, live)
 
     @torch.no_grad()
     def restore(self) -> None:
-        torch._foreach_copy_(self._live, self._saved)
+        for saved, live in self._by_dtype.values():
+            torch._foreach_copy_(live, saved)
 
     def select(self, is_good: Tensor) -> None:
         select(is_good, self._live, self._saved)
@@ -162,6 +172,18 @@ def _can_be_kept(buffer: Tensor) -> bool:
 
 @torch.no_grad()
 def select(is_good: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Keep the tensors if the step was good, else put them back; without a word to the host."""
+    """Keep the tensors if the step was good, else put them back; without a word to the host.
+
+    Small tensors are joined: of each by itself the launches would cost more than the copies.
+    """
+    joined: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(is_good, tensor, old))
+        if tensor.numel() <= JOINED:
+            joined.setdefault(tensor.dtype, []).append((tensor, old))
+        else:
+            tensor.copy_(torch.where(is_good, tensor, old))
+    for pairs in joined.values():
+        live, saved = (torch.cat([tensor.flatten() for tensor in part]) for part in zip(*pairs, strict=True))
+        chosen = torch.where(is_good, live, saved).split([tensor.numel() for tensor, _ in pairs])
+        wanted = [part.view(tensor.shape) for part, (tensor, _) in zip(chosen, pairs, strict=True)]
+        torch._foreach_copy_([tensor for tensor, _ in pairs], wanted)

@@ -34,8 +34,9 @@ def prepare_optimizer(step: EagerStep) -> None:
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = all(param.is_cuda for param in group["params"])
-        if isinstance(optimizer, SGD) or step.precision.name == "fp16":
-            # SGD's other forms read a learning-rate tensor on the host; GradScaler skips steps only in the fused form.
+        if "fused" in group and not any(param.is_complex() for param in group["params"]):
+            # SGD's other forms read a learning-rate tensor on the host, and only the fused form can skip a step on
+            # the device.
             group["fused"], group["foreach"] = True, False
     if step.precision.name == "fp16":
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
