@@ -174,7 +174,7 @@ def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
 def on_processes(size: int, what: str, folder: Path, backend: str = "cpu") -> list[Any]:
     """function(group) of `what` ("module:function") on every rank as a process; the results in rank order.
 
-    Over Gloo, or with backend 'nccl' over NCCL, all on one GPU.
+    Through shared memory, with backend 'gloo' over Gloo, or with 'nccl' over NCCL, all on one GPU.
     """
     store, port = open_store()
     results = [folder / f"{rank}.pt" for rank in range(size)]

@@ -21,7 +21,7 @@ from uneven.train.events import local_sgd_config
         ({"num_workers": -1}, ("num_workers=-1", "at least 0")),
         ({"seed": -3}, ("seed=-3",)),
         ({"policy": "fast"}, ("policy='fast'", "sync, balanced, cadence, async")),
-        ({"backend": "mpi"}, ("backend='mpi'", "auto, nccl, cpu")),
+        ({"backend": "mpi"}, ("backend='mpi'", "auto, nccl, cpu, shm, gloo")),
         ({"precision": "int8"}, ("precision='int8'", "fp32, bf16, fp16, auto")),
         ({"compile": "yes"}, ("compile='yes'", "off, default, graph")),
         ({"progress": "loud"}, ("progress='loud'", "auto, bar, lines, off")),

@@ -54,11 +54,13 @@ def test_an_unknown_gpu_uses_fp32() -> None:
     ("requested", "devices", "chosen", "words"),
     [
         ("auto", "cuda:0,cuda:1", "nccl", "a CUDA device of its own"),
-        ("auto", "cuda:0,cpu", "cpu", "a CUDA device for every rank"),
-        ("auto", "cpu,cpu", "cpu", "a CUDA device for every rank"),
-        ("auto", "cuda:0,cuda:0", "cpu", "share a GPU"),
-        ("auto", "cuda:0%60,cuda:0%24", "cpu", "slices"),
-        ("cpu", "cuda:0,cuda:1", "cpu", "as requested"),
+        ("auto", "cuda:0,cpu", "shm", "a CUDA device for every rank"),
+        ("auto", "cpu,cpu", "shm", "a CUDA device for every rank"),
+        ("auto", "cuda:0,cuda:0", "shm", "share a GPU"),
+        ("auto", "cuda:0%60,cuda:0%24", "shm", "slices"),
+        ("cpu", "cuda:0,cuda:1", "shm", "as requested"),
+        ("shm", "cuda:0,cuda:1", "shm", "as requested"),
+        ("gloo", "cpu,cpu", "gloo", "as requested"),
         ("nccl", "cuda:0,cuda:1", "nccl", "as requested"),
         ("nccl", "cuda:0,cuda:0", "nccl", "take turns"),
     ],
@@ -76,7 +78,17 @@ def test_the_backend_follows_from_the_devices(requested: str, devices: str, chos
 def test_nccl_that_is_not_possible_is_refused_with_the_reason(devices: str, has_nccl: bool, words: str) -> None:
     with pytest.raises(InputError, match=words):
         choose_backend("nccl", parse_devices(devices), has_nccl)
-    assert choose_backend("auto", parse_devices(devices), has_nccl)[0] == "cpu"
+    assert choose_backend("auto", parse_devices(devices), has_nccl)[0] == "shm"
+
+
+def test_ranks_that_cannot_share_memory_use_gloo_and_say_why() -> None:
+    devices = parse_devices("cuda:0,cpu")
+    for requested in ("auto", "cpu"):
+        backend, why = choose_backend(requested, devices, True, why_not_shared="two machines")
+        assert (backend, why.endswith("; two machines")) == ("gloo", True)
+    assert choose_backend("auto", parse_devices("cuda:0,cuda:1"), True, why_not_shared="two machines")[0] == "nccl"
+    with pytest.raises(InputError, match=r"backend='shm' with devices='cuda:0,cpu': two machines; use backend='gloo'"):
+        choose_backend("shm", devices, True, why_not_shared="two machines")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class SettingMethods:
         return self.settings(devices=devices)
 
     def backend(self, backend: Backend) -> "Self":
-        """How ranks communicate: NCCL between CUDA devices, or Gloo through host memory (cpu)."""
+        """How ranks communicate: NCCL between CUDA devices, or by host memory (cpu): shared (shm), else over Gloo."""
         return self.settings(backend=backend)
 
     def seed(self, seed: int) -> "Self":

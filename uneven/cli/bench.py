@@ -145,7 +145,7 @@ def efficiency(
     batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
-    backend: Annotated[str, typer.Option(help="auto, nccl or cpu.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, nccl, cpu, shm or gloo.")] = "auto",
     seconds: Annotated[float, typer.Option(help="Length of a segment, at least.")] = 1.5,
     pairs: Annotated[int, typer.Option(help="Pairs of segments, at least.")] = 30,
     most_pairs: Annotated[int, typer.Option(help="Pairs of segments, at most.")] = 200,

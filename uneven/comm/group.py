@@ -73,6 +73,7 @@ class TorchGroup:
         self.traffic = Traffic()
         self._store = store
         self._nccl = nccl
+        self.backend = "gloo" if nccl is None else "nccl"
         self._backend = "gloo" if nccl is None else "cpu:gloo,cuda:nccl"
         if nccl is not None:
             torch.cuda.set_device(nccl)

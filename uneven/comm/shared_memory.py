@@ -24,6 +24,7 @@ class SharedMemoryGroup:
     Life cycle: `share` on all ranks at once, then `close`, which closes the groups made by `new_group` too.
     """
 
+    backend = "shm"
     generation = 0
 
     def __init__(self, torch_group: TorchGroup, exchange: Exchange, formed: "_Formed") -> None:
@@ -52,7 +53,7 @@ class SharedMemoryGroup:
         return False
 
     def new_group(self) -> Group:
-        return self._formed.another()
+        return self._formed.form()
 
     def claim(self, count: int) -> int:
         return self._torch.claim(count)
@@ -68,7 +69,7 @@ class SharedMemoryGroup:
 
 
 class _Formed:
-    """What the groups of one set of ranks have in common; `another` forms one more, on all ranks at once."""
+    """What the groups of one set of ranks have in common; `form` forms one more, on all ranks at once."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class _Formed:
         for exchange in self.exchanges:
             exchange.progress()
 
-    def another(self) -> Group:
+    def form(self) -> Group:
         """A group with a segment of its own; over Gloo where that is not possible, which rank 0 says."""
         rank, world_size = self._torch.rank, self._torch.world_size
         layout = Layout(world_size, self._sizes.ring)
@@ -122,4 +123,4 @@ def share(
     `has_cuda`: any rank has a CUDA device. `verify`: every message carries a checksum, which its readers compare.
     """
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
-    return _Formed(torch_group, store, device, has_cuda, sizes, verify, timeout).another()
+    return _Formed(torch_group, store, device, has_cuda, sizes, verify, timeout).form()

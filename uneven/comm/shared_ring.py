@@ -81,6 +81,11 @@ def _lanes(layout: Layout) -> Iterator[tuple[bool, int]]:
     return product((False, True), range(layout.world_size))
 
 
+def _checksum(tensor: Tensor) -> int:
+    """Of the bits of a contiguous tensor, and of their order."""
+    return zlib.crc32(tensor.cpu().view(torch.uint8).numpy().data)
+
+
 class Views:
     """Typed tensors on ranges of the segment."""
 
@@ -100,9 +105,6 @@ class Views:
                 self._views.clear()
             view = self._views[key] = typed[first : first + count]
         return view
-
-    def checksum(self, start: int, length: int) -> int:
-        return zlib.crc32(self.get(torch.uint8, start, length).numpy().data)
 
     def clear(self) -> None:
         self._typed.clear()
@@ -126,6 +128,7 @@ class _Unposted:
     numbers: tuple[tuple[int, int], ...]
     start: int
     length: int
+    checksum: int
 
 
 class Outbox:
@@ -162,11 +165,13 @@ class Outbox:
             self._sent_to[lane] += 1
         numbers = tuple((lane, self._sent_to[lane]) for lane in lanes)
         self._sent.append(_Sent(self._head, numbers))
+        # Of the values that are to be sent: the ring may hold others, if it is read before they are written.
+        checksum = _checksum(tensor) if self._verify else 0
         if tensor.is_cuda or self._unposted:
             copied = make_event() if tensor.is_cuda else None
-            self._unposted.append(_Unposted(copied, numbers, start, length))
+            self._unposted.append(_Unposted(copied, numbers, start, length, checksum))
         else:
-            self._post(numbers, start, length)
+            self._post(numbers, start, length, checksum)
         return True
 
     @property
@@ -183,7 +188,7 @@ class Outbox:
                     break
                 message.copied.synchronize()
             self._unposted.popleft()
-            self._post(message.numbers, message.start, message.length)
+            self._post(message.numbers, message.start, message.length, message.checksum)
             posted = True
         return posted
 
@@ -196,8 +201,7 @@ class Outbox:
         """Let go of the memory."""
         self._tables.clear()
 
-    def _post(self, numbers: tuple[tuple[int, int], ...], start: int, length: int) -> None:
-        checksum = self._views.checksum(start, length) if self._verify else 0
+    def _post(self, numbers: tuple[tuple[int, int], ...], start: int, length: int, checksum: int) -> None:
         for lane, number in numbers:
             place = number % ENTRIES * FIELDS
             table = self._tables[lane]
@@ -275,9 +279,10 @@ class Inbox:
                 f"rank {writer} sent {length} bytes where {count * dtype.itemsize} were expected: the ranks started "
                 "different collectives"
             )
-        if self._verify and self._views.checksum(start, length) != checksum:
+        message = self._views.get(dtype, start, count)
+        if self._verify and _checksum(message) != checksum:
             raise RankError(f"verify: chunk {number} of rank {writer} arrived with another checksum than it was sent")
-        return self._views.get(dtype, start, count)
+        return message
 
     def free(self, lane: int) -> None:
         """The writer may write over the oldest message that was not freed."""

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 Policy = Literal["sync", "balanced", "cadence", "async"]
 Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero1-flat", "zero2", "fsdp", "tensor", "sequence"]
-Backend = Literal["auto", "nccl", "cpu"]
+Backend = Literal["auto", "nccl", "cpu", "shm", "gloo"]  # cpu: through host memory, shm where it is possible
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 Compile = Literal["off", "default", "graph"]
 Activations = Literal["keep", "recompute", "offload", "auto"]

@@ -65,7 +65,9 @@ class RunConfig:
     )
     backend: Backend = field(
         default="auto",
-        metadata=about("How ranks communicate: NCCL between CUDA devices, or Gloo through host memory (cpu)."),
+        metadata=about(
+            "How ranks communicate: NCCL between CUDA devices, or by host memory (cpu): shared (shm), else over Gloo."
+        ),
     )
     seed: int = field(
         default=0,

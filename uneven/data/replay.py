@@ -20,7 +20,7 @@ from uneven.policy.recorded import RecordedShares, Round
 _FIXED_SETTINGS = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
     *("shuffle", "drop_last", "max_grad_norm", "max_grad_value"),
-    *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb"),
+    *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb", "backend"),
 )
 
 
@@ -81,6 +81,8 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
     fix = "pass policy='cadence' or 'async'" if was_local else "pass policy='balanced' or 'sync'"
     _compare(folder, "as policy", kinds[was_local], kinds[is_local], fix)
     for name, value in record["config"].items():
+        if name == "backend" and ranks <= 2:
+            continue  # a sum of two numbers has the same bits in any order; with more, each transport has its own
         _compare(folder, name, value, config[name], f"pass {name}={value!r}")
     samples = record["dataset_samples"]
     _compare(folder, "samples in the data set", samples, axis.samples, "train on the same data set")

@@ -42,17 +42,27 @@ def is_crowded(devices: Sequence[Device]) -> bool:
 
 
 def choose_backend(
-    requested: Backend, devices: Sequence[Device], has_nccl: bool, crowded: bool | None = None
+    requested: Backend,
+    devices: Sequence[Device],
+    has_nccl: bool,
+    crowded: bool | None = None,
+    why_not_shared: str = "",
 ) -> tuple[Backend, str]:
-    """The backend for gradient sums and averages, 'nccl' or 'cpu' (Gloo), and the reason.
+    """The backend for gradient sums and averages, 'nccl', 'shm' (shared memory) or 'gloo', and the reason.
 
     `devices` are those of all ranks. If they are on several machines, pass `crowded`: whether ranks of any machine
-    share a GPU. InputError if NCCL is requested but not possible.
+    share a GPU. `why_not_shared`: why the ranks cannot share memory, '' if they can. InputError if what is requested
+    is not possible.
     """
     crowded = is_crowded(devices) if crowded is None else crowded
     names = ",".join(str(device) for device in devices)
+    if requested == "shm" and why_not_shared:
+        raise InputError(f"backend='shm' with devices={names!r}: {why_not_shared}; use backend='gloo' or 'auto'")
+    if requested in ("shm", "gloo"):
+        return requested, "as requested"
+    host: tuple[Backend, str] = ("gloo", f"; {why_not_shared}") if why_not_shared else ("shm", "")
     if requested == "cpu":
-        return "cpu", "as requested"
+        return host[0], "as requested" + host[1]
     why_not = None
     if any(device.kind != "cuda" for device in devices):
         why_not = "NCCL needs a CUDA device for every rank"
@@ -67,7 +77,7 @@ def choose_backend(
         return "nccl", "as requested" + (note if crowded else "")
     if why_not is None and crowded:
         why_not = "two ranks share a GPU"
-    return ("nccl", "every rank has a CUDA device of its own") if why_not is None else ("cpu", why_not)
+    return ("nccl", "every rank has a CUDA device of its own") if why_not is None else (host[0], why_not + host[1])
 
 
 def describe_devices(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from uneven.comm.group import has_nccl
+from uneven.comm.segment import why_impossible
 from uneven.config import SHARDED, RunConfig, Task, check_task
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
@@ -216,8 +217,9 @@ def _resolve_backend(
     """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
-    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local))
-    has_choice = any(device.kind == "cuda" for device in devices)
+    why_not_shared = why_impossible() if len(local) == len(devices) else "the ranks are on several machines"
+    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local), why_not_shared)
+    has_choice = why_not_shared or any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 
 

@@ -193,6 +193,11 @@ class Saves:
                     "learning rate may be too high"
                 )
 
+    def _formed_backend(self) -> dict[str, str]:
+        """The transport that is used, for a replay: ranks that could not share memory after all took Gloo."""
+        backend = getattr(self._engine.rank_info.group, "backend", None)
+        return {} if backend is None else {"backend": backend}
+
     def _state(
         self, tensors: dict[str, Any], best: dict[str, Any] | None = None, stopped: str | None = None
     ) -> TrainedState:
@@ -201,7 +206,7 @@ class Saves:
         return TrainedState(
             **tensors,
             history=list(self._run.history),
-            config=engine.config.to_json(),
+            config={**engine.config.to_json(), **self._formed_backend()},
             slot=trained,
             samples=engine.samples_before(trained) - engine.dropped.samples,
             skipped=list(engine.skipped),
