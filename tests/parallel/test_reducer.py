@@ -226,8 +226,8 @@ def test_numbers_of_the_device_take_the_last_places_of_the_row() -> None:
         assert rows == [[7.0, 0.5], [8.0, 1.1], [9.0, 2.1]]
 
 
-def test_params_whose_hooks_were_not_called_can_be_marked() -> None:
-    """As after the replay of a graph: the gradients are there, but no hook was called."""
+def test_the_replay_of_a_graph_stands_in_for_prepare_and_backward() -> None:
+    """The gradients are there, but no hook was called."""
 
     def rank(group: ThreadGroup) -> list[bool]:
         net = Net()
@@ -238,7 +238,7 @@ def test_params_whose_hooks_were_not_called_can_be_marked() -> None:
         reducer.prepare()
         assert not reducer.used
         if group.rank == 1:
-            reducer.mark_used(used)
+            reducer.replayed(used)
         reducer.finalize(lambda: [0.0])
         return [param.grad is None for param in net.parameters()]
 

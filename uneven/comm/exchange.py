@@ -59,7 +59,7 @@ class Sizes:
 # Pieces, and the rings as a whole, stay in the cores' caches between being written and being read.
 HOST_SIZES = Sizes(ring=4 * 2**20, piece=256 * 2**10)
 # Where a rank has a CUDA device each piece is a copy of its own, and copies run beside backward.
-DEVICE_SIZES = Sizes(ring=32 * 2**20, piece=2**20)
+DEVICE_SIZES = Sizes(ring=48 * 2**20, piece=4 * 2**20)
 
 
 @dataclass(eq=False)

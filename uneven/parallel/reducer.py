@@ -59,7 +59,8 @@ class Reducer:
         self._build_buckets()
         self._works: list[Work] = []
         self._is_prepared = False  # between prepare() and finalize()
-        self._largest: list[Tensor] = []  # per bucket sent since prepare(), see `largest_gradient`
+        self._largest: list[Tensor] = []  # per bucket since prepare(), see `largest_gradient`
+        self._num_checked = 0  # buckets that were looked at for it
         self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
         self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
@@ -83,18 +84,22 @@ class Reducer:
             self._begin()
             self._end_of_backward()
 
+    def follow_group(self) -> None:
+        """Make new buckets if the world size has changed; before a step."""
+        if len(self._extra) != self._extra_size:
+            self._build_buckets()
+
     def prepare(self) -> None:
         """Zero all gradients and attach them to their buckets."""
-        if len(self._extra) != self._extra_size:
-            self._build_buckets()  # the world size has changed since
+        self.follow_group()
         self._used.clear()
         self._largest.clear()
+        self._num_checked = 0
         self._is_prepared = True
         self._begin()
         for bucket in self.buckets:
             bucket.buffer.zero_()
-        for param, view in self._views.items():
-            param.grad = view
+        self._attach()
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether this param's gradients are summed."""
@@ -105,17 +110,27 @@ class Reducer:
         """The params that have had a gradient since `prepare`, by their place in the buckets."""
         return frozenset(self._used)
 
-    def mark_used(self, used: Iterable[int]) -> None:
-        """Add params whose hooks were not called, because backward was the replay of a CUDA graph."""
+    def replayed(self, used: Iterable[int]) -> None:
+        """In place of `prepare` and backward, where the replay of a CUDA graph held both and `largest_gradient`.
+
+        `used` were the params with a gradient: a replay calls no hooks.
+        """
+        self._used.clear()
         self._used.update(used)
+        self._largest.clear()
+        self._num_checked = len(self.buckets)
+        self._is_prepared = True
+        self._begin()
+        self._attach()
 
     def largest_gradient(self) -> Tensor:
-        """The largest absolute value of this rank's own gradient, NaN if any is NaN; from `device_stats` alone.
+        """The largest absolute value of this rank's own gradient, NaN if any is NaN; after backward.
 
         Buckets that were sent were looked at before: in them the ranks' gradients are summed by now.
         """
-        largest = [*self._largest, *_largest_in(self.buckets[-1])]
-        return torch.stack(largest).amax() if largest else torch.zeros((), dtype=torch.float64)
+        while self._num_checked < len(self.buckets):
+            self._check_next()
+        return torch.stack(self._largest).amax() if self._largest else torch.zeros((), dtype=torch.float64)
 
     def finalize(
         self, stats: Callable[[], Sequence[float]], device_stats: Callable[[], Tensor] | None = None
@@ -132,10 +147,10 @@ class Reducer:
         own = None if device_stats is None else device_stats()
         on_host = None if own is None or self._extra.is_cuda else copy_to_host_async(own)
         rows = [0.0] * (self._group.world_size * num_stats)
+        flags = [float(place in self._used) for place in range(len(self._views))]
         rows[rank * num_stats : (rank + 1) * num_stats] = stats()  # waits for the device
         if own is not None and on_host is not None:
             rows[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = on_host().tolist()
-        flags = [float(place in self._used) for place in range(len(self._views))]
         self._extra.copy_(torch.tensor([*rows, *flags], dtype=self._extra.dtype))
         if own is not None and on_host is None:
             self._extra[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = own
@@ -221,11 +236,19 @@ class Reducer:
         for work in self._works:
             work.wait()
 
+    def _attach(self) -> None:
+        for param, view in self._views.items():
+            param.grad = view
+
     def _send_next(self) -> None:
         bucket = self._unsent[0]
-        if self._is_manual and bucket is not self.buckets[-1]:
-            self._largest += _largest_in(bucket)
+        if self._is_manual and self._num_checked <= len(self._works) < len(self.buckets) - 1:
+            self._check_next()
         self._works.append(self._group.all_reduce(bucket.buffer))
+
+    def _check_next(self) -> None:
+        self._largest += _largest_in(self.buckets[self._num_checked])
+        self._num_checked += 1
 
 
 def _largest_in(bucket: Bucket) -> list[Tensor]:

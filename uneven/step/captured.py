@@ -1,11 +1,12 @@
 """Forward and backward as CUDA graphs, for steps of several ranks; the update is another graph (captured_update.py).
 
-The gather, the augmentation, the loss scale and the loss meter are captured with them; gradients are added into the
-reducer's buckets, whose addresses do not change. There is one graph for each combination of micro-batch sizes and the
-slot's samples, since both are constants in the captured kernels. Sizes seen for the first time run eagerly. That step
-is the warm-up which a capture needs (cuDNN chooses its kernels, the loss scaler makes its tensors), so no step is
-computed twice, nothing has to be restored, and sizes that do not come again cost nothing. Sizes around the first split
-are captured before the first step (train/capture_ahead.py), because in a step all ranks would wait for it.
+The gather, the augmentation, the loss scale, the loss meter, the backup of buffers and the check for numbers that are
+not finite are captured with them; gradients are added into the reducer's buckets, whose addresses do not change. There
+is one graph for each combination of micro-batch sizes and the slot's samples, since both are constants in the captured
+kernels. Sizes seen for the first time run eagerly. That step is the warm-up which a capture needs (cuDNN chooses its
+kernels, the loss scaler makes its tensors), so no step is computed twice, nothing has to be restored, and sizes that do
+not come again cost nothing. Sizes around the first split are captured before the first step (train/capture_ahead.py),
+because in a step all ranks would wait for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,12 +38,12 @@ Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slo
 class _Graph:
     capture: Capture
     buckets: list[Bucket]  # that the graph adds gradients into
-    used: frozenset[int]  # params that had a gradient, see Reducer.mark_used: a replay calls no hooks
-    counts: Tensor | None  # written by the replay
+    used: frozenset[int]  # params that had a gradient: a replay calls no hooks
+    check: Tensor  # this rank's OwnCheck, written by the replay
 
 
 class CapturedBackward:
-    """Stands in for `EagerStep.backward`, with inputs in place of batches.
+    """Stands in for `EagerStep.first_half`, with inputs in place of batches.
 
     Invariant: all graphs write into the buckets of `eager.reducer`, which must not overlap: a graph cannot hold
     collectives that are started while backward runs.
@@ -56,19 +57,21 @@ class CapturedBackward:
         self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
 
-    def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
+    def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         sizes = tuple(samples for _, samples in inputs)
+        self._reducer.follow_group()
         if any(graph.buckets is not self._reducer.buckets for graph in self._graphs.values()):
             self._graphs.clear()  # the world size has changed, and the buckets with it
         self.is_replayed = (sizes, slot_samples) in self._graphs
-        if not sizes or sizes not in self._seen:
+        if sizes not in self._seen:
             self._seen.add(sizes)
             return self._run_eagerly(inputs, slot_samples)
         graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
         self._keep(sizes, slot_samples, graph)
         graph.capture.replay(inputs)
-        self._reducer.mark_used(graph.used)
-        return graph.counts
+        self._eager.mark_begun()
+        self._reducer.replayed(graph.used)
+        return graph.check
 
     @property
     def update(self) -> CapturedUpdate | None:
@@ -78,15 +81,15 @@ class CapturedBackward:
     def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
         """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""
         sizes = tuple(samples for _, samples in inputs)
-        self._reducer.prepare()
-        counts = self._run_eagerly(inputs, slot_samples)
+        check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
         if self.update is not None:
-            total = None if counts is None else torch.ones((), dtype=torch.float64)
+            total = torch.ones((), dtype=torch.float64) if check.has_count else None
             self.update(total)  # the first makes the optimizer's state, the second is captured
             self.update(total)
-        self._reducer.prepare()
+        self._eager.cancel()
         self._seen.add(sizes)
         self._keep(sizes, slot_samples, self._record(inputs, slot_samples))
+        self._eager.cancel()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -123,11 +126,11 @@ class CapturedBackward:
     def _record(self, inputs: InputMicros, slot_samples: int) -> _Graph:
         capture = Capture(inputs)
         beside = next((graph.capture for graph in self._graphs.values()), None)
-        counts = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
-        return _Graph(capture, self._reducer.buckets, self._reducer.used, counts)
+        check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
+        return _Graph(capture, self._reducer.buckets, self._reducer.used, check)
 
-    def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor | None:
-        return self._eager.backward([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
+    def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
+        return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
 
 
 def check_capturable(batchnorm_sync: BatchNormSync) -> None:

@@ -23,8 +23,8 @@ from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
 
-# (batches or inputs, the slot's samples) -> the count that gradients must still be divided by, if any
-Backward = Callable[[Sequence[tuple[Any, int]], int], Tensor | None]
+# (batches or inputs, the slot's samples) -> the rank's OwnCheck, on its device
+FirstHalf = Callable[[Sequence[tuple[Any, int]], int], Tensor]
 Update = Callable[[Tensor | None], None]  # of the total count, on the host, that gradients are divided by, if any
 BeforeStep = Callable[[nn.Module, Optimizer], object]  # called with the summed gradients in place
 
@@ -69,10 +69,7 @@ class EagerStep:
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
         """A step of this rank alone; returns why it was skipped, if it was."""
-        self._begin_once()
-        self._zero_once()
-        counts = self.backward(batches, slot_samples)
-        self._is_zeroed = False
+        counts = self._backward_once(batches, slot_samples)
         # A scaler's gradients are not checked, and once they are unscaled the scaler expects its own step. A function
         # of the user's, or a clip by value, must not see or hide what is not finite.
         is_scaled = self.precision.scaler.is_enabled()
@@ -152,24 +149,32 @@ class EagerStep:
         batches: Sequence[tuple[Batch, int]],
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
-        backward: Backward | None = None,
+        first_half: FirstHalf | None = None,
     ) -> tuple[list[list[float]], list[OwnCheck]]:
-        """The first half of a step of all ranks: backward, and gradients summed over ranks. `finish` is the second.
+        """Backward, and gradients summed over ranks; `finish` ends the step.
 
         Returns every rank's statistics (this rank's `stats` is called just before the last bucket is sent) and check.
-        `backward` replaces the method of that name; its inputs then take the place of batches.
+        `first_half` replaces the method of that name, which sends nothing meanwhile; its inputs then take the place of
+        batches.
         """
-        reducer = self.reducer
-        assert reducer is not None, "the reducer is made when the group has formed"
-        self._begin_once()
-        self._zero_once()
-        counts = (backward or self.backward)(batches, slot_samples)
-        self._is_zeroed = False
+        if first_half is not None:
+            check = first_half(batches, slot_samples)
+            return split_checks(self._sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: check))
+        counts = self._backward_once(batches, slot_samples)
         return split_checks(
-            reducer.finalize(
-                lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, reducer.largest_gradient())
+            self._sums.finalize(
+                lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, self._sums.largest_gradient())
             )
         )
+
+    def first_half(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
+        """Everything before the sum over ranks: gradients in the reducer's buckets; returns this rank's OwnCheck."""
+        counts = self._backward_once(batches, slot_samples)
+        return self.own_check(counts, self._sums.largest_gradient())
+
+    def mark_begun(self) -> None:
+        """A step has begun by the replay of a CUDA graph, which holds `first_half`."""
+        self._has_begun = True
 
     def finish(self, checks: Sequence[OwnCheck], update: Update | None = None) -> Fault | None:
         """The second half of a step of all ranks: the update, or the reason why all of them skip it.
@@ -280,6 +285,19 @@ class EagerStep:
     def _apply(self, optimizer: Optimizer) -> None:
         self.precision.scaler.step(optimizer)
         self.precision.scaler.update()
+
+    @property
+    def _sums(self) -> Reducer:
+        assert self.reducer is not None, "the reducer is made when the group has formed"
+        return self.reducer
+
+    def _backward_once(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
+        """Backward of a slot, all of it or what is left of it; returns its count, if there is one."""
+        self._begin_once()
+        self._zero_once()
+        counts = self.backward(batches, slot_samples)
+        self._is_zeroed = False
+        return counts
 
     def _zero_once(self) -> None:
         if not self._is_zeroed:

@@ -14,7 +14,8 @@ DEPTH = 2
 # If enqueuing takes less than this part of a step, one step ahead keeps the device busy, and averages are merged
 # one step sooner.
 SHORT_ENQUEUE = 0.4
-MAX_BASE_AGE_NS = 10_000_000_000  # then the clocks of host and device are compared again
+BASE_AGE_NS = 1_000_000_000  # then the clocks of host and device are compared again, where the device is idle ...
+MAX_BASE_AGE_NS = 10_000_000_000  # ... and anyway
 
 
 class RunAhead:
@@ -29,6 +30,7 @@ class RunAhead:
         self._host_s = self._step_s = 0.0  # moving averages over steps: time to enqueue, and in all
         self._left_s = time.perf_counter()
         self.busy: list[tuple[int, int]] = []
+        self._reached: torch.cuda.Event | None = None
         self._base: tuple[torch.cuda.Event, int] | None = None  # an event, and its time on the host's clock
 
     def after_step(self, began_ns: int | None = None) -> None:
@@ -59,9 +61,10 @@ class RunAhead:
         Called before the rank's own work is timed: until then the host has only enqueued it.
         """
         if self._device.type == "cuda":
-            reached = torch.cuda.Event(blocking=True)
-            reached.record(torch.cuda.current_stream(self._device))
-            reached.synchronize()
+            if self._reached is None:
+                self._reached = torch.cuda.Event(blocking=True)
+            self._reached.record(torch.cuda.current_stream(self._device))
+            self._reached.synchronize()
             self._finish_all()
 
     def drain(self) -> None:
@@ -72,8 +75,8 @@ class RunAhead:
     def _finish_all(self) -> None:
         while self._in_flight:
             self._finish()
-        if self._base is not None:
-            self._set_base()  # the two clocks drift; the device is idle now, so this costs nothing
+        if self._base is not None and time.perf_counter_ns() - self._base[1] > BASE_AGE_NS:
+            self._set_base()  # the two clocks drift; the device is idle now
 
     def _finish(self) -> None:
         """Wait for the oldest step, and record when the device was busy with it."""

@@ -21,7 +21,7 @@ from uneven.data.tensors import Batch
 from uneven.errors import InputError, RankError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
-from uneven.step.eager import Backward, EagerStep, Update
+from uneven.step.eager import EagerStep, FirstHalf, Update
 from uneven.step.finite import Fault, OwnCheck, largest_of, total_count
 
 _ABSENT, _END, _FIRST = 0, 1, 2  # what a rank names in an exchange; _FIRST + place is an update
@@ -183,10 +183,10 @@ class SeveralSteps(EagerStep):
         batches: Sequence[tuple[Batch, int]],
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
-        backward: Backward | None = None,
+        first_half: FirstHalf | None = None,
     ) -> tuple[list[list[float]], list[OwnCheck]]:
         """The end of a slot: exchange statistics; a rank without samples takes part in the others' updates first."""
-        del slot_samples, backward
+        del slot_samples, first_half
         self._begin_once()
         own = list(stats())
         while True:

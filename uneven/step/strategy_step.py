@@ -14,7 +14,7 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.data.tensors import Batch
 from uneven.parallel.strategy import Strategy
-from uneven.step.eager import Backward, EagerStep, split_checks
+from uneven.step.eager import EagerStep, FirstHalf, split_checks
 from uneven.step.finite import GradientWatch, OwnCheck
 
 
@@ -43,13 +43,10 @@ class StrategyStep(EagerStep):
         batches: Sequence[tuple[Batch | None, int]],
         slot_samples: int,
         stats: Callable[[], Sequence[float]],
-        backward: Backward | None = None,
+        first_half: FirstHalf | None = None,
     ) -> tuple[list[list[float]], list[OwnCheck]]:
-        assert backward is None, "captured steps need whole params"
-        self._begin_once()
-        self._zero_once()
-        counts = self.backward(batches, slot_samples)
-        self._is_zeroed = False
+        assert first_half is None, "captured steps need whole params"
+        counts = self._backward_once(batches, slot_samples)
         is_counted = self._group.rank == 0 or not self._is_model_parallel
         # Gradients are sharded by now: this rank's own were looked at while backward computed them.
         own = self.own_check(counts if is_counted else None, self._watch.take())

@@ -26,7 +26,7 @@ from uneven.data.feed import make_feed
 from uneven.errors import InputError
 from uneven.parallel.reference import TorchDdp
 from uneven.policy.axis import Part
-from uneven.step.eager import Backward, EagerStep
+from uneven.step.eager import EagerStep, FirstHalf
 from uneven.step.evaluation import evaluate
 from uneven.step.finite import OwnCheck
 from uneven.step.precision import Precision
@@ -295,9 +295,9 @@ class TorchDdpStep(EagerStep):
         batches: Sequence[tuple[Any, int]],
         slot_samples: int,
         row: Callable[[], Sequence[float]],
-        backward: Backward | None = None,
+        first_half: FirstHalf | None = None,
     ) -> tuple[list[list[float]], list[OwnCheck]]:
-        del backward  # nothing is captured here
+        del first_half  # nothing is captured here
         if len(batches) != 1:
             raise InputError("torch-ddp needs at least one sample per rank in every step: choose another batch size")
         ((batch, samples),) = batches
