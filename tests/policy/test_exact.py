@@ -249,3 +249,26 @@ def test_a_state_that_memory_cannot_hold_any_more_gives_new_shares() -> None:
     tight.load_state_dict(policy.state_dict())
     assert policy.shares(0, 96) == (72, 24)
     assert tight.shares(0, 96) == (64, 32)
+
+
+def test_shares_stay_in_reach_until_they_may_move_anew() -> None:
+    """A captured step has graphs for the sizes around the split, and one share of an epoch's short last slot."""
+    policy = Balanced((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 1.0)), 384, grid=8, reach=16)
+    assert policy.shares(0, 384) == (128, 128, 128)
+    tail = policy.shares(0, 40)
+
+    def train(first: int) -> None:
+        """The third rank is really four times as slow."""
+        for slot in range(first, first + 40):
+            shares = policy.shares(slot, 384)
+            assert sum(shares) == 384
+            assert all(abs(share - home) <= 16 + 8 for share, home in zip(shares, homes, strict=True))
+            assert policy.shares(slot, 40) == tail
+            policy.note(slot, 384, [shares[0], shares[1], 4.0 * shares[2]])
+
+    for first in range(0, 400, 40):
+        homes = policy.shares(first, 384)
+        train(first)
+        policy.settle()
+        tail = policy.shares(first + 40, 40)
+    assert policy.shares(400, 384) == (176, 168, 40)

@@ -21,7 +21,7 @@ that is left to do is enqueued there.
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,9 +239,7 @@ class Exchange:
             self._unsent.popleft()
 
     def _put(self, piece: _Piece, lanes: tuple[int, ...]) -> bool:
-        if piece.collective.stream is None:
-            return self._outbox.send(piece.values, lanes, self._record)
-        with torch.cuda.stream(piece.collective.stream):
+        with _on(piece.collective.stream):
             return self._outbox.send(piece.values, lanes, self._record)
 
     def _readers(self, piece: _Piece) -> tuple[int, ...]:
@@ -267,8 +265,7 @@ class Exchange:
         lanes = self._writers(piece)
         if not all(self._inbox.has(lane) for lane in lanes):
             return False
-        stream = piece.collective.stream
-        with _NO_STREAM if stream is None else torch.cuda.stream(stream):
+        with _on(piece.collective.stream):
             if piece.owner is not None and piece.owner != self.rank:
                 for lane in lanes:
                     piece.values.copy_(self._receive(piece, lane), non_blocking=True)
@@ -326,3 +323,9 @@ class Exchange:
         event = torch.cuda.Event(blocking=True)
         event.record()
         return event
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """To make a stream current takes longer than to see that it is."""
+    is_current = stream is None or stream == torch.cuda.current_stream(stream.device)
+    return _NO_STREAM if is_current else torch.cuda.stream(stream)

@@ -86,6 +86,9 @@ class Balanced:
     Each rank's cost has the form measured in warm-up (fixed + per sample) and one factor that follows its measured
     step times. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
     half when the direction reverses. The slot size never changes.
+
+    With `reach` shares move no farther than this from where they were when `settle` was last called: a captured step
+    has graphs for the sizes around them, and all ranks would wait for another one.
     """
 
     costs: tuple[Cost, ...]
@@ -99,17 +102,24 @@ class Balanced:
     _seen: list[list[float]] = field(default_factory=list)
     _directions: list[int] = field(default_factory=list)
     _damping: float = 1.0
+    reach: int | None = None
+    _home: tuple[int, ...] = field(default=(), compare=False)  # see `reach`
 
     def __post_init__(self) -> None:
         self._factors = [1.0] * len(self.costs)
         self._seen = [[] for _ in self.costs]
         self._directions = [0] * len(self.costs)
         self._plan = [(0, self._best(self.costs))]
+        self.settle()
+
+    def settle(self) -> None:
+        """Shares may move anew, from where they are now. Called on all ranks after the same slot."""
+        self._home = self._plan[-1][1]
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         planned = self._planned(slot)
-        if samples != self.slot_size:
-            return by_ratio(planned, samples, self.least)  # an epoch's short last slot
+        if samples != self.slot_size:  # an epoch's short last slot
+            return by_ratio(planned if self.reach is None else self._home, samples, self.least)
         idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._smallest]
         if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
             return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])
@@ -161,6 +171,7 @@ class Balanced:
         is_too_much = [share > self._cap(rank) for _, shares in self._plan for rank, share in enumerate(shares)]
         if any(is_too_much) or any(sum(shares) != self.slot_size for _, shares in self._plan):
             self._plan = [(0, self._best(self._current_costs()))]
+        self.settle()
 
     def _planned(self, slot: int) -> tuple[int, ...]:
         """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""
@@ -203,7 +214,7 @@ class Balanced:
         return tuple(shares)
 
     def _limited(self, current: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
-        """As far towards the target as doubling and damping allow, on the grid and with the same sum."""
+        """As far towards the target as doubling, damping and reach allow, on the grid and with the same sum."""
         steps = [new - old for old, new in zip(current, target, strict=True)]
         largest = max(range(len(steps)), key=lambda rank: abs(steps[rank]))
         direction = 1 if steps[largest] > 0 else -1
@@ -211,9 +222,12 @@ class Balanced:
         self._damping = max(0.125, self._damping / 2) if reversed_ else min(1.0, self._damping * 2)
         self._directions[largest] = direction
         fraction = self._damping  # of the step from the current shares to the target
-        for old, step in zip(current, steps, strict=True):
+        for old, step, home in zip(current, steps, self._home, strict=True):
             if step > 0:
                 fraction = min(fraction, max(old, self._smallest) / step)
+            if step and self.reach is not None:
+                room = self.reach + (home - old if step > 0 else old - home)
+                fraction = min(fraction, room / abs(step))
         if fraction >= 1.0:
             return target
         real = [old + fraction * step for old, step in zip(current, steps, strict=True)]

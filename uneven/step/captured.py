@@ -9,7 +9,7 @@ not come again cost nothing. Sizes around the first split are captured before th
 because in a step all ranks would wait for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -77,6 +77,10 @@ class CapturedBackward:
     def update(self) -> CapturedUpdate | None:
         """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
         return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
+
+    def has(self, sizes: Sequence[int], slot_samples: int) -> bool:
+        """Whether a step of these micro-batches is captured."""
+        return (tuple(sizes), slot_samples) in self._graphs
 
     def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
         """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""

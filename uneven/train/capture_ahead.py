@@ -1,8 +1,8 @@
-"""Capture the steps that training will need before its first one, on all ranks at the same time.
+"""Capture the steps that training will need before it needs them, on all ranks at the same time.
 
-GradientSync calls it once the group has formed and the first shares are known. In the middle of training a capture
-makes all other ranks wait, and shares move by a grid step now and then: so the sizes around the split are captured,
-too. A share that moves farther is captured when it comes a second time (step/captured.py).
+GradientSync calls it once the group has formed and the first shares are known, and at the end of every epoch. In the
+middle of training a capture makes all other ranks wait: so the sizes around the split are captured, too, and shares do
+not move farther than that within an epoch (`Balanced.reach`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,25 +12,35 @@ from uneven.step.captured import GRID
 from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
 
-AHEAD = 3  # grid steps to either side of the first share
+AHEAD = 3  # grid steps to either side of the present share
+REACH = (AHEAD - 1) * GRID  # samples: rounding to the grid may take a share one step farther
 
 
 def capture_ahead(engine: Engine, shares: Callable[[int, int], Sequence[int]], is_moving: bool) -> None:
-    """`shares(slot, samples)` are the first ones of all ranks; `is_moving`: the policy may move them."""
-    captured, rank, first = engine.captured, engine.rank_info.rank, engine.axis.slot(0)
+    """`shares(slot, samples)` are those of all ranks; `is_moving`: the policy may move them."""
+    captured, rank, axis = engine.captured, engine.rank_info.rank, engine.axis
     if captured is None:
         return
+    full, last = axis.slot(0), axis.slot(axis.slots_per_epoch - 1)
+    own = shares(engine.trained, full.samples)[rank]
+    sizes = {full.samples: around(own, full.samples) if is_moving else [own]}
+    sizes.setdefault(last.samples, [shares(engine.trained, last.samples)[rank]])
+    parts = [
+        (Part(full, 0, samples, engine.micro_batch_size(samples)), slot_samples)
+        for slot_samples, wanted in sizes.items()
+        for samples in wanted
+    ]
+    missing = [(part, slot_samples) for part, slot_samples in parts if not captured.has(part.sizes, slot_samples)]
+    if not missing:
+        return
+    state = engine.recorder.state
     engine.recorder.enter("compile")
-    last = engine.axis.slot(engine.axis.slots_per_epoch - 1)
-    own = shares(first.index, first.samples)[rank]
-    sizes = {first.samples: around(own, first.samples) if is_moving else [own]}
-    sizes.setdefault(last.samples, [shares(last.index, last.samples)[rank]])
     with no_trace(engine.eager, engine.device, keep_optimizer_tensors=True):
-        for slot_samples, wanted in sizes.items():
-            parts = [Part(first, 0, samples, engine.micro_batch_size(samples)) for samples in wanted if samples]
-            for _, micros in engine.feed.stream(parts):
-                captured.capture_ahead(micros, slot_samples)
+        streamed = engine.feed.stream([part for part, _ in missing])
+        for (_, micros), (_, slot_samples) in zip(streamed, missing, strict=True):
+            captured.capture_ahead(micros, slot_samples)
     engine.run_ahead.drain()
+    engine.recorder.enter(state)
 
 
 def around(share: int, most: int) -> list[int]:

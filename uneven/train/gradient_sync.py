@@ -28,7 +28,7 @@ from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
-from uneven.train.capture_ahead import capture_ahead
+from uneven.train.capture_ahead import REACH, capture_ahead
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import request
@@ -114,7 +114,7 @@ class GradientSync:
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, _is_leaving)
-        capture_ahead(engine, self.policy.shares, is_moving=isinstance(self.policy, Balanced))
+        self._capture_ahead()
         if is_measured:
             self._advise(costs)
 
@@ -126,6 +126,11 @@ class GradientSync:
         policy = self.policy
         if isinstance(policy, Balanced | Calibrating) and state.get("kind") == type(policy).__name__:
             policy.load_state_dict(state["policy"])
+            self._capture_ahead()
+
+    def _capture_ahead(self) -> None:
+        is_moving = isinstance(self.policy, Balanced)
+        capture_ahead(self.engine, self.policy.shares, is_moving)
 
     def ledger(self) -> Ledger:
         return self.engine.ledger.advanced_to(self.engine.trained)
@@ -194,6 +199,9 @@ class GradientSync:
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
         loss = engine.meter.take(self.group)
         is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
+        if step is None and isinstance(self.policy, Balanced) and not is_stopped:
+            self.policy.settle()
+            self._capture_ahead()
         self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
         return is_stopped
 
@@ -292,15 +300,16 @@ class GradientSync:
         def own_stats() -> StepStats:
             # Called just before the last bucket is sent: this rank's own work since its last collective ended.
             nonlocal busy_ms, sent_ns
+            # Before the wait for the device, which computes meanwhile.
+            status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
+            is_first = float(engine.was_first_of_its_size(part))
+            user_ms, self._user_ns = self._user_ns / 1e6, 0
+            own = (float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
             engine.run_ahead.catch_up()
             began_ns = self._free_ns + int((traffic.wait_s - self._waited_s) * 1e9)
             engine.simulate_slowdown(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
-            status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
-            is_first = float(engine.was_first_of_its_size(part))
-            user_ms, self._user_ns = self._user_ns / 1e6, 0
-            own = (float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
             return StepStats(busy_ms, is_first, *own)
 
         rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
@@ -381,4 +390,5 @@ class GradientSync:
             return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
         # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
         is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
-        return Balanced(tuple(costs), samples, caps, least, lookahead, GRID if is_on_grid else 1)
+        grid, reach = (GRID, REACH) if is_on_grid else (1, None)
+        return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)
