@@ -3,6 +3,7 @@
 from uneven.config.arguments import check_evaluate
 from uneven.config.every import Every, read_every
 from uneven.config.names import (
+    ENTRY_KEYS,
     EXACT_POLICIES,
     LOCAL_POLICIES,
     MODEL_PARALLEL,
@@ -20,6 +21,7 @@ from uneven.config.names import (
     Precision,
     Progress,
     Strategy,
+    results_of,
 )
 from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import CHOICES, RunConfig
@@ -28,6 +30,7 @@ from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, Train
 
 __all__ = [
     "CHOICES",
+    "ENTRY_KEYS",
     "EXACT_POLICIES",
     "HOOKS",
     "LOCAL_POLICIES",
@@ -61,5 +64,6 @@ __all__ = [
     "is_stream",
     "read_every",
     "resolve",
+    "results_of",
     "settings_of",
 ]

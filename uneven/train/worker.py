@@ -24,7 +24,7 @@ from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
 from uneven.results.state_tree import split_tree
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import monitored
+from uneven.step.evaluation import monitored, name_clash
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
@@ -335,6 +335,8 @@ class Worker:
             self.synchronizer.average_buffers()
             metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
             self.wishes.evaluated(self.recorder.clock())
+            if clash := entry.keys() & metrics.keys():
+                raise name_clash(clash)
             entry |= metrics
         self.history.append(entry)
         is_stopped = self._after_evaluation(entry, metrics) if metrics else False
