@@ -13,6 +13,7 @@ LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
 Deadline = Literal["auto"]
+MonitorMode = Literal["auto", "min", "max"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params

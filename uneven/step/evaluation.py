@@ -67,14 +67,15 @@ def evaluate(
     return {name: sum(named.get(name, 0.0) for named, _, _ in rows) / count for name in names}
 
 
-def monitored(metrics: Mapping[str, float], name: str | None) -> float:
-    """The metric that a ReduceLROnPlateau follows; InputError, the same on all ranks, where it is not clear."""
+def monitored(metrics: Mapping[str, float], name: str | None) -> str:
+    """The metric to follow: `name`, else 'loss' or the only one; InputError, on all ranks, where it is not clear."""
     if name is None:
         name = "loss" if "loss" in metrics else next(iter(metrics)) if len(metrics) == 1 else None
     if name is None or name not in metrics:
-        what = "a ReduceLROnPlateau needs one metric to follow" if name is None else f"monitor={name!r}"
+        unclear = "a ReduceLROnPlateau, or keep_best=..., needs one metric to follow"
+        what = unclear if name is None else f"monitor={name!r}"
         raise InputError(f"{what}: the evaluation has {', '.join(metrics)}; pass monitor='{min(metrics)}', for example")
-    return metrics[name]
+    return name
 
 
 def name_clash(names: Iterable[str]) -> InputError:

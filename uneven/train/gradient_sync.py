@@ -192,7 +192,7 @@ class GradientSync:
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-        loss = engine.meter.take(self.group)
+        loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
         is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
         self._free_ns, self._waited_s = engine.recorder.enter("other"), self.group.traffic.wait_s
         return is_stopped
