@@ -13,7 +13,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,19 @@ class Saves:
         if self._saver is not None:
             self._saver.wait_taken()
 
-    def save(self, folder: Path, cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None) -> None:
-        """Take a checkpoint here and write it in the background; `state` is that of synchronizer and callbacks."""
+    def save(
+        self,
+        folder: Path,
+        cause: str,
+        ledger: Ledger,
+        state: Mapping[str, Any],
+        callbacks: Sequence[Any],
+        stopped: str | None,
+    ) -> None:
+        """Take a checkpoint here and write it in the background.
+
+        `state` is that of synchronizer and loop, of which all ranks have the same; `callbacks` that of this rank's own.
+        """
         assert self._saver is not None, "connected when the group has formed"
         engine, run, info = self._engine, self._run, self._engine.rank_info
         is_lead = info.rank == 0
@@ -99,6 +110,7 @@ class Saves:
             "random": random,
             "scaler": scaler.state_dict() if scaler.is_enabled() else None,
             "user": user,
+            "callbacks": callbacks,
         }
         late = self._snapshot(optimizer_tensors)
         early = {name: tensor.clone() for name, tensor in {**random_tensors, **user_tensors}.items()}

@@ -209,7 +209,7 @@ class Worker:
         resumed.restore_rest(self.engine)
         if resumed.is_same_group:
             synchronizer.load_state_dict(resumed.record["synchronizer"])
-        if lines := self.callbacks.load_state_dict(resumed.record["callbacks"]):
+        if lines := self.callbacks.load_state_dict(resumed.own.record["callbacks"]):
             self.report.say(lines)
 
     def _wish(self) -> Wish:
@@ -374,9 +374,9 @@ class Worker:
 
     def _save(self, folder: Path, cause: str) -> None:
         assert self.synchronizer is not None, "an epoch ends after round 0"
-        synchronizer, callbacks = self.synchronizer.state_dict(), self.callbacks.state_dict()
-        state = {"synchronizer": synchronizer, "callbacks": callbacks, "loop": self.loop_state()}
-        self.saves.save(folder, cause, self.synchronizer.ledger(), state, self.stopped)
+        state = {"synchronizer": self.synchronizer.state_dict(), "loop": self.loop_state()}
+        ledger = self.synchronizer.ledger()
+        self.saves.save(folder, cause, ledger, state, self.callbacks.state_dict(), self.stopped)
         self.wishes.saved(self.recorder.clock())
 
     def save_stopped(self) -> None:
