@@ -119,13 +119,11 @@ class GradientSync:
             self._advise(costs)
 
     def state_dict(self) -> dict[str, Any]:
-        keeps = isinstance(self.policy, Balanced | Calibrating)
-        return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict() if keeps else None}
+        return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        policy = self.policy
-        if isinstance(policy, Balanced | Calibrating) and state.get("kind") == type(policy).__name__:
-            policy.load_state_dict(state["policy"])
+        if state.get("kind") == type(self.policy).__name__:
+            self.policy.load_state_dict(state["policy"])
 
     def ledger(self) -> Ledger:
         return self.engine.ledger.advanced_to(self.engine.trained)

@@ -129,7 +129,7 @@ class Worker:
         synchronizer.finalize()
         if is_stopped and self._agree().stopped is None:
             self.save_stopped()
-        self.recorder.enter("checkpoint")
+        self.recorder.enter("setup")  # nothing is left to train: the last checkpoint holds nobody up
         self.saves.finish()
         self._report_notes(synchronizer)
         self.end_callbacks()
