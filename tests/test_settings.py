@@ -123,6 +123,7 @@ TYPED = {
     "num_workers": ("1", 1),
     "eval_every": ("500 steps", "500 steps"),
     "monitor": ("loss", "loss"),
+    "monitor_mode": ("max", "max"),
     "save_every": ("2", 2),
     "keep_last": ("3", 3),
     "keep_best": ("1", 1),

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
 from tests.api.test_loop import make_loop, on_ranks_catching
 from tests.api.test_loop_parity import GAN_DATA, Pair, assert_params, g_loss, plain_batches, step_each
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net
-from uneven import InputError, TrainedState
+from uneven import Ddp, InputError, TrainedState
+from uneven.api.epoch_log import EpochLog
 from uneven.api.loop import Loop
+from uneven.config import ENTRY_KEYS
 from uneven.data.replay import read_log
 from uneven.data.sample_order import prove_exactly_once
 from uneven.policy.axis import Axis
@@ -173,13 +176,47 @@ def test_logged_numbers_are_means_over_all_samples(policy: str, shares: tuple[fl
             assert {name: entry[name] for name in expected(epoch)} == pytest.approx(expected(epoch))
 
 
-@pytest.mark.parametrize("value", [{"lr": 1.0}, {"x": "text"}, {"x": torch.ones(2)}])
+@pytest.mark.parametrize("value", [{"x": "text"}, {"x": torch.ones(2)}, *({name: 1.0} for name in ENTRY_KEYS)])
 def test_what_cannot_be_logged_is_refused(value: dict[str, Any]) -> None:
-    def rank(group: ThreadGroup) -> None:
-        with make_loop(group) as loop:
-            loop.log(**value)
+    with pytest.raises(InputError):
+        EpochLog().add(0, value, 1.0)
 
-    assert isinstance(on_ranks_catching(1, rank)[0], InputError)
+
+def test_an_entry_has_no_key_that_could_be_logged() -> None:
+    """ENTRY_KEYS lists what the run itself writes; an entry of every kind is made here."""
+
+    def rank(group: ThreadGroup) -> set[str]:
+        loop = make_loop(group, epochs=3, policy="cadence", batch_size=8, global_batch_size=None, anchor=40)
+        loop.worker.engine.dropped.count(1)
+        for epoch in range(3):
+            for batch in loop.batches(epoch):
+                step_each(loop, batch)
+                loop.skip_rest()
+        return {name for entry in loop.finish().history for name in entry}
+
+    keys = on_threads(2, rank)[0]
+    assert {"skipped", "dropped"} < keys <= set(ENTRY_KEYS)
+
+
+@pytest.mark.parametrize("where", ["inside", "between"])
+def test_an_evaluated_metric_is_not_replaced_by_a_logged_number(where: str) -> None:
+    """Both would stand in the epoch's entry under one name; it is refused as soon as the name is known."""
+    x, y = torch.ones(8, 2), torch.ones(8, 1)
+    data, model = TensorDataset(x, y), torch.nn.Linear(2, 1)
+    evaluate = (data, lambda model, batch: ({"loss": F.mse_loss(model(batch[0]), batch[1], reduction="sum")}, 8))
+    settings: dict[str, Any] = {"batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        with Ddp.setup(model, optimizer, dataset=data, evaluate=evaluate, **settings) as ddp:
+            for bx, by in ddp.batches(0):
+                ddp.step(F.mse_loss(ddp(bx), by))
+                if where == "inside":
+                    ddp.log(loss=1.0)
+            ddp.log(loss=1.0)
+
+    with pytest.raises(InputError, match=r"ddp\.log\(loss=\.\.\.\): the evaluation has a metric of that name"):
+        loop()
 
 
 def test_an_evaluation_of_ones_own_changes_nothing() -> None:

@@ -197,7 +197,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     for name, param in ddp.model.named_parameters():
         assert torch.equal(param, whole.params[name])
     more, passes = train_plainly(set_up(tmp_path, "auto", save_every="1 epoch", epochs=4))
-    assert (more.finished, more.samples, sum(passes)) == (True, 280, 10)
+    assert (more.finished, more.samples, passes) == (True, 280, [0, 0, 0, 5])
 
 
 def test_registered_objects_come_back_in_place(tmp_path: Path) -> None:

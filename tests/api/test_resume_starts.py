@@ -46,12 +46,12 @@ def test_two_ranks_go_on_under_another_launcher(tmp_path: Path) -> None:
     out.mkdir()
     done = start([BIN / "uneven", "run", script, out, "16", "1", "off", "--devices", "cpu,cpu"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (out / "loop").glob("step-*")} == {"step-3"}
+    assert {path.name for path in (out / "loop").glob("step-*")} == {"step-3", "step-5"}
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
     done = start([*torchrun, script, out, "16", "2", "lines"], tmp_path)
     assert done.returncode == 0, done.stderr
     for kind in ("fit", "loop"):
-        assert done.stderr.count(f"resumes from {out}/{kind}/step-3: 3 steps are trained") == 1
+        assert done.stderr.count(f"resumes from {out}/{kind}/step-5: 5 steps are trained") == 1
     names: dict[str, Any] = {}
     exec(HEAD, names)
     given = {"model": names["net"], "optimizer": names["sgd"], "step": names["loss_of"]}
@@ -59,7 +59,7 @@ def test_two_ranks_go_on_under_another_launcher(tmp_path: Path) -> None:
     expected = fit(**given, dataset=data, batch_size=32, epochs=2, seed=3, devices="cpu", progress="off")
     for rank in range(2):
         found = torch.load(out / f"r{rank}")
-        assert (found["seen"], found["slot"]) == ([2, 5], 10)
+        assert (found["seen"], found["slot"]) == ([0, 5], 10)
         assert found["count"] == {"batches": 10, "rank": rank}
         for params in (found["params"], TrainedState.load(out / "fit").params):
             assert_close({name: param.detach() for name, param in params.items()}, expected.params)
@@ -82,11 +82,13 @@ state = fit(
     assert CliRunner().invoke(app, [*command, "--epochs", "1", "--out", run]).exit_code == 0
     done = CliRunner().invoke(app, [*command, "--epochs", "2", "--resume", run])
     assert done.exit_code == 0, done.output
-    assert f"resumes from {run}/step-3" in done.output
-    assert "trained 300 samples, 204 of them since it was resumed, in" in done.output
+    assert f"resumes from {run}/step-5" in done.output
+    assert "trained 300 samples, 150 of them since it was resumed, in" in done.output
     state = TrainedState.load(run)
     assert (state.slot, state.finished) == (10, True)
-    assert sorted(path.name for path in Path(run).glob("step-*")) == ["step-3", "step-6", "step-9"]
+    assert sorted(path.name for path in Path(run).glob("step-*")) == [
+        *("step-10", "step-3", "step-5", "step-6", "step-9"),
+    ]
     done = CliRunner().invoke(app, [*command, "--epochs", "2", "--resume", "auto", "--out", run])
     assert done.exit_code == 0, done.output
     assert f"{run} is finished: nothing to train" in done.output
@@ -105,4 +107,4 @@ def test_the_builder_has_a_method_for_each(tmp_path: Path) -> None:
 
     builder().epochs(1).save_every("3 steps").keep_last(1).run().join()
     state = builder().epochs(2).save_every("3 steps").resume("auto").run().join()
-    assert (state.saves, state.samples) == ([3, 6], 16)
+    assert (state.saves, state.samples) == ([3, 4, 6, 8], 16)

@@ -44,7 +44,7 @@ def train(model: Callable[[], nn.Module] = make, samples: int = 40, **changes: A
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose result is gone, as if it had been killed after its third checkpoint."""
+    """A finished run with checkpoints at steps 3, 6, 9 and its end, 10."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     train(out=folder, save_every="3 steps")
     return folder
@@ -52,8 +52,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
+    """As if that run had been killed after its third checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "step-10")
     for path in folder.iterdir():
         if path.is_file() and path.name != ".uneven":
             path.unlink()
@@ -111,7 +113,9 @@ def test_a_damaged_checkpoint_is_refused_and_auto_takes_the_one_before_it(
     assert f"resumes from {run / 'step-6'}: 6 steps are trained" in said
     assert "1 later checkpoint" in said
     assert_equal(state, whole)
-    assert {path.name for path in run.glob("s*-*")} == {"step-3", "step-6", "step-9", "superseded-1"}
+    assert {path.name for path in run.glob("s*-*")} == {
+        *("step-3", "step-6", "step-9", "step-10", "superseded-1"),
+    }
 
 
 def another_model() -> nn.Module:
@@ -179,6 +183,17 @@ def test_a_run_goes_on_in_its_folder_and_a_finished_one_is_returned_as_it_is(run
     flip_byte(run / "state.safetensors", 100)
     with pytest.raises(InputError, match="no checkpoint in it"):
         train(resume=run)
+
+
+def test_a_run_that_was_killed_before_it_wrote_its_result_trains_nothing_again(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "state.json").unlink()
+    assert_equal(train(out=run, resume="auto", save_every="3 steps"), whole)
+    assert f"resumes from {run / 'step-10'}: 10 steps are trained" in capsys.readouterr().err
+    assert json.loads((run / "log.json").read_text())["saves"] == [3, 6, 9, 10]
 
 
 def test_more_epochs_go_on_and_so_do_more_steps(run: Path, tmp_path: Path) -> None:

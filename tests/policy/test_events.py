@@ -41,9 +41,17 @@ def test_the_unfinished_last_epoch_is_evaluated() -> None:
     assert evaluated(events(axis=Axis(70, 8, 4, max_slots=20))) == [9, 18, 20]
 
 
-def test_checkpoints_leave_the_end_to_the_result() -> None:
-    found = events(save_every="12 steps", out="runs/x")
-    assert [slot for slot in range(1, 37) if found.saves(slot)] == [12, 24]
+def test_with_an_interval_the_end_of_the_run_is_a_checkpoint() -> None:
+    for every, slots in (("13 steps", [13, 26, 36]), ("2 epochs", [18, 36]), ("10 min", [36]), (None, [])):
+        found = events(save_every=every, out="runs/x")
+        assert [slot for slot in range(1, 37) if found.saves(slot)] == slots
+    found.request_save(36)
+    assert found.saves(36)  # one that was asked for shortly before the end is taken there
+
+
+def test_a_checkpoint_alone_has_no_entry_in_the_history() -> None:
+    found = events("10 steps", save_every="6 steps", out="runs/x", axis=Axis(70, 8, 4, max_slots=34))
+    assert [slot for slot in range(1, 35) if found.has_entry(slot)] == [9, 10, 18, 20, 27, 30, 34]
 
 
 def test_without_any_the_end_of_the_run_is_the_only_event_and_an_own_loop_sees_every_epoch() -> None:
@@ -106,12 +114,11 @@ def test_intervals_as_they_are_written(value: object, wanted: Every | None) -> N
 def test_times_have_no_slots_until_one_is_requested() -> None:
     found = events("10 min", save_every="30 s", out="runs/x")
     assert evaluated(found) == [36]
-    assert not any(found.saves(slot) for slot in range(37))
+    assert [slot for slot in range(37) if found.saves(slot)] == [36]
     assert found.next_event(0) == 36
     found.request_save(11)
     found.request_evaluation(20)
-    found.request_save(36)
-    assert [slot for slot in range(37) if found.saves(slot)] == [11]
+    assert [slot for slot in range(37) if found.saves(slot)] == [11, 36]
     assert evaluated(found) == [20, 36]
     assert [found.next_event(slot) for slot in (0, 10, 11, 19, 20, 36)] == [11, 11, 20, 20, 36, 36]
     without = Events(AXIS)

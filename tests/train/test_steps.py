@@ -235,9 +235,50 @@ def test_a_plateau_needs_one_metric_to_follow() -> None:
 def test_checkpoints_in_steps(options: dict[str, Any], tmp_path: Path) -> None:
     results = train(2, epochs=2, save_every="4 steps", out=tmp_path, **options)
     total = results[0].state.slot
-    steps = list(range(4, total, 4))
+    steps = [*range(4, total, 4), total]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step-{step}" for step in steps)
     saved = TrainedState.load(tmp_path / "step-4")
-    assert (saved.slot, saved.finished, saved.history[-1]["step"]) == (4, False, 4)
+    assert (saved.slot, saved.finished, len(saved.history)) == (4, False, 4 // (total // 2))
+    last = TrainedState.load(tmp_path / f"step-{total}")
+    assert (last.slot, last.finished) == (total, True)
+    assert all(torch.equal(value, results[0].state.params[name]) for name, value in last.params.items())
     if not options:
         Plain().train(0, 4).assert_equal(saved)
+
+
+@pytest.mark.parametrize("options", [{}, LOCAL])
+def test_a_checkpoint_inside_an_epoch_leaves_the_history_as_it_is(options: dict[str, Any], tmp_path: Path) -> None:
+    """An epoch's loss is the mean over all of its steps, wherever the run saves in between, and goes on from there."""
+    shares = {} if not options else {"shares": (1, 1)}
+    for size, more in ((1, {}), (2, shares)):
+        common = {"epochs": 2, **options, **more}
+        saving = train(size, save_every="2 steps", out=tmp_path / f"{size}", **common)[0].state.history
+        resumed = train(3, resume=tmp_path / f"{size}/step-2", is_whole=False, **(common | {"shares": None}))
+        for history in (saving, resumed[0].state.history):
+            assert [(entry["epoch"], "is_inside_epoch" in entry) for entry in history] == [(1, False), (2, False)]
+        if not options:  # of a local policy, params depend on where it saves
+            plain = train(size, **common)[0].state.history
+            for found in (saving, resumed[0].state.history):
+                for entry, wanted in zip(found, plain, strict=True):
+                    assert entry["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("auto", "epoch-2"), ("max", "epoch-2"), ("min", "epoch-3")])
+def test_keep_best_follows_the_only_metric(mode: str, best: str, tmp_path: Path) -> None:
+    values = iter([0.5, 0.9, 0.1, 0.4, 0.6])
+    only = Evaluation(EVALUATION.dataset, lambda model, batch: ({"right": next(values) * 37}, 37), batch_size=37)
+    options = {"save_every": 1, "out": tmp_path, "keep_last": 1, "keep_best": 1, "monitor_mode": mode}
+    train(1, epochs=5, evaluation=only, **options)
+    assert {path.name for path in tmp_path.iterdir()} == {best, "epoch-5"}
+
+
+def test_keep_best_without_a_metric_to_follow_is_refused(tmp_path: Path) -> None:
+    """Nothing would be kept, and the run would lose its best checkpoints without a word."""
+    two = Evaluation(EVALUATION.dataset, lambda model, batch: ({"right": 1.0, "wrong": 2.0}, 1))
+    options = {"epochs": 2, "evaluation": two, "save_every": 1, "out": tmp_path, "keep_best": 1}
+    with pytest.raises(InputError, match="needs one metric to follow: the evaluation has right, wrong"):
+        train(1, **options)
+    with pytest.raises(InputError, match="monitor='rihgt': the evaluation has right, wrong"):
+        train(1, monitor="rihgt", **options)
+    with pytest.raises(InputError, match=r"monitor_mode='max' without keep_best=\.\.\.: leave it out"):
+        train(1, epochs=2, monitor_mode="max")

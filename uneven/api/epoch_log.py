@@ -5,7 +5,7 @@ log different names, and a rank without samples none, so what travels is text an
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
+from uneven.config import ENTRY_KEYS
 from uneven.errors import InputError
-
-TAKEN = ("epoch", "epochs", "samples", "skipped", "train_loss", "lr", "train_seconds", "samples_per_s")
+from uneven.step.evaluation import name_clash
 
 Sums = dict[int, dict[str, list[Any]]]  # epoch -> name -> [sum of value x weight, sum of weights]
 
@@ -27,11 +27,16 @@ class EpochLog:
         self._new: Sums = {}  # of this rank, since the last collect
         self._totals: Sums = {}  # of all ranks
 
-    def add(self, epoch: int, values: Mapping[str, Any], weight: float) -> None:
-        """Tensors are added up on their device, so that logging does not wait for it."""
+    def add(self, epoch: int, values: Mapping[str, Any], weight: float, metrics: Collection[str] = ()) -> None:
+        """Tensors are added up on their device, so that logging does not wait for it.
+
+        `metrics`: the names of the run's own evaluation, as far as they are known; they stand in the same entries.
+        """
         for name, value in values.items():
-            if name in TAKEN:
+            if name in ENTRY_KEYS:
                 raise InputError(f"ddp.log({name}=...): the history has an entry of that name already; choose another")
+            if name in metrics:
+                raise name_clash([name])
             if isinstance(value, Tensor):
                 value = value.detach().double()
             if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):

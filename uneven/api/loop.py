@@ -172,9 +172,9 @@ class Loop(CheckpointCalls):
             return
         self._check_usable()
         if self._iterated is None and self._resume.counts("log"):
-            self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0)
+            self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0, self.worker.callbacks.metrics)
         elif self._iterated is not None:
-            self._log.add(self._iterated, values, float(self._steps.samples))
+            self._log.add(self._iterated, values, float(self._steps.samples), self.worker.callbacks.metrics)
 
     def scheduler_step(self, metric: Any = None) -> float:
         """Between epochs, on all ranks: feed an evaluated metric to the run's ReduceLROnPlateau; returns the metric.

@@ -12,6 +12,7 @@ from uneven.api.epoch_log import EpochLog
 from uneven.api.loop_view import LoopView
 from uneven.comm.gather import gather_bytes
 from uneven.errors import InputError
+from uneven.train.user_state import register
 from uneven.train.worker import Worker
 
 Calls = dict[str, int]
@@ -87,7 +88,8 @@ class CheckpointCalls(LoopView):
         if self._is_stopped:
             return value
         self._check_usable()
-        return self.worker.register(name, value)
+        resumed = self.worker.resumed
+        return register(self.worker.run, name, value, dict if resumed is None else resumed.user_state)
 
     def checkpoint(self) -> None:
         """Ask for a checkpoint: it is taken at the next slot where all ranks can meet. Any rank may ask."""

@@ -13,6 +13,7 @@ from uneven.config import (
     Compile,
     Deadline,
     LRScale,
+    MonitorMode,
     OptimizerState,
     Policy,
     Precision,
@@ -62,6 +63,7 @@ class Settings(TypedDict, total=False):
     num_workers: int
     eval_every: int | str | None
     monitor: str | None
+    monitor_mode: MonitorMode
     save_every: int | str | None
     keep_last: int | None
     keep_best: int | None
@@ -225,8 +227,12 @@ class SettingMethods:
         """The evaluated metric that a ReduceLROnPlateau and keep_best follow."""
         return self.settings(monitor=monitor)
 
+    def monitor_mode(self, monitor_mode: MonitorMode) -> "Self":
+        """Which value of monitor keep_best keeps; auto: min if loss, error, perplexity, mse or mae is in its name."""
+        return self.settings(monitor_mode=monitor_mode)
+
     def save_every(self, save_every: int | str | None) -> "Self":
-        """Save a checkpoint every N epochs, or as in '500 steps' or '10 min', under out."""
+        """Save a checkpoint every N epochs, or as in '500 steps' or '10 min', and at the end, under out."""
         return self.settings(save_every=save_every)
 
     def keep_last(self, keep_last: int | None) -> "Self":
@@ -234,7 +240,7 @@ class SettingMethods:
         return self.settings(keep_last=keep_last)
 
     def keep_best(self, keep_best: int | None) -> "Self":
-        """Keep this many checkpoints with the best monitored metric: the lowest loss or error, else the highest."""
+        """Keep this many checkpoints with the best value of monitor; monitor_mode says which is the best."""
         return self.settings(keep_best=keep_best)
 
     def resume(self, resume: str | Path | None) -> "Self":

@@ -14,17 +14,13 @@ from typing import Any
 from uneven.bench.single.folders import read_json
 from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
-from uneven.config import POLICIES
+from uneven.config import ENTRY_KEYS, POLICIES
 from uneven.errors import InputError
 from uneven.launch.script import refuse_plain_script
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
 NEAR = 0.02  # a loss within this fraction of the lowest counts as equally good, since there is one run per policy
-_NOT_METRICS = (
-    *("epoch", "step", "is_inside_epoch", "samples", "dropped"),
-    *("train_loss", "lr", "train_seconds", "samples_per_s"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +109,7 @@ def read_row(policy: str, out: Path) -> PolicyRow | str:
     timeline = Timeline.from_json(record)
     last = state["history"][-1]
     seconds = max(account.training_s for account in timeline.accounts)
-    metrics = {k: float(v) for k, v in last.items() if k not in _NOT_METRICS and isinstance(v, int | float)}
+    metrics = {k: float(v) for k, v in last.items() if k not in ENTRY_KEYS and isinstance(v, int | float)}
     counts = [sum(part[2] for part in parts) for parts in log["ranks"]] if isinstance(log, dict) else []
     return PolicyRow(
         policy,

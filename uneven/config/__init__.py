@@ -3,6 +3,7 @@
 from uneven.config.arguments import check_evaluate
 from uneven.config.every import Every, read_every
 from uneven.config.names import (
+    ENTRY_KEYS,
     EXACT_POLICIES,
     LOCAL_POLICIES,
     MODEL_PARALLEL,
@@ -15,11 +16,13 @@ from uneven.config.names import (
     Compile,
     Deadline,
     LRScale,
+    MonitorMode,
     OptimizerState,
     Policy,
     Precision,
     Progress,
     Strategy,
+    results_of,
 )
 from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import CHOICES, RunConfig
@@ -28,6 +31,7 @@ from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, Train
 
 __all__ = [
     "CHOICES",
+    "ENTRY_KEYS",
     "EXACT_POLICIES",
     "HOOKS",
     "LOCAL_POLICIES",
@@ -45,6 +49,7 @@ __all__ = [
     "Every",
     "LRScale",
     "Loading",
+    "MonitorMode",
     "OptimizerState",
     "Policy",
     "Precision",
@@ -61,5 +66,6 @@ __all__ = [
     "is_stream",
     "read_every",
     "resolve",
+    "results_of",
     "settings_of",
 ]

@@ -82,6 +82,11 @@ def _check_saves(config: Any) -> None:
     for name in ("keep_last", "keep_best"):
         if getattr(config, name) is not None and config.save_every is None:
             raise InputError(f"{name}={getattr(config, name)} without save_every=...: no checkpoint is saved")
+    if config.monitor_mode != "auto" and config.keep_best is None:
+        raise InputError(
+            f"monitor_mode={config.monitor_mode!r} without keep_best=...: leave it out; a ReduceLROnPlateau, "
+            "EarlyStopping and KeepBest have a mode of their own"
+        )
     if config.resumes_newest and config.out is None:
         raise InputError("resume='auto' looks for checkpoints in the run's own folder: add out='runs/my-run'")
     if config.resume is not None and config.replay is not None:

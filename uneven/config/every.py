@@ -11,7 +11,7 @@ SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h"
 
 
 class Every(NamedTuple):
-    """So many slots of the axis, or so many epochs, never a rank's own count of steps; or so much training time."""
+    """So many slots of the axis, or so many epochs, never a rank's own count of steps; or so long by rank 0's clock."""
 
     number: int | float
     unit: Literal["steps", "epochs", "seconds"]

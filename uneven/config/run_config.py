@@ -22,6 +22,7 @@ from uneven.config.names import (
     Compile,
     Deadline,
     LRScale,
+    MonitorMode,
     OptimizerState,
     Policy,
     Precision,
@@ -250,10 +251,17 @@ class RunConfig:
             default="'loss', or the only metric",
         ),
     )
+    monitor_mode: MonitorMode = field(
+        default="auto",
+        metadata=about(
+            "Which value of monitor keep_best keeps; auto: min if loss, error, perplexity, mse or mae is in its name."
+        ),
+    )
     save_every: int | str | None = field(
         default=None,
         metadata=about_every(
-            "Save a checkpoint every N epochs, or as in '500 steps' or '10 min', under out.", "at the end alone"
+            "Save a checkpoint every N epochs, or as in '500 steps' or '10 min', and at the end, under out.",
+            "the result alone",
         ),
     )
     keep_last: int | None = field(
@@ -262,7 +270,7 @@ class RunConfig:
     keep_best: int | None = field(
         default=None,
         metadata=about(
-            "Keep this many checkpoints with the best monitored metric: the lowest loss or error, else the highest.",
+            "Keep this many checkpoints with the best value of monitor; monitor_mode says which is the best.",
             least=1,
             default="none beside keep_last",
         ),

@@ -53,7 +53,8 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     if is_whole_run and out.resolve() == run.resolve() and (finished := _finished(run, config, check)):
         return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
     if not candidates and config.resumes_newest:
-        return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} yet, a new run begins"])
+        why = "yet" if not _result_files(run) else "to train on from (that run finished without save_every=...)"
+        return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} {why}, a new run begins"])
     if not candidates:
         raise InputError(
             f"resume={str(run)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"

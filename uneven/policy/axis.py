@@ -117,6 +117,10 @@ class Axis:
         """The slot index at which an epoch is over: trained in full, or the last one up to the end of the run."""
         return min((epoch + 1) * self.slots_per_epoch, self.total)
 
+    def ends_epoch(self, index: int) -> bool:
+        """Whether an epoch is trained in full when all slots before `index` are done."""
+        return index > 0 and index % self.slots_per_epoch == 0
+
     def epochs_before(self, index: int) -> int:
         """How many epochs are over when all slots before `index` are done."""
         return self.epochs if index >= self.total else index // self.slots_per_epoch

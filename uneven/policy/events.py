@@ -41,9 +41,13 @@ class Events:
         return self._is_at(self.evaluation, slot) or slot in self.extra_evaluations or slot == self.axis.total
 
     def saves(self, slot: int) -> bool:
-        """Whether a checkpoint is written here; at the end of the run the state is the result."""
-        is_asked = self.checkpoint is not None and self._is_at(self.checkpoint, slot)
-        return (is_asked or slot in self.extra_saves) and slot != self.axis.total
+        """Whether a checkpoint is written here; with an interval also at the end, for a longer run to go on from."""
+        is_asked = self.checkpoint is not None and (self._is_at(self.checkpoint, slot) or slot == self.axis.total)
+        return is_asked or slot in self.extra_saves
+
+    def has_entry(self, slot: int) -> bool:
+        """Whether the history gets an entry here: after an evaluation and every epoch, not for a checkpoint alone."""
+        return self.evaluates(slot) or slot == self.axis.epoch_end(max(0, self.axis.epochs_before(slot) - 1))
 
     def next_event(self, slot: int) -> int:
         """The first slot after this one that needs all ranks at once; the end of the run is its own successor."""

@@ -106,10 +106,6 @@ class RecordedWindows:
     def fingerprint(self) -> int:
         return self.rounds
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: what a replay does is in the log."""
-        return {}
-
 
 @dataclass
 class RecordedSchedule:
@@ -150,7 +146,7 @@ class RecordedSchedule:
         return not self.in_flight and not self.is_over and self.parts >= self._next.entered
 
     def set_limit(self) -> int:
-        """None: in a replay nothing is asked for, and its events are in the log."""
+        """No limit: a replay asks for nothing, and its events are in the log."""
         return self.total
 
     def enter(self) -> None:

@@ -93,6 +93,9 @@ class StreamAxis(Axis):
         is_cut = index >= self.total and index > self._start(over)  # `max_slots` ends the run inside an epoch
         return over + is_cut
 
+    def ends_epoch(self, index: int) -> bool:
+        return index in self._ends
+
     def epoch_end(self, epoch: int) -> int:
         known = self._start(epoch + 1) if epoch < len(self._ends) else UNKNOWN
         return min(known, self.max_slots or UNKNOWN)

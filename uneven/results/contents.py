@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from uneven.config import results_of
 from uneven.errors import InputError
 from uneven.results.checkpoint_folders import HIDDEN, find_checkpoints, slot_of
 from uneven.results.record import RECORD, read_record
 from uneven.results.saved_state import open_state
-from uneven.results.state import NOT_METRICS
-
-_POSITION = ("epoch", "step", "samples", "is_inside_epoch", "epochs", "skipped", "dropped")  # of a history entry
 
 
 def run_contents(run: Path) -> list[dict[str, Any]]:
@@ -78,11 +76,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 def _metrics(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of the last evaluation, else of the last epoch."""
     entries = [
-        {
-            name: value
-            for name, value in entry.items()
-            if name not in (*NOT_METRICS, *_POSITION) and isinstance(value, int | float)
-        }
+        {name: value for name, value in results_of(entry).items() if isinstance(value, int | float)}
         for entry in record.get("history", [])
     ]
     return next((entry for entry in reversed(entries) if set(entry) - {"train_loss"}), entries[-1] if entries else {})

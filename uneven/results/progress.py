@@ -22,13 +22,10 @@ from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
 
+from uneven.config import results_of
 from uneven.policy.axis import Axis
 from uneven.results.notebook import Block, in_notebook
 
-_NOT_METRICS = (
-    *("epoch", "epochs", "step", "is_inside_epoch", "samples", "dropped", "lr"),
-    *("train_seconds", "samples_per_s"),
-)
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
 _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
@@ -210,11 +207,10 @@ def epoch_line(entry: Mapping[str, Any], epochs: int) -> str | None:
     name = f"epoch {last}/{epochs}" if first == last else f"epochs {first}-{last} of {epochs}"
     if entry.get("is_inside_epoch"):
         name = f"{name}, step {entry['step']:,}"
-    metrics = {metric: _figure(value) for metric, value in entry.items() if metric not in _NOT_METRICS}
+    metrics = {metric: _figure(value) for metric, value in results_of(entry).items()}
     if first < last:
         metrics["train_loss"] += " (over both)" if last == first + 1 else f" (over all {last - first + 1})"
-    if "dropped" in entry:
-        metrics["dropped"] = f"{entry['dropped']:,} samples"
+    metrics |= {name: f"{entry[name]:,} samples" for name in ("skipped", "dropped") if name in entry}
     figures = "  ".join(f"{metric} {figure}" for metric, figure in metrics.items())
     return f"{name}  {figures}  {entry['samples_per_s']:,.0f} samples/s  {entry['train_seconds']:.1f} s"
 

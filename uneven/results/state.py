@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.config import results_of
 from uneven.data.replay import log_record
 from uneven.data.sample_order import check_dropped, prove_exactly_once
 from uneven.errors import InputError
@@ -28,8 +29,6 @@ from uneven.results.record import RECORD, check_files, encode, read_record, reco
 from uneven.results.state_tree import join_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 from uneven.timeline.timeline import Timeline
-
-NOT_METRICS = ("lr", "train_seconds", "samples_per_s")  # numbers of a history entry that are not results
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,7 +96,7 @@ class TrainedState:
         """What a person wants to know first, without any tensor."""
         numbers = sum(param.numel() for param in self.params.values())
         last = self.history[-1] if self.history else {}
-        metrics = {name: value for name, value in last.items() if name not in NOT_METRICS and isinstance(value, float)}
+        metrics = {name: value for name, value in results_of(last).items() if isinstance(value, float)}
         epochs = sum(not entry.get("is_inside_epoch") for entry in self.history)
         facts = {
             "model": f"{numbers:,} params in {len(self.params)} tensors, {len(self.buffers)} buffers",

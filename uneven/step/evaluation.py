@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +10,13 @@ from torch import nn
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
-from uneven.config import EvalStep
+from uneven.config import ENTRY_KEYS, EvalStep
 from uneven.data.feed import Feed
 from uneven.errors import InputError
 from uneven.step.loss import describe, is_number
 from uneven.step.precision import Precision
 
 WANTED = "it must return (sums by name, count), as in ({'correct': (scores.argmax(1) == y).sum()}, len(y))"
-ENTRY = (  # keys of a history entry
-    *("epoch", "epochs", "step", "is_inside_epoch", "samples", "dropped"),
-    *("train_loss", "lr", "train_seconds", "samples_per_s"),
-)
 
 
 def evaluate(
@@ -71,14 +67,21 @@ def evaluate(
     return {name: sum(named.get(name, 0.0) for named, _, _ in rows) / count for name in names}
 
 
-def monitored(metrics: Mapping[str, float], name: str | None) -> float:
-    """The metric that a ReduceLROnPlateau follows; InputError, the same on all ranks, where it is not clear."""
+def monitored(metrics: Mapping[str, float], name: str | None) -> str:
+    """The metric to follow: `name`, else 'loss' or the only one; InputError, on all ranks, where it is not clear."""
     if name is None:
         name = "loss" if "loss" in metrics else next(iter(metrics)) if len(metrics) == 1 else None
     if name is None or name not in metrics:
-        what = "a ReduceLROnPlateau needs one metric to follow" if name is None else f"monitor={name!r}"
+        unclear = "a ReduceLROnPlateau, or keep_best=..., needs one metric to follow"
+        what = unclear if name is None else f"monitor={name!r}"
         raise InputError(f"{what}: the evaluation has {', '.join(metrics)}; pass monitor='{min(metrics)}', for example")
-    return metrics[name]
+    return name
+
+
+def name_clash(names: Iterable[str]) -> InputError:
+    """For numbers that the user's loop logs under the names of evaluated metrics: one would replace the other."""
+    first = min(names)
+    return InputError(f"ddp.log({first}=...): the evaluation has a metric of that name; choose another, or rename it")
 
 
 def read_metrics(result: Any) -> tuple[Mapping[str, Any], Any]:
@@ -91,6 +94,6 @@ def read_metrics(result: Any) -> tuple[Mapping[str, Any], Any]:
     for name, value in sums.items():
         if not is_number(value):
             raise InputError(f"the eval step returned {describe(value)} as {name!r}, not one number; {WANTED}")
-        if name in ENTRY:
+        if name in ENTRY_KEYS:
             raise InputError(f"the eval step returned a metric {name!r}, which an epoch's entry has already: rename it")
     return sums, count

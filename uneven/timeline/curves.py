@@ -11,6 +11,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, DataRange1d, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
+from uneven.config import ENTRY_KEYS
 from uneven.timeline.charts import (
     DASHES,
     RANK_COLOURS,
@@ -37,7 +38,6 @@ MAX_POINTS = 1_000  # of a curve: about one per pixel of a wide screen
 BIN_NS = 100_000_000  # the interval of the sampler
 
 # Keys of an epoch's entry in metrics.jsonl that are not metrics.
-NOT_METRICS = {"epoch", "step", "samples", "dropped", "train_loss", "lr", "train_seconds", "samples_per_s"}
 
 
 def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
@@ -164,7 +164,7 @@ def metric_charts(
 
     `times` holds the second of each entry by its epoch and step.
     """
-    names = sorted({name for entry in history for name, value in entry.items() if _is_number(value)} - NOT_METRICS)
+    names = sorted({name for entry in history for name, value in entry.items() if _is_number(value)} - {*ENTRY_KEYS})
     losses = [name for name in names if name.endswith("loss")]
     others = [name for name in names if name not in losses]
     charts = []

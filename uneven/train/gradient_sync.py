@@ -119,18 +119,15 @@ class GradientSync:
             self._advise(costs)
 
     def state_dict(self) -> dict[str, Any]:
-        keeps = isinstance(self.policy, Balanced | Calibrating)
-        return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict() if keeps else None}
+        return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        policy = self.policy
-        if isinstance(policy, Balanced | Calibrating) and state.get("kind") == type(policy).__name__:
-            policy.load_state_dict(state["policy"])
+        if state.get("kind") == type(self.policy).__name__:
+            self.policy.load_state_dict(state["policy"])
             self._capture_ahead()
 
     def _capture_ahead(self) -> None:
-        is_moving = isinstance(self.policy, Balanced)
-        capture_ahead(self.engine, self.policy.shares, is_moving)
+        capture_ahead(self.engine, self.policy.shares, is_moving=isinstance(self.policy, Balanced))
 
     def ledger(self) -> Ledger:
         return self.engine.ledger.advanced_to(self.engine.trained)
@@ -197,7 +194,7 @@ class GradientSync:
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-        loss = engine.meter.take(self.group)
+        loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
         is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.settle()

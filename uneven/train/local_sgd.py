@@ -232,12 +232,8 @@ class LocalSGD:
         return RankStatus.STOP_REQUESTED if self._stops else going
 
     def _may_merge(self) -> bool:
-        return (
-            self._stops
-            or self._skips
-            or self.windows.is_blocking
-            or self.slot_schedule.may_merge(self.average.is_done())
-        )
+        must = self._stops or self._skips or self.windows.is_blocking
+        return must or self.slot_schedule.may_merge(self.average.is_done())
 
     def _step(self, part: Part, micros: Micros) -> None:
         engine = self.engine
@@ -379,7 +375,9 @@ class LocalSGD:
         if stop > first or is_inside:
             # All may have got to an event with the round before it; held back by the event, they agree already.
             self.engine.reach_slot(max(self.engine.trained, until))
-            (loss_sum, count), self._losses = self._losses, [0.0, 0.0]
+            loss_sum, count = self._losses
+            if stop > first or self.engine.events.has_entry(until):  # a checkpoint alone has no entry
+                self._losses = [0.0, 0.0]
             loss = loss_sum / count if count else float("nan")
             for epoch in range(first, stop):
                 self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)

@@ -64,6 +64,7 @@ class Resumed:
         here = {"slot": self.ledger.trained, "samples": record["samples"], "devices": self._devices}
         run.segments = [*record["segments"], here]
         run.train_seconds = record["train_seconds"]
+        run.monitored = record.get("monitored")
         run.earlier_logs = list(record["earlier_logs"])
         if self._rank == 0:
             gone = self.checkpoint.ranks[len(self._devices) :]
@@ -101,10 +102,10 @@ class Resumed:
             engine.load_full_state(FullState(self._model_state(engine), self._optimizer_state(engine)))
         engine.schedule.load_state_dict(self.record["schedule"])
         losses = self.own.record["losses"] if self.is_same_group else [0.0, 0.0]
-        if not self.is_same_group and self._rank == 0:
-            losses = [
-                sum(values) for values in zip(*(part.record["losses"] for part in self.checkpoint.ranks), strict=True)
-            ]
+        if not self.is_same_group and self._rank == 0:  # those of all ranks, in the sums of a local policy too
+            known = [part.record["losses"] for part in self.checkpoint.ranks]
+            known.append(self.record["synchronizer"].get("losses", [0.0, 0.0]))
+            losses = [sum(values) for values in zip(*known, strict=True)]
         engine.meter.totals.copy_(torch.tensor(losses, dtype=torch.float64))
         self.restore_random(engine)
 
@@ -186,23 +187,3 @@ def check_model(checkpoint: Checkpoint, model: Mapping[str, Tensor], structure: 
             )
     if structure is not None and checkpoint.record["structure"] not in (None, structure):
         raise InputError(f"checkpoint {checkpoint.folder} is of another model: its graph computes something else")
-
-
-def load_user_state(value: Any, saved: Any) -> Any:
-    """Give a registered object its saved state, in place where it can be; returns the object to go on with."""
-    load = getattr(value, "load_state_dict", None)
-    if callable(load):
-        load(saved)
-        return value
-    if isinstance(value, dict) and isinstance(saved, dict):
-        value.clear()
-        value.update(saved)
-        return value
-    if isinstance(value, list) and isinstance(saved, list):
-        value[:] = saved
-        return value
-    if isinstance(value, Tensor) and isinstance(saved, Tensor):
-        with torch.no_grad():
-            value.copy_(saved)
-        return value
-    return saved

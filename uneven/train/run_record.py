@@ -15,4 +15,5 @@ class RunRecord:
     earlier_logs: list[dict[str, Any]] = field(default_factory=list)  # of ranks that this group does not have
     train_seconds: float = 0.0  # of earlier segments
     kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors that a callback kept, and their entry
+    monitored: str | None = None  # the metric that keep_best or a ReduceLROnPlateau follows, once it was evaluated
     user: dict[str, Any] = field(default_factory=dict)  # what the user's own loop registered

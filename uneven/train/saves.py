@@ -13,7 +13,7 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from uneven.average.replica import is_finite
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
-from uneven.config import read_every
+from uneven.config import MonitorMode, read_every
 from uneven.errors import NotFiniteError
 from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
@@ -36,6 +36,7 @@ from uneven.results.state_tree import split_tree
 from uneven.train.engine import Engine
 from uneven.train.random_state import capture_random
 from uneven.train.run_record import RunRecord
+from uneven.train.user_state import user_state
 
 Take = Callable[[], dict[str, Tensor]]
 
@@ -66,7 +67,7 @@ class Saves:
         """The folder's name of a checkpoint at this slot."""
         axis, every = self._engine.axis, read_every(self._engine.config.save_every)
         epochs = axis.epochs_before(slot)
-        is_epoch = every is not None and every.unit == "epochs" and slot == axis.epoch_end(epochs - 1)
+        is_epoch = every is not None and every.unit == "epochs" and axis.ends_epoch(slot)
         return f"epoch-{epochs}" if is_epoch else f"step-{slot}"
 
     def wait_taken(self) -> None:
@@ -74,8 +75,19 @@ class Saves:
         if self._saver is not None:
             self._saver.wait_taken()
 
-    def save(self, folder: Path, cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None) -> None:
-        """Take a checkpoint here and write it in the background; `state` is that of synchronizer and callbacks."""
+    def save(
+        self,
+        folder: Path,
+        cause: str,
+        ledger: Ledger,
+        state: Mapping[str, Any],
+        callbacks: Sequence[Any],
+        stopped: str | None,
+    ) -> None:
+        """Take a checkpoint here and write it in the background.
+
+        `state` is that of synchronizer and loop, of which all ranks have the same; `callbacks` that of this rank's own.
+        """
         assert self._saver is not None, "connected when the group has formed"
         engine, run, info = self._engine, self._run, self._engine.rank_info
         is_lead = info.rank == 0
@@ -98,6 +110,7 @@ class Saves:
             "random": random,
             "scaler": scaler.state_dict() if scaler.is_enabled() else None,
             "user": user,
+            "callbacks": callbacks,
         }
         late = self._snapshot(optimizer_tensors)
         early = {name: tensor.clone() for name, tensor in {**random_tensors, **user_tensors}.items()}
@@ -126,6 +139,7 @@ class Saves:
             "epoch_sizes": list(engine.axis.sizes) if isinstance(engine.axis, StreamAxis) else [],
             "order": f"{engine.order.fingerprint(engine.config.epochs):08x}",
             "ledger": ledger.to_json(),
+            "monitored": run.monitored,
             "saves": list(run.saves),
             "stop_rounds": list(run.stop_rounds),
             "segments": list(run.segments),
@@ -250,7 +264,8 @@ class Saves:
     def _prune(self) -> None:
         config = self._engine.config
         if self.out is not None and (config.keep_last is not None or config.keep_best is not None):
-            prune(self.out, config.keep_last, config.keep_best, *_monitored(config.monitor))
+            name = self._run.monitored or config.monitor  # before the first evaluation nothing is the best
+            prune(self.out, config.keep_last, config.keep_best, name, best_of(name or "", config.monitor_mode))
 
 
 def folder_of_stopped_run(group: Group) -> Path:
@@ -267,17 +282,11 @@ def param_names(engine: Engine) -> list[str]:
     return [names.get(param, f"unnamed.{place}") for place, param in enumerate(params)]
 
 
-def _monitored(name: str | None) -> tuple[str, str]:
-    """The metric by which the best checkpoints are kept, and whether its least or largest value is the best."""
-    name = name or "loss"
-    is_least = any(part in name.lower() for part in ("loss", "error", "perplexity", "mse", "mae"))
-    return name, "min" if is_least else "max"
-
-
-def user_state(value: Any) -> Any:
-    """What is kept of an object that the user registered."""
-    state_dict = getattr(value, "state_dict", None)
-    return state_dict() if callable(state_dict) else value
+def best_of(metric: str, mode: MonitorMode) -> str:
+    """Whether the least ("min") or the largest ("max") value of a metric is the best."""
+    if mode != "auto":
+        return mode
+    return "min" if any(part in metric.lower() for part in ("loss", "error", "perplexity", "mse", "mae")) else "max"
 
 
 def _is_kept(value: Any) -> bool:

@@ -19,12 +19,11 @@ from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task, read_every
 from uneven.data.feed import Micros
-from uneven.errors import InputError, NotFiniteError
+from uneven.errors import NotFiniteError
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
-from uneven.results.state_tree import split_tree
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import monitored
+from uneven.step.evaluation import monitored, name_clash
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
@@ -36,9 +35,9 @@ from uneven.train.evaluator import Evaluator
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
-from uneven.train.resume import Resumed, load_user_state
+from uneven.train.resume import Resumed
 from uneven.train.run_record import RunRecord
-from uneven.train.saves import Saves, folder_of_stopped_run, user_state
+from uneven.train.saves import Saves, folder_of_stopped_run
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
 
@@ -130,7 +129,7 @@ class Worker:
         synchronizer.finalize()
         if is_stopped and self._agree().stopped is None:
             self.save_stopped()
-        self.recorder.enter("checkpoint")
+        self.recorder.enter("setup")  # nothing is left to train: the last checkpoint holds nobody up
         self.saves.finish()
         self._report_notes(synchronizer)
         self.end_callbacks()
@@ -210,18 +209,8 @@ class Worker:
         resumed.restore_rest(self.engine)
         if resumed.is_same_group:
             synchronizer.load_state_dict(resumed.record["synchronizer"])
-        if lines := self.callbacks.load_state_dict(resumed.record["callbacks"]):
+        if lines := self.callbacks.load_state_dict(resumed.own.record["callbacks"]):
             self.report.say(lines)
-
-    def register(self, name: str, value: Any) -> Any:
-        """Keep a value of the user's in checkpoints; returns it with its saved state, in a resumed run once."""
-        if not isinstance(name, str) or not name:
-            raise InputError(f"register({name!r}, ...): the name must be text, as in 'tokenizer'")
-        saved = self.resumed.user_state() if self.resumed is not None and name not in self.run.user else {}
-        value = load_user_state(value, saved[name]) if name in saved else value
-        split_tree(user_state(value), name)  # what cannot be kept is told now, not at the first checkpoint
-        self.run.user[name] = value
-        return value
 
     def _wish(self) -> Wish:
         """What this rank wants beside what the axis asks for; a replay follows its log alone."""
@@ -298,7 +287,8 @@ class Worker:
 
     def _end_epoch(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
         """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
-        hold the same params. Adds an entry to the history; returns whether callbacks have stopped the run.
+        hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
+        callbacks have stopped the run.
 
         Where loss and speed are known only over several epochs, from `first` to that of `until`, the entry says so in
         "epochs".
@@ -306,6 +296,8 @@ class Worker:
         assert self.synchronizer is not None, "an epoch ends after round 0"
         self.recorder.enter("other")
         slot, last = self.axis.epoch_end(epoch) if step is None else step, self.axis.slot(until - 1).epoch
+        if not self.engine.events.has_entry(slot):
+            return self._save_checkpoint(slot)
         if epoch == first:
             self._span = (self._span[1], (until, self.saves.train_seconds))
         (slots, seconds), (_, now_s) = self._span
@@ -335,11 +327,12 @@ class Worker:
             self.synchronizer.average_buffers()
             metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
             self.wishes.evaluated(self.recorder.clock())
+            if clash := entry.keys() & metrics.keys():
+                raise name_clash(clash)
             entry |= metrics
         self.history.append(entry)
         is_stopped = self._after_evaluation(entry, metrics) if metrics else False
-        if self.engine.events.saves(slot):
-            is_stopped |= self._save_checkpoint(slot)
+        is_stopped |= self._save_checkpoint(slot)
         self.recorder.enter("other")
         self.recorder.event("epoch" if step is None else "evaluated", **entry)
         self.report.epoch_done(entry)
@@ -347,8 +340,10 @@ class Worker:
 
     def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
         """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
+        if self.engine.schedule.needs_metric or self.config.keep_best is not None:
+            self.run.monitored = monitored(metrics, self.config.monitor)
         if self.engine.schedule.needs_metric:
-            self.engine.schedule.step_metric(monitored(metrics, self.config.monitor))
+            self.engine.schedule.step_metric(metrics[str(self.run.monitored)])
         self.callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
         self._call_back("on_eval", entry["step"])
         agreed = self._agree()
@@ -358,8 +353,10 @@ class Worker:
         return agreed.stopped is not None
 
     def _save_checkpoint(self, slot: int) -> bool:
-        """Take a checkpoint, on all ranks; returns whether a callback stops the run here."""
+        """Take a checkpoint where one is due, on all ranks; returns whether a callback stops the run here."""
         assert self.synchronizer is not None, "an epoch ends after round 0"
+        if not self.engine.events.saves(slot):
+            return False
         assert self.engine.trained == slot, f"{self.engine.trained} slots are trained where slot {slot} is saved"
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
@@ -377,9 +374,9 @@ class Worker:
 
     def _save(self, folder: Path, cause: str) -> None:
         assert self.synchronizer is not None, "an epoch ends after round 0"
-        synchronizer, callbacks = self.synchronizer.state_dict(), self.callbacks.state_dict()
-        state = {"synchronizer": synchronizer, "callbacks": callbacks, "loop": self.loop_state()}
-        self.saves.save(folder, cause, self.synchronizer.ledger(), state, self.stopped)
+        state = {"synchronizer": self.synchronizer.state_dict(), "loop": self.loop_state()}
+        ledger = self.synchronizer.ledger()
+        self.saves.save(folder, cause, ledger, state, self.callbacks.state_dict(), self.stopped)
         self.wishes.saved(self.recorder.clock())
 
     def save_stopped(self) -> None:
