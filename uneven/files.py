@@ -23,6 +23,7 @@ RUN_FILES = (
     *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
     *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
 )
+NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
@@ -114,6 +115,26 @@ def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
             "move it away, or choose another folder"
         )
     return []
+
+
+def check_resumed_folder(path: Path) -> None:
+    """InputError where a run cannot be resumed from this path: no folder, or nothing of a run in it."""
+    what = f"resume={str(path)!r}"
+    if not path.is_dir():
+        found = "it is a file" if path.exists() else "there is no such folder"
+        raise InputError(f"{what}: {found}; name a run's folder, or resume='auto'")
+    if not may_hold_states(path):
+        raise InputError(f"{what}: no checkpoint in it; a run writes them with save_every=... and when stopped")
+
+
+def may_hold_states(folder: Path) -> bool:
+    """Whether states of a run may be in a folder: a result, checkpoints, or what is left of one.
+
+    A quick look by names, for the command line: reading the states needs torch, and loading that takes seconds.
+    """
+    names = ("state.json", "rank-*.json", "step-*", "epoch-*", ".*-*")
+    is_named = any(fnmatch(entry.name, name) for entry in folder.iterdir() for name in names)
+    return is_named or any(folder.glob("*/state.json"))
 
 
 def _is_ours(folder: Path) -> bool:

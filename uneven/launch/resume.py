@@ -15,7 +15,7 @@ from torch import nn
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import EpochOrder, random_states_preserved
 from uneven.errors import InputError
-from uneven.files import folder_error, mark_as_run
+from uneven.files import check_resumed_folder, folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
@@ -129,9 +129,7 @@ def check_length(what: str, samples: int, axis: Axis) -> None:
 
 def _named(path: Path) -> tuple[Path, list[Path]]:
     """(run folder, the checkpoint meant) of a path that the user named; no checkpoint where a run has none."""
-    if not path.is_dir():
-        what = "it is a file" if path.exists() else "there is no such folder"
-        raise InputError(f"resume={str(path)!r}: {what}; name a run's folder, or resume='auto'")
+    check_resumed_folder(path)
     found = find_checkpoints(path)
     return (path.parent if found == [path] else path), found[:1]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
 from uneven.errors import InputError, StoppedError, Terminated
+from uneven.files import check_resumed_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
@@ -36,6 +37,8 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     if not script.is_file():
         raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
     check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
+    if (resume := settings.get("resume")) not in (None, "auto"):
+        check_resumed_folder(Path(resume))
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:

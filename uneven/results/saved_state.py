@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.files import folder_error, sync_folder
+from uneven.files import NO_STATE, folder_error, sync_folder
 from uneven.results.checkpoint import STATE, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, slot_of
 from uneven.results.record import RECORD, check_files, read_record
@@ -64,7 +64,7 @@ def newest_state(run: Path) -> tuple[SavedState, list[str]]:
         place = next((n for n, folder in enumerate(candidates) if _slot(folder) <= _slot(run)), len(candidates))
         candidates.insert(place, run)
     if not candidates:
-        raise InputError(f"{run} holds no state of a run: there is no state.json and no step-N or epoch-N folder in it")
+        raise InputError(f"{run} {NO_STATE}")
     faults: list[str] = []
     for folder in candidates:
         found = _try_open(folder, faults)
