@@ -19,6 +19,7 @@ MARK = ".uneven"  # in every folder that a run writes to
 # What runs and benchmarks write to such a folder; a folder of that name is ours where it holds a state of ours.
 RUN_FILES = (
     *(MARK, "state.json", "state.safetensors", "optimizer.safetensors", "log.json", "epoch-*", "step-*", "best"),
+    "superseded-*",  # what a run that was resumed further back has moved aside
     *(".epoch-*", ".step-*"),  # a checkpoint that a killed run was writing or removing
     *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
     *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
@@ -138,8 +139,9 @@ def may_hold_states(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder below a run's own is a state or checkpoint, also a damaged one that has lost its record."""
-    return _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
+    """Whether a folder below a run's own is a state or checkpoint, also a damaged one, or holds some (superseded-N)."""
+    is_state = _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
+    return is_state or any(_is_ours(entry) for name in ("step-*", "epoch-*") for entry in folder.glob(name))
 
 
 def _is_state(path: Path) -> bool:

@@ -24,7 +24,10 @@ from uneven.results.record import read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model, learn_sizes
 
-RESULT_FILES = ("state.json", "state.safetensors", "optimizer.safetensors", "log.json")
+RESULT_FILES = (
+    *("state.json", "state.safetensors", "optimizer.safetensors", "log.json"),
+    *("timeline.json", "timeline.csv", "trace.json"),
+)
 # With another value the slots of the axis would hold other samples.
 FROZEN = ("seed", "shuffle", "drop_last")
 
