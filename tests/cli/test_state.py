@@ -112,8 +112,8 @@ import sys
 from typer.testing import CliRunner
 from uneven.cli.main import app
 for folder in ("absent", "a file", "no run"):
-    for verb in (["state", "show"], ["state", "diff", "whole"], ["run", "train.py", "--devices", "cpu,cpu", "--resume"]):
-        print(repr(CliRunner().invoke(app, [*verb, folder]).exception), "torch" in sys.modules)
+    for verb in ("state show", "state diff whole", "run train.py --devices cpu,cpu --resume"):
+        print(repr(CliRunner().invoke(app, [*verb.split(), folder]).exception), "torch" in sys.modules)
 """
 
 
