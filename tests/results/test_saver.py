@@ -161,6 +161,30 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_disk(tmp_path: Path) -> Non
     read_checkpoint(tmp_path / "step-4")
 
 
+def test_the_reason_of_a_failed_save_reaches_other_ranks_in_one_piece(
+    tmp_path: Path, make_saver: MakeSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 looks for it all the time: an empty one would make it say that another rank failed, and not why."""
+    mark = tmp_path / ".step-4.failed-word_0"
+    write, seen = Path.write_text, []
+
+    def look_before_the_text_is_in(path: Path, text: str) -> int:
+        path.touch()
+        seen.append(mark.exists())
+        return write(path, text)
+
+    def take() -> tuple[RankPart, None]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", look_before_the_text_is_in)
+    saver = make_saver(1, 2)
+    saver.start(tmp_path / "step-4", take)
+    saver.finish()
+    assert seen == [False]
+    assert mark.read_text() == "no space left, on rank 1"
+    assert names_in(tmp_path) == [mark.name]
+
+
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(tmp_path: Path, make_saver: MakeSaver) -> None:
     saver = make_saver(0, 2, deadline_s=0.0)
     saver.start(tmp_path / "step-4", taking(0))
