@@ -81,7 +81,7 @@ def _check_saves(config: Any) -> None:
         raise InputError("save_every needs a folder to write to: add out='runs/my-run'")
     for name in ("keep_last", "keep_best"):
         if getattr(config, name) is not None and config.save_every is None:
-            raise InputError(f"{name}={getattr(config, name)} without save_every=...: no checkpoint is saved")
+            raise InputError(f"{name}={getattr(config, name)} without checkpoints: add save_every='1 epoch'")
     if config.resumes_newest and config.out is None:
         raise InputError("resume='auto' looks for checkpoints in the run's own folder: add out='runs/my-run'")
     if config.resume is not None and config.replay is not None:
