@@ -56,7 +56,8 @@ def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
     """InputError for a script that cannot call uneven: every process would train all of it by itself."""
     if not uses_uneven(script):
         raise InputError(
-            f"{script} never imports uneven: it would be trained {times} times, once per {per}; {CALL_UNEVEN} {script}"
+            f"{script} never imports uneven to train with it: it would be trained {times} times, once per {per}; "
+            f"{CALL_UNEVEN} {script}"
         )
 
 
