@@ -29,15 +29,17 @@ def test_an_earlier_runs_files_are_moved_aside_and_no_others(tmp_path: Path) -> 
         (out / "log.json").write_text(str(number))
         (out / "epoch-1").mkdir()
         (out / "epoch-1" / "state.json").write_text('{"slot": 1, "samples": 2, "param_groups": []}')
-        for damaged in ("step-2", ".step-4.partial-word_1"):
-            (out / damaged).mkdir()
+        for damaged in ("step-2", ".step-4.partial-word_1", "superseded-1/step-6"):
+            (out / damaged).mkdir(parents=True)
             (out / damaged / "rank-0.safetensors").touch()
         (out / "notes.txt").write_text("mine")
         assert moved == (None if number == 0 else tmp_path / f"run.{number}")
     assert [(folder / "log.json").read_text() for folder in (tmp_path / "run.1", tmp_path / "run.2", out)] == list(
         "012"
     )
-    assert all((tmp_path / "run.1" / name).is_dir() for name in ("epoch-1", "step-2", ".step-4.partial-word_1"))
+    assert all(
+        (tmp_path / "run.1" / name).is_dir() for name in ("epoch-1", "step-2", ".step-4.partial-word_1", "superseded-1")
+    )
     assert not (tmp_path / "run.1" / "notes.txt").exists()
     assert make_out_folder(tmp_path / "run.1") == tmp_path / "run.1.1"  # moved or not, it is a run's own
 

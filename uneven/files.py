@@ -19,10 +19,12 @@ MARK = ".uneven"  # in every folder that a run writes to
 # What runs and benchmarks write to such a folder; a folder of that name is ours where it holds a state of ours.
 RUN_FILES = (
     *(MARK, "state.json", "state.safetensors", "optimizer.safetensors", "log.json", "epoch-*", "step-*", "best"),
+    "superseded-*",  # what a run that was resumed further back has moved aside
     *(".epoch-*", ".step-*"),  # a checkpoint that a killed run was writing or removing
     *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
     *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
 )
+NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
@@ -116,9 +118,30 @@ def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
     return []
 
 
+def check_resumed_folder(path: Path) -> None:
+    """InputError where a run cannot be resumed from this path: no folder, or nothing of a run in it."""
+    what = f"resume={str(path)!r}"
+    if not path.is_dir():
+        found = "it is a file" if path.exists() else "there is no such folder"
+        raise InputError(f"{what}: {found}; name a run's folder, or resume='auto'")
+    if not may_hold_states(path):
+        raise InputError(f"{what}: no checkpoint in it; a run writes them with save_every=... and when stopped")
+
+
+def may_hold_states(folder: Path) -> bool:
+    """Whether states of a run may be in a folder: a result, checkpoints, or what is left of one.
+
+    A quick look by names, for the command line: reading the states needs torch, and loading that takes seconds.
+    """
+    names = ("state.json", "rank-*.json", "step-*", "epoch-*", ".*-*")
+    is_named = any(fnmatch(entry.name, name) for entry in folder.iterdir() for name in names)
+    return is_named or any(folder.glob("*/state.json"))
+
+
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder below a run's own is a state or checkpoint, also a damaged one that has lost its record."""
-    return _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
+    """Whether a folder below a run's own is a state or checkpoint, also a damaged one, or holds some (superseded-N)."""
+    is_state = _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
+    return is_state or any(_is_ours(entry) for name in ("step-*", "epoch-*") for entry in folder.glob(name))
 
 
 def _is_state(path: Path) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,35 @@ def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for arguments in (("show", tmp_path), ("diff", tmp_path, tmp_path), ("export", tmp_path, "--to", "model.pt")):
         with pytest.raises(InputError, match="holds no state of a run"):
             raise call(*arguments).exception or AssertionError
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="absent does not exist; name the folder of a run"):
         raise call("show", tmp_path / "absent").exception or AssertionError
+
+
+TOLD_WITHOUT_TORCH = """
+import sys
+from typer.testing import CliRunner
+from uneven.cli.main import app
+for folder in ("absent", "a file", "no run"):
+    for verb in ("state show", "state diff whole", "run train.py --devices cpu,cpu --resume"):
+        print(repr(CliRunner().invoke(app, [*verb.split(), folder]).exception), "torch" in sys.modules)
+"""
+
+
+def test_a_mistyped_folder_is_told_before_torch_is_loaded_which_takes_seconds(tmp_path: Path) -> None:
+    for name in ("no run", "whole/step-1"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a file", "no run/notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "train.py").write_text("import uneven")
+    command = [sys.executable, "-c", TOLD_WITHOUT_TORCH]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9
+    for place, line in enumerate(lines):
+        assert line.startswith("InputError("), line
+        assert ("absent", "a file", "no run")[place // 3] in line
+        assert line.endswith(" False"), line
 
 
 def test_diff_of_equal_states_is_0(run: Path, tmp_path: Path) -> None:

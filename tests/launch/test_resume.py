@@ -222,6 +222,7 @@ def test_an_older_checkpoint_moves_the_later_ones_aside_and_another_folder_leave
     assert_equal(train(resume=run / "step-3"), whole)
     assert f"the result of {run} moved to {run / 'superseded-2'}" in capsys.readouterr().err
     assert (run / "superseded-2" / "state.json").exists()
+    assert (run / "superseded-2" / "timeline.json").exists()
 
 
 SCRIPT = """

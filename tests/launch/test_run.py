@@ -233,11 +233,12 @@ def test_ctrl_c_saves_a_state_that_loads(tmp_path: Path) -> None:
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate("\n" * 50, timeout=150)
     assert child.returncode in (-signal.SIGINT, 130), errors
-    assert "stopped after" in errors
     (folder,) = (tmp_path / "runs").iterdir()
     state = TrainedState.load(folder)
     assert not state.finished
     assert state.slot >= 4
+    name = f"runs/{folder.name}"
+    assert f"stopped after {state.slot} steps; the state is in {name}; go on with resume='{name}'" in errors
     assert state.params["weight"].isfinite().all()
 
 

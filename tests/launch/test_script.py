@@ -1,6 +1,8 @@
 """Scripts under `uneven run`: which of them use uneven at all, and what their errors show first."""
 
+import runpy
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ("import pytest\n", False),  # installed, and does not need uneven
         ("# import uneven\nname = 'uneven'\n", False),
         ("import uneven\n", True),
-        ("from uneven.data import datasets\n", True),
+        ("from uneven.data import datasets\n", False),
+        ("import uneven.data\n", True),
         ("def main():\n    from uneven import fit\n", True),
         ("import trainer\n", True),
         ("import datasets\n", True),  # the one beside the script
@@ -94,6 +97,14 @@ def test_the_error_of_a_rank_begins_with_the_users_frame(tmp_path: Path) -> None
     assert frame == f'  File "{tmp_path / "t.py"}", line 8, in <module>'
     assert "runpy" not in str(caught.value)
     assert "/uneven/launch/" not in str(caught.value)
+
+
+def test_a_script_that_does_not_compile_shows_its_line_alone(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("it's no Python\n")
+    with pytest.raises(SyntaxError) as caught:
+        runpy.run_path(str(tmp_path / "t.py"))
+    show_user_frames(caught.value)
+    assert traceback.format_exception(caught.value)[0] == f'  File "{tmp_path / "t.py"}", line 1\n'
 
 
 def test_frames_of_ours_stay_only_where_the_error_is_ours() -> None:

@@ -17,7 +17,7 @@ from tests.results.checkpoints import RECORD, flip_byte, make_part, make_whole, 
 from uneven import InputError, TrainedState
 from uneven.results import checkpoint as module
 from uneven.results.checkpoint import partial_folder, read_checkpoint, seal, write_rank_part
-from uneven.results.checkpoint_folders import find_checkpoints, newest_whole, prune, remove_partial
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole, prune, remove_partial
 from uneven.results.record import encode, read_record
 from uneven.results.tensor_file import open_tensors, write_tensors
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_loads_as_a_trained_state(tmp_path: Path) -> None:
 
 
 def test_the_newest_whole_one_is_taken_and_damaged_ones_are_told(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path / "absent") == (None, [])
+    assert find_checkpoints(tmp_path / "absent") == []
     for name, slot in (("step-10", 10), ("epoch-1", 8), ("step-9", 9), ("epoch-2", 16)):
         write_checkpoint(tmp_path / name, slot)
     TrainedState({}, {}).save(tmp_path / "epoch-9")  # a result, whatever its name
@@ -162,24 +162,35 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_told(tmp_path: Path)
     (tmp_path / "step-10" / "state.json").write_bytes(content[: len(content) // 2 + 200])
     flip_byte(tmp_path / "epoch-1" / "rank-0.json", 9)
     assert [folder.name for folder in find_checkpoints(tmp_path)] == names
-    found, told = newest_whole(tmp_path)
+    found, told = first_whole(find_checkpoints(tmp_path), read_checkpoint)
     assert found is not None
     assert found.folder == tmp_path / "step-9"
     assert [re.sub(r".*/", "", line.split(": ")[0]) for line in told] == ["epoch-2", "step-10"]
     flip_byte(tmp_path / "step-9" / "state.safetensors", -1)
-    found, told = newest_whole(tmp_path)
+    found, told = first_whole(find_checkpoints(tmp_path), read_checkpoint)
     assert (found, len(told)) == (None, 4)
+
+
+def test_a_rank_reads_and_verifies_what_it_goes_on_from(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-4")
+    for rank in (0, 1):
+        found = read_checkpoint(folder, rank)
+        assert [bool(part.tensors) for part in found.ranks] == [True, rank == 1]
+        assert [part.record for part in found.ranks] == [part.record for part in read_checkpoint(folder).ranks]
+    flip_byte(folder / "rank-1.safetensors", -1)
+    read_checkpoint(folder, 0)
+    for rank_or_all in (1, None):
+        with pytest.raises(InputError, match=r"rank-1\.safetensors is damaged"):
+            read_checkpoint(folder, rank_or_all)
 
 
 def test_a_checkpoint_itself_is_the_only_candidate(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "step-4")
     assert find_checkpoints(folder) == [folder]
-    found, told = newest_whole(folder)
-    assert found is not None
-    assert (found.folder, told) == (folder, [])
     (folder / "state.json").unlink()
+    assert find_checkpoints(folder) == [folder]
     with pytest.raises(InputError, match=r"state\.json is missing"):
-        newest_whole(folder)
+        read_checkpoint(folder)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -260,16 +271,11 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
                 os._exit(1)  # the rest of pytest is the parent's
         _, status = os.waitpid(child, 0)
         assert status in (0, signal.SIGKILL)
-        found, told = newest_whole(run)
-        assert found is not None, f"killed before operation {dies_at}"
-        assert told == []
-        for folder in find_checkpoints(run):  # older ones too: none is half removed
-            read_checkpoint(folder)
-        seen.add((found.record["slot"], found.record["cause"]))
+        found = [read_checkpoint(folder) for folder in find_checkpoints(run)]  # older ones too: none is half removed
+        assert found, f"killed before operation {dies_at}"
+        seen.add((found[0].record["slot"], found[0].record["cause"]))
         remove_partial(run)
-        again, _ = newest_whole(run)
-        assert again is not None
-        assert again.record == found.record
+        assert read_checkpoint(find_checkpoints(run)[0]).record == found[0].record
         assert not any(name.startswith(".") for name in names_in(run))
         runs += 1
         if status == 0:

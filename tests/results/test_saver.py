@@ -15,7 +15,7 @@ import torch
 from tests.results.checkpoints import make_part, make_whole, write_checkpoint
 from uneven.results import saver as module
 from uneven.results.checkpoint import RankPart, Whole, read_checkpoint, write_rank_part
-from uneven.results.checkpoint_folders import newest_whole, prune
+from uneven.results.checkpoint_folders import prune
 from uneven.results.saver import Saver, Take
 
 MakeSaver = Callable[..., Saver]
@@ -158,9 +158,31 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_disk(tmp_path: Path) -> Non
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert [name for name in names_in(tmp_path) if "failed" not in name] == ["step-4"]
-    found, told = newest_whole(tmp_path)
-    assert found is not None
-    assert told == []
+    read_checkpoint(tmp_path / "step-4")
+
+
+def test_the_reason_of_a_failed_save_reaches_other_ranks_in_one_piece(
+    tmp_path: Path, make_saver: MakeSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 looks for it all the time: an empty one would make it say that another rank failed, and not why."""
+    mark = tmp_path / ".step-4.failed-word_0"
+    write, seen = Path.write_text, []
+
+    def look_before_the_text_is_in(path: Path, text: str) -> int:
+        path.touch()
+        seen.append(mark.exists())
+        return write(path, text)
+
+    def take() -> tuple[RankPart, None]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", look_before_the_text_is_in)
+    saver = make_saver(1, 2)
+    saver.start(tmp_path / "step-4", take)
+    saver.finish()
+    assert seen == [False]
+    assert mark.read_text() == "no space left, on rank 1"
+    assert names_in(tmp_path) == [mark.name]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(tmp_path: Path, make_saver: MakeSaver) -> None:

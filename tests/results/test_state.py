@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Silent, ThreadGroup, on_threads
+from tests.results.checkpoints import write_checkpoint
 from uneven import InputError, TensorData, TrainedState, fit
 from uneven.config import Task, resolve
 from uneven.graph.flow import FlowBuilder
@@ -96,7 +97,10 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_state_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no trained state"):
+    with pytest.raises(InputError, match=r"no trained state .*was the run finished"):
+        TrainedState.load(tmp_path)
+    newest = write_checkpoint(tmp_path / "step-4")
+    with pytest.raises(InputError, match=rf"its newest checkpoint is {newest}\)$"):
         TrainedState.load(tmp_path)
 
 

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from uneven.errors import InputError
+from uneven.files import NO_STATE, may_hold_states
+
 app = typer.Typer(no_args_is_help=True, help="Look into results and checkpoints, compare them, export the model.")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or one checkpoint in it.")]
@@ -28,6 +31,7 @@ def show(run: Run, as_json: Json = False) -> None:
 
       uneven state show runs/my-run/step-500 --json
     """
+    _check_folders(run)
     from uneven.results.contents import run_contents
 
     entries = run_contents(run)
@@ -37,6 +41,16 @@ def show(run: Run, as_json: Json = False) -> None:
         print(json.dumps(document, indent=1))
     else:
         _print_contents(run, entries)
+
+
+def _check_folders(*folders: Path) -> None:
+    """Before torch is loaded, which takes seconds: a mistyped name is told at once."""
+    for folder in folders:
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise InputError(f"{folder} {what}; name the folder of a run, or one checkpoint in it")
+        if not may_hold_states(folder):
+            raise InputError(f"{folder} {NO_STATE}")
 
 
 def _print_contents(run: Path, entries: list[dict[str, Any]]) -> None:
@@ -111,6 +125,7 @@ def diff(
 
       uneven state diff runs/a/step-500 runs/a/step-1000 --json
     """
+    _check_folders(a, b)
     from uneven.results.comparison import compare_states
     from uneven.results.saved_state import newest_state
 
@@ -177,6 +192,7 @@ def export(
 
       uneven state export runs/my-run/step-500 --to model.pt --overwrite
     """
+    _check_folders(run)
     from uneven.results.saved_state import export_model, newest_state
 
     state, faults = newest_state(run)

@@ -81,7 +81,7 @@ def _check_saves(config: Any) -> None:
         raise InputError("save_every needs a folder to write to: add out='runs/my-run'")
     for name in ("keep_last", "keep_best"):
         if getattr(config, name) is not None and config.save_every is None:
-            raise InputError(f"{name}={getattr(config, name)} without save_every=...: no checkpoint is saved")
+            raise InputError(f"{name}={getattr(config, name)} without checkpoints: add save_every='1 epoch'")
     if config.monitor_mode != "auto" and config.keep_best is None:
         raise InputError(
             f"monitor_mode={config.monitor_mode!r} without keep_best=...: leave it out; a ReduceLROnPlateau, "

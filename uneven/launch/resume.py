@@ -15,16 +15,19 @@ from torch import nn
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import EpochOrder, random_states_preserved
 from uneven.errors import InputError
-from uneven.files import folder_error, mark_as_run
+from uneven.files import check_resumed_folder, folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole
 from uneven.results.record import read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model, learn_sizes
 
-RESULT_FILES = ("state.json", "state.safetensors", "optimizer.safetensors", "log.json")
+RESULT_FILES = (
+    *("state.json", "state.safetensors", "optimizer.safetensors", "log.json"),
+    *("timeline.json", "timeline.csv", "trace.json"),
+)
 # With another value the slots of the axis would hold other samples.
 FROZEN = ("seed", "shuffle", "drop_last")
 
@@ -130,9 +133,7 @@ def check_length(what: str, samples: int, axis: Axis) -> None:
 
 def _named(path: Path) -> tuple[Path, list[Path]]:
     """(run folder, the checkpoint meant) of a path that the user named; no checkpoint where a run has none."""
-    if not path.is_dir():
-        what = "it is a file" if path.exists() else "there is no such folder"
-        raise InputError(f"resume={str(path)!r}: {what}; name a run's folder, or resume='auto'")
+    check_resumed_folder(path)
     found = find_checkpoints(path)
     return (path.parent if found == [path] else path), found[:1]
 
@@ -141,25 +142,19 @@ def _choose(
     candidates: list[Path], check: Callable[[Checkpoint], None], passes_over: bool
 ) -> tuple[Checkpoint, list[str]]:
     """The first of the candidates that is whole and of this model, and lines about those passed over."""
-    notes: list[str] = []
-    for folder in candidates:
-        found, fault = _try(folder, check)
-        if found is not None:
-            return found, notes
-        if not passes_over:
-            raise InputError(fault)
-        notes.append(f"  passed over: {fault}")
-    raise InputError(f"resume='auto': none of {len(candidates)} checkpoints can be used: {notes[0].strip()}")
 
-
-def _try(folder: Path, check: Callable[[Checkpoint], None]) -> tuple[Checkpoint | None, str]:
-    """The checkpoint, or why it cannot be used."""
-    try:
+    def read(folder: Path) -> Checkpoint:
         checkpoint = read_checkpoint(folder)
         check(checkpoint)
-    except InputError as error:
-        return None, str(error)
-    return checkpoint, ""
+        return checkpoint
+
+    if not passes_over:
+        return read(candidates[0]), []
+    found, faults = first_whole(candidates, read)
+    notes = [f"  passed over: {fault}" for fault in faults]
+    if found is None:
+        raise InputError(f"resume='auto': none of {len(candidates)} checkpoints can be used: {notes[0].strip()}")
+    return found, notes
 
 
 def _model_check(task: Task) -> Callable[[Checkpoint], None]:

@@ -320,7 +320,8 @@ def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
     if folder is None:
         aside = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
         folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
-    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}"])
+    on = "" if state.checkpoint is None else f"; go on with resume={str(folder)!r}"
+    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}{on}"])
 
 
 def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:

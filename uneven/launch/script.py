@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.config import check_settings
 from uneven.errors import InputError, StoppedError, Terminated
+from uneven.files import check_resumed_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
@@ -36,6 +37,8 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     if not script.is_file():
         raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
     check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
+    if (resume := settings.get("resume")) not in (None, "auto"):
+        check_resumed_folder(Path(resume))
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
@@ -53,7 +56,8 @@ def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
     """InputError for a script that cannot call uneven: every process would train all of it by itself."""
     if not uses_uneven(script):
         raise InputError(
-            f"{script} never imports uneven: it would be trained {times} times, once per {per}; {CALL_UNEVEN} {script}"
+            f"{script} never imports uneven to train with it: it would be trained {times} times, once per {per}; "
+            f"{CALL_UNEVEN} {script}"
         )
 
 

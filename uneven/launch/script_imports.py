@@ -49,7 +49,9 @@ def _imported(tree: ast.Module) -> Iterator[str | None]:
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield (node.module or "").split(".")[0]
+            package, *modules = (node.module or "").split(".")
+            if (package, modules[:1]) != ("uneven", ["data"]):  # it only reads data sets, as the plain examples do
+                yield package
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in COMPUTED and not _is_model_eval(node):

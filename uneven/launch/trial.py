@@ -84,6 +84,8 @@ def _run_and_exit(body: Callable[[], None], writing: int) -> NoReturn:
     except InputError as error:
         os.write(writing, str(error).encode())
     except BaseException:
+        # Not lost: whatever else the functions raise here (a library that must not be forked, a device that only a rank
+        # has) may be the trial's own fault, and the ranks run them again and report it with a traceback.
         pass
     finally:
         os._exit(0)

@@ -36,8 +36,10 @@ def user_place(error: BaseException) -> str | None:
 def _shortened(traceback: TracebackType | None) -> TracebackType | None:
     entries = _entries(traceback)
     started = max((place for place, entry in enumerate(entries) if _file(entry) in RUNPY), default=-1)
-    rest = entries[started + 1 :] or entries
-    if _is_ours(rest[-1]) if rest else True:
+    if started == len(entries) - 1:
+        return None  # a script that does not compile: the error itself names file and line
+    rest = entries[started + 1 :]
+    if _is_ours(rest[-1]):
         first = next((place for place, entry in enumerate(rest) if not _is_ours(entry)), 0)
         kept = rest[first:]
     else:

@@ -126,8 +126,12 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint, all of whose files are verified; InputError in one line that names the file and what is wrong."""
+def read_checkpoint(folder: Path, rank: int | None = None) -> Checkpoint:
+    """A checkpoint, all of whose files are verified; InputError in one line that names the file and what is wrong.
+
+    For one `rank` of a run that goes on from it the tensors of other ranks than rank 0 and itself are neither verified
+    nor given: whoever chose the checkpoint (launch/resume.py) has verified all, and every rank would read all of them.
+    """
     folder = Path(folder)
     what, record = describe(folder), read_record(folder)
     if record["version"] == 1:
@@ -138,20 +142,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if record.get("kind") != "checkpoint":
         raise InputError(f"{what}: it is the {record.get('kind')} of a run, not a checkpoint")
     ranks = record.get("world_size", 0)
-    expected = {STATE, *(f"rank-{rank}.{kind}" for rank in range(ranks) for kind in ("json", "safetensors"))}
+    expected = {STATE, *(f"rank-{number}.{kind}" for number in range(ranks) for kind in ("json", "safetensors"))}
     if missing := sorted(expected - listed_files(record, what).keys()):
         raise InputError(f"{what}: {RECORD} does not list {missing[0]}")
-    check_files(folder, record)
+    others = range(0) if rank is None else [other for other in range(1, ranks) if other != rank]
+    check_files(folder, record, left_out=[f"rank-{other}.safetensors" for other in others])
     return Checkpoint(
         folder,
         record,
         open_tensors(folder / STATE, what),
-        [_read_part(folder, rank, what) for rank in range(ranks)],
+        [_read_part(folder, number, what, has_tensors=number not in others) for number in range(ranks)],
         open_tensors(folder / BEST, what) if BEST in record["files"] else None,
     )
 
 
-def _read_part(folder: Path, rank: int, what: str) -> RankPart:
+def _read_part(folder: Path, rank: int, what: str, has_tensors: bool) -> RankPart:
     record = json.loads((folder / f"rank-{rank}.json").read_bytes())
     del record["file"], record["crc32"]
-    return RankPart(open_tensors(folder / f"rank-{rank}.safetensors", what), record)
+    return RankPart(open_tensors(folder / f"rank-{rank}.safetensors", what) if has_tensors else {}, record)

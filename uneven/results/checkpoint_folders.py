@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: which there are, the newest whole one, and which may go.
+"""The checkpoints in a run's folder: which there are, the first whole one, and which may go.
 
 Called by a run that resumes, by results/saver.py after each save, and by `uneven state`. Invariant: the newest
 checkpoint is never removed, and a folder that is removed loses its name first, so that a half-removed one is never
@@ -9,16 +9,16 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from uneven.errors import InputError
-from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.record import RECORD, has_all_files, read_record
 
+T = TypeVar("T")
 _NAME = re.compile(r"(step|epoch)-(\d+)")
 HIDDEN = re.compile(r"\.(.+)\.(partial|failed|old|removed)-\w+")  # what killed runs leave
 _SLOT = re.compile(r'"slot": (\d+)')
@@ -43,28 +43,15 @@ def find_checkpoints(run: Path) -> list[Path]:
     return sorted(entries, key=place, reverse=True)
 
 
-def newest_whole(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that verifies, and a line for each newer one that is damaged.
-
-    Where `run` is itself a checkpoint it is the only one, and InputError says what is wrong with it.
-    """
-    candidates = find_checkpoints(run)
-    if candidates == [run]:
-        return read_checkpoint(run), []
-    passed_over: list[str] = []
+def first_whole(candidates: Iterable[Path], read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
+    """What `read` gives for the first folder that it does not refuse, and why it refused those before, a line each."""
+    refused: list[str] = []
     for folder in candidates:
-        found = _try_read(folder, passed_over)
-        if found is not None:
-            return found, passed_over
-    return None, passed_over
-
-
-def _try_read(folder: Path, faults: list[str]) -> Checkpoint | None:
-    try:
-        return read_checkpoint(folder)
-    except InputError as error:
-        faults.append(str(error))
-        return None
+        try:
+            return read(folder), refused
+        except InputError as error:  # noqa: PERF203  a handful of folders
+            refused.append(str(error))
+    return None, refused
 
 
 def is_checkpoint(folder: Path) -> bool:

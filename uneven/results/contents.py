@@ -6,6 +6,7 @@ from typing import Any
 
 from uneven.config import results_of
 from uneven.errors import InputError
+from uneven.files import NO_STATE
 from uneven.results.checkpoint_folders import HIDDEN, find_checkpoints, slot_of
 from uneven.results.record import RECORD, read_record
 from uneven.results.saved_state import open_state
@@ -13,15 +14,13 @@ from uneven.results.saved_state import open_state
 
 def run_contents(run: Path) -> list[dict[str, Any]]:
     """An entry for each state in a folder, oldest first, and for what a killed run left half-written."""
-    if not run.exists():
-        raise InputError(f"there is no folder {run}")
     checkpoints = find_checkpoints(run)
     if checkpoints == [run]:
         return [_entry(run, run.name)]
     entries = [_entry(folder, folder.name) for folder in reversed(checkpoints)]
     if (run / RECORD).exists():
         entries.append(_entry(run, "result"))
-    for folder in sorted(run.iterdir()) if run.is_dir() else ():
+    for folder in sorted(run.iterdir()):
         hidden = HIDDEN.fullmatch(folder.name)
         if hidden and folder.is_dir() and folder not in checkpoints:
             fault = "left by a killed run, or being written now; the next run removes it"
@@ -29,7 +28,7 @@ def run_contents(run: Path) -> list[dict[str, Any]]:
                 {"name": folder.name, "kind": hidden[2], "whole": False, "fault": fault, "bytes": _size(folder)}
             )
     if not entries:
-        raise InputError(f"{run} holds no state of a run: there is no state.json and no step-N or epoch-N folder in it")
+        raise InputError(f"{run} {NO_STATE}")
     return entries
 
 

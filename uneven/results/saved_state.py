@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.files import folder_error, sync_folder
+from uneven.files import NO_STATE, folder_error, sync_folder
 from uneven.results.checkpoint import STATE, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints, slot_of
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
 from uneven.results.record import RECORD, check_files, read_record
 from uneven.results.tensor_file import open_tensors, write_tensors
 
@@ -64,26 +64,16 @@ def newest_state(run: Path) -> tuple[SavedState, list[str]]:
         place = next((n for n, folder in enumerate(candidates) if _slot(folder) <= _slot(run)), len(candidates))
         candidates.insert(place, run)
     if not candidates:
-        raise InputError(f"{run} holds no state of a run: there is no state.json and no step-N or epoch-N folder in it")
-    faults: list[str] = []
-    for folder in candidates:
-        found = _try_open(folder, faults)
-        if found is not None:
-            return found, faults
-    raise InputError(f"{run} holds no whole state; {faults[0]}")
+        raise InputError(f"{run} {NO_STATE}")
+    found, faults = first_whole(candidates, open_state)
+    if found is None:
+        raise InputError(f"{run} holds no whole state; {faults[0]}")
+    return found, faults
 
 
 def _slot(folder: Path) -> int:
     slot = slot_of(folder)
     return -1 if slot is None else slot
-
-
-def _try_open(folder: Path, faults: list[str]) -> SavedState | None:
-    try:
-        return open_state(folder)
-    except InputError as error:
-        faults.append(str(error))
-        return None
 
 
 def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:

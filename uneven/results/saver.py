@@ -158,13 +158,23 @@ class Saver:
             with suppress(OSError):
                 reason = mark.read_text() or reason
         else:
-            with suppress(OSError):  # on a full disk often an empty file fits, and that is enough
-                mark.write_text(f"{reason}, on rank {self._rank}")
+            self._tell_others(mark, f"{reason}, on rank {self._rank}")
             is_told = mark.exists()
         self._marks.append(mark)
         shutil.rmtree(save.partial, ignore_errors=True)
         if self._rank == 0 or not is_told:
             self._note(self._failure_line(save, reason))
+
+    def _tell_others(self, mark: Path, text: str) -> None:
+        # In one piece: another rank reads it as soon as it is there, and an empty one would not tell it why.
+        draft = mark.with_name(f"{mark.name}_{self._rank}")
+        try:
+            draft.write_text(text)
+            draft.rename(mark)
+        except OSError:
+            with suppress(OSError):  # on a full disk often an empty file fits, and that is enough
+                draft.unlink(missing_ok=True)
+                mark.touch()
 
     def _failure_line(self, save: _Save, reason: str) -> str:
         parent = save.folder.parent

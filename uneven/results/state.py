@@ -25,6 +25,7 @@ from uneven.data.sample_order import check_dropped, prove_exactly_once
 from uneven.errors import InputError
 from uneven.files import folder_error, sync_folder
 from uneven.policy.axis import Axis
+from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import RECORD, check_files, encode, read_record, record_head
 from uneven.results.state_tree import join_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
@@ -163,7 +164,9 @@ class TrainedState:
         """A state that `save` wrote, or a checkpoint; InputError in one line where a file is missing or damaged."""
         folder = Path(folder)
         if not (folder / RECORD).is_file():
-            raise InputError(f"no trained state in {folder}: there is no state.json (was the run finished?)")
+            checkpoint = next(iter(find_checkpoints(folder)), None)
+            hint = "was the run finished?" if checkpoint is None else f"its newest checkpoint is {checkpoint}"
+            raise InputError(f"no trained state in {folder}: there is no state.json ({hint})")
         what = f"state {folder}"
         record = read_record(folder, what)
         check_files(folder, record, what)

@@ -36,7 +36,7 @@ class Resumed:
     """A checkpoint as one rank of this run goes on from it."""
 
     def __init__(self, folder: Path, rank_info: RankInfo) -> None:
-        self.checkpoint: Checkpoint = read_checkpoint(folder)
+        self.checkpoint: Checkpoint = read_checkpoint(folder, rank_info.rank)
         self.record = self.checkpoint.record
         self.ledger = Ledger.from_json(self.record["ledger"])
         self._rank = rank_info.rank
