@@ -1,5 +1,6 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -58,6 +59,17 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A process of pytest that crashes ends the run with the test's name.
+
+    xdist would start another for it, which runs the same test again, up to four times per process; and where the other
+    processes had nothing left to do, it waits for ever.
+    """
+    if getattr(config.option, "maxworkerrestart", "no xdist") is None:
+        config.option.maxworkerrestart = "0"
+
+
 def _place(item: pytest.Item) -> int:
     name = item.path.relative_to(Path(__file__).parent).as_posix()
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
@@ -85,6 +97,13 @@ def _processes_are_forked() -> Iterator[None]:
 def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if {"real_start", "cuda", "soak"} & set(request.node.keywords):
         monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
+
+
+@pytest.fixture(autouse=True)
+def _long_ones_have_limits_of_their_own(request: pytest.FixtureRequest) -> None:
+    """Those marked `soak`: faulthandler_timeout is for the others."""
+    if "soak" in request.node.keywords:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
