@@ -1,4 +1,4 @@
-"""Everything that can happen to a rank, made to happen: for launch/test_rank_processes.py and launch/test_soak.py."""
+"""Everything that can happen to a rank, made to happen: for the tests of launch/."""
 
 import os
 import queue
@@ -261,10 +261,31 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
         one.close()
 
 
-def saved_state(launcher: Launcher) -> TrainedState:
-    (folder,) = (launcher.folder / "runs").glob("interrupted-*")
-    state = TrainedState.load(folder)
+def trains(lines: list[str]) -> bool:
+    return lines.count("step") >= 6
+
+
+def ended_by_signal(
+    launcher: Launcher,
+    is_there: Callable[[list[str]], bool],
+    number: int = signal.SIGINT,
+    *,
+    times: int = 1,
+    whom: Callable[[Launcher], Sequence[int]] = lambda launcher: (launcher.process.pid,),
+) -> str:
+    """Signal it when that is there: its exit code names the signal, and nothing is left. Returns what it said."""
+    launcher.read_until(is_there)
+    code, _ = launcher.interrupt(times=times, number=number, pids=whom(launcher))
+    assert code == 128 + number, launcher.said()
+    nothing_left(launcher.pids, launcher.process.pid)
+    return launcher.said()
+
+
+def saved_state(folder: Path) -> TrainedState:
+    """What an interrupted run that was started in this folder has saved."""
+    (found,) = (folder / "runs").glob("interrupted-*")
+    state = TrainedState.load(found)
     assert not state.finished
     assert state.slot >= 1
-    assert state.params["weight"].isfinite().all()
+    assert all(value.isfinite().all() for value in state.params.values())
     return state

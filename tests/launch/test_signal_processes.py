@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults import Launcher, nothing_left, saved_state
+from tests.faults import Launcher, ended_by_signal, saved_state, trains
 from tests.faults import start as start
 from tests.forked import ForkedPopen
-from uneven import TrainedState
 from uneven.comm.store import open_store
 
 HEAD = """
@@ -99,14 +98,6 @@ def signalled(
     return process.returncode, out.splitlines(), errors
 
 
-def saved(folder: Path) -> TrainedState:
-    (found,) = (folder / "runs").glob("interrupted-*")
-    state = TrainedState.load(found)
-    assert not state.finished
-    assert state.slot >= 1
-    return state
-
-
 @pytest.mark.parametrize("how", ["join", "metrics", "own code", "loaders"])
 def test_a_plain_run_saves_wherever_the_caller_is_and_then_its_finally_blocks_run(tmp_path: Path, how: str) -> None:
     code, said, errors = signalled(tmp_path, FIT, how, is_for_all=how == "loaders")
@@ -114,7 +105,7 @@ def test_a_plain_run_saves_wherever_the_caller_is_and_then_its_finally_blocks_ru
     assert said[-1] == "finally"
     assert "stopped after" in errors
     assert "Traceback" not in errors
-    saved(tmp_path)
+    saved_state(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +115,7 @@ def test_a_loop_of_ones_own_saves_inside_and_between_epochs(tmp_path: Path, how:
     code, said, errors = signalled(tmp_path, LOOP, how, number=number)
     assert code == (143 if number == signal.SIGTERM else -signal.SIGINT), errors
     assert said[-1] == "finally"
-    assert saved(tmp_path).slot >= 32
+    assert saved_state(tmp_path).slot >= 32
 
 
 @pytest.mark.parametrize(("args", "times", "words"), [((), 2, "a second SIGTERM"), (("0.5",), 1, "within grace=0.5 s")])
@@ -145,28 +136,19 @@ def test_the_grace_of_ctrl_c_ends_a_run_that_does_not_stop(tmp_path: Path) -> No
 @pytest.mark.parametrize("whom", ["launcher", "rank", "everyone"])
 def test_ranks_of_fit_save_once_whoever_gets_it(start: Callable[..., Launcher], whom: str) -> None:
     launcher = start("training", {"launcher": "sync", "rank": "async", "everyone": "cadence"}[whom])
-    launcher.read_until(lambda lines: lines.count("step") >= 6)
-    ranks = launcher.pids
-    pids = {"launcher": [launcher.process.pid], "rank": ranks[1:], "everyone": [*ranks, launcher.process.pid]}[whom]
-    code, _ = launcher.interrupt(number=signal.SIGTERM, pids=pids)
-    assert code == 143, launcher.said()
-    assert "stopped after" in launcher.said()
-    saved_state(launcher)
-    nothing_left(launcher.pids, launcher.process.pid)
+    pids: dict[str, Callable[[Launcher], list[int]]] = {
+        "launcher": lambda launcher: [launcher.process.pid],
+        "rank": lambda launcher: launcher.pids[1:],
+        "everyone": lambda launcher: [*launcher.pids, launcher.process.pid],
+    }
+    assert "stopped after" in ended_by_signal(launcher, trains, signal.SIGTERM, whom=pids[whom])
+    saved_state(launcher.folder)
 
 
 def test_at_start_up_there_is_nothing_to_save_and_a_second_one_ends_the_ranks(start: Callable[..., Launcher]) -> None:
     launcher = start("starting")
-    launcher.read_until(lambda _: len(launcher.pids) == 2)
-    code, _ = launcher.interrupt(number=signal.SIGTERM)
-    assert code == 143, launcher.said()
-    assert "before its first step" in launcher.said()
-    nothing_left(launcher.pids, launcher.process.pid)
-    launcher = start("endless")
-    launcher.read_until(lambda lines: lines.count("step") == 2)
-    code, _ = launcher.interrupt(number=signal.SIGTERM, times=2)
-    assert code == 143, launcher.said()
-    nothing_left(launcher.pids, launcher.process.pid)
+    assert "before its first step" in ended_by_signal(launcher, lambda _: len(launcher.pids) == 2, signal.SIGTERM)
+    ended_by_signal(start("endless"), lambda lines: lines.count("step") == 2, signal.SIGTERM, times=2)
 
 
 def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
@@ -176,7 +158,7 @@ def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
     assert said.count("finally") == 2
     assert "stopped after" in errors
     assert "Traceback" not in errors
-    saved(tmp_path)
+    saved_state(tmp_path)
 
 
 def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_saves(tmp_path: Path) -> None:
@@ -204,7 +186,7 @@ def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_sa
     assert [rank.returncode for rank in ranks] == [143, 143], said
     assert [out.split() for out, _ in said] == [["finally"]] * 2
     assert "Traceback" not in said[0][1] + said[1][1]
-    saved(tmp_path)
+    saved_state(tmp_path)
     del store
 
 
@@ -216,4 +198,4 @@ def test_torchrun_passes_it_on_and_rank_0_saves(tmp_path: Path) -> None:
     assert code != 0
     assert said.count("finally") == 2, errors
     assert "stopped after" in errors
-    saved(tmp_path)
+    saved_state(tmp_path)

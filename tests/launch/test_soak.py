@@ -62,7 +62,7 @@ def test_soak_ctrl_c_at_random_moments(start: Callable[..., Launcher], policy: s
         assert not any(alive(rank.pid) for rank in ranks)
         if "stopped after" in launcher.said():
             saved += 1
-            saved_state(launcher)
+            saved_state(launcher.folder)
         assert not list(Path("/dev/shm").glob(f"uneven-*-{launcher.process.pid}-*"))
     print(
         f"\n{policy} Ctrl-C: {' '.join(f'{one:.2f}' for one in times)} s; {saved} of {len(times)} had begun and saved"
