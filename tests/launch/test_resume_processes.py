@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.faults import REHEARSED
-from uneven import Ddp, TensorData, fit
+from uneven import Ddp, TensorData, TrainedState
 from uneven.data.sample_order import prove_exactly_once
+from uneven.launch.run import Run
 from uneven.policy.axis import Axis
 from uneven.results.checkpoint import read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints
@@ -32,6 +33,15 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
+
+
+def start(out: Path, step: Any, **changes: Any) -> Run:
+    settings: dict[str, Any] = {"progress": "off", "batch_size": 8, **changes}
+    return Ddp.builder(make, adam, step).dataset(DATA).settings(out=out, **settings).run()
+
+
+def train(out: Path, step: Any = loss, **changes: Any) -> TrainedState:
+    return start(out, step, **changes).join()
 
 
 def test_a_full_disk_costs_the_checkpoint_and_training_goes_on(
@@ -58,16 +68,7 @@ def test_a_full_disk_costs_the_checkpoint_and_training_goes_on(
         return loss(model, batch)
 
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "devices": "cpu,cpu", "policy": "sync"}
-    state = fit(
-        model=make,
-        optimizer=adam,
-        step=step,
-        dataset=DATA,
-        out=out,
-        save_every="3 steps",
-        progress="lines",
-        **options,
-    )
+    state = train(out, step, save_every="3 steps", progress="lines", **options)
     assert state.finished
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "is not saved" in line)
     assert f"checkpoint {out / 'step-6'} is not saved: File too large" in line
@@ -78,18 +79,12 @@ def test_a_full_disk_costs_the_checkpoint_and_training_goes_on(
     for folder in find_checkpoints(out):
         read_checkpoint(folder)
     assert not list(out.glob(".step-*"))
-    again = fit(
-        model=make, optimizer=adam, step=loss, dataset=DATA, out=tmp_path / "b", resume=out / "step-9", **options
-    )
+    again = train(tmp_path / "b", resume=out / "step-9", **options)
     assert all(torch.equal(again.params[name], value) for name, value in state.params.items())
 
 
 def causes(out: Path) -> list[str]:
     return [read_checkpoint(folder).record["cause"] for folder in find_checkpoints(out)]
-
-
-def builder(out: Path, step: Any, **settings: Any) -> Any:
-    return Ddp.builder(make, adam, step).dataset(DATA).settings(out=out, progress="off", batch_size=8, **settings)
 
 
 def test_saves_by_time_and_by_request_are_in_the_log_which_repeats_the_run(tmp_path: Path) -> None:
@@ -101,11 +96,11 @@ def test_saves_by_time_and_by_request_are_in_the_log_which_repeats_the_run(tmp_p
         time.sleep(0.0 if seen.exists() else 0.02)
         return loss(model, batch)
 
-    run = builder(out, slow, save_every="0.1 s", **options).run()
+    run = start(out, slow, save_every="0.1 s", **options)
     entries = run.metrics()
     next(entries)
     run.checkpoint()
-    while "request" not in causes(out) and not (out / "state.json").exists():
+    while {"request", "interval"} != set(causes(out)) and not (out / "state.json").exists():
         time.sleep(0.02)
     seen.touch()
     for _ in entries:
@@ -116,7 +111,7 @@ def test_saves_by_time_and_by_request_are_in_the_log_which_repeats_the_run(tmp_p
     assert {"request", "interval"} == set(causes(out))
     assert sorted(int(folder.name.removeprefix("step-")) for folder in find_checkpoints(out)) == state.saves
     assert not list(out.glob(".step-*"))
-    again = builder(tmp_path / "again", loss, replay=out, **options).run().join()
+    again = train(tmp_path / "again", replay=out, **options)
     assert again.log == state.log
     for name, value in state.params.items():
         assert torch.equal(again.params[name], value), name
@@ -130,13 +125,12 @@ def test_a_caller_asks_for_a_checkpoint_of_a_run_in_its_own_process(tmp_path: Pa
         asked.wait(60)
         return loss(model, batch)
 
-    run = builder(tmp_path / "run", step, devices="cpu", epochs=2).run()
+    run = start(tmp_path / "run", step, devices="cpu", epochs=2)
     seen.wait(60)
     run.checkpoint()
     asked.set()
     state = run.join()
     (slot,) = state.saves
     assert causes(tmp_path / "run") == ["request"]
-    again = builder(tmp_path / "again", loss, devices="cpu", epochs=2, resume=tmp_path / "run" / f"step-{slot}")
-    resumed = again.run().join()
+    resumed = train(tmp_path / "again", devices="cpu", epochs=2, resume=tmp_path / "run" / f"step-{slot}")
     assert all(torch.equal(resumed.params[name], value) for name, value in state.params.items())

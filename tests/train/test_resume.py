@@ -141,7 +141,7 @@ def test_another_number_of_devices_trains_the_rest_exactly_once(
     whole = train(first, save_every="4 steps", out=tmp_path, **options)
     again = train(second, resume=tmp_path / "step-4", **options)
     assert (again.slot, again.finished, again.samples) == (whole.slot, True, 3 * 70)
-    assert sum(map(len, again.log)) == sum(map(len, again.log))
+    assert {slot for log in again.log for slot, _, _ in log} == set(range(whole.slot))
     if policy in ("sync", "balanced"):
         assert_same(again, whole, tolerance=1e-10)
 
@@ -184,14 +184,13 @@ def test_a_state_moves_into_any_strategy(source: str | None, target: str | None,
     assert_same(again, whole, tolerance=1e-10)
 
 
-def request_a_save(worker: Worker, at: int, rank: int) -> None:
-    """The rank asks for a checkpoint when it has passed this slot, once."""
+def request_a_save(worker: Worker, at: int, ranks: tuple[int, ...]) -> None:
+    """These ranks ask for a checkpoint when they have passed this slot, until there is one."""
 
     def after_step(info: Any) -> None:
-        if info.rank == rank and info.step >= at and not worker.run.saves:
+        if info.rank in ranks and info.step >= at and not worker.run.saves:
             worker.wishes.requested.set()
 
-    assert worker.rank_info.rank >= 0
     worker.callbacks._hooks["on_step"].append(("Request", after_step))
     worker.callbacks.is_any = True
 
@@ -199,7 +198,9 @@ def request_a_save(worker: Worker, at: int, rank: int) -> None:
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_wish_is_followed_by_all_ranks_at_one_slot_and_the_log_repeats_it(policy: str, tmp_path: Path) -> None:
     options = {**POLICIES[policy], "epochs": 6}
-    state = train(2, out=tmp_path / "run", watch=partial(request_a_save, at=3, rank=1), **options)
+    # With a local policy rank 1 may have no step of its own on a busy machine: there both ranks ask.
+    ranks = (0, 1) if policy in ("cadence", "async") else (1,)
+    state = train(2, out=tmp_path / "run", watch=partial(request_a_save, at=3, ranks=ranks), **options)
     (slot,) = state.saves
     assert 3 <= slot < state.slot
     checkpoint = TrainedState.load(tmp_path / "run" / f"step-{slot}")
