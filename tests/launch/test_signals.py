@@ -24,9 +24,17 @@ from uneven.results.progress import Reporter
 
 @pytest.fixture
 def default() -> Iterator[None]:
+    """SIGTERM acts by default; the thread of an earlier run's handlers, told to end, has ended."""
+    for thread in _threads():
+        thread.join(100)
+    assert _threads() == []
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "uneven-signals"]
 
 
 def train(step: Callable[..., Any], **changes: Any) -> TrainedState:
@@ -154,7 +162,7 @@ def test_what_a_rank_got_and_what_this_process_gets_later_are_one_request(monkey
         for is_own in (own_first, not own_first):
             signal.raise_signal(signal.SIGTERM) if is_own else SIGNALS.receive()
         assert stopped.get(timeout=100) == signal.SIGTERM
-        (thread,) = (one for one in threading.enumerate() if one.name == "uneven-signals")
+        (thread,) = _threads()
         SIGNALS.discard(stoppable)
         thread.join(100)
         assert stopped.empty()
