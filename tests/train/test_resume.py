@@ -33,6 +33,7 @@ from uneven.train.worker import Worker
 EXACT = {"batch_size": 8, "global_batch_size": 24}  # 3 slots an epoch
 CADENCE = {"batch_size": 8, "policy": "cadence", "anchor": 2}  # 9 slots an epoch
 ASYNC = {"batch_size": 8, "policy": "async", "anchor": 2}
+DATA = TensorData(X.double(), Y)
 POLICIES = {"sync": {**EXACT, "policy": "sync"}, "balanced": EXACT, "cadence": CADENCE, "async": ASYNC}
 
 
@@ -66,6 +67,7 @@ def train(
     size: int,
     *,
     make_model: Callable[[], nn.Module] = Net,
+    data: Any = DATA,
     optimizer: str = "sgd",
     scheduler: Any = None,
     evaluation: Evaluation | None = None,
@@ -75,7 +77,7 @@ def train(
 ) -> TrainedState:
     """The state of a whole run, checked to be exactly once; `callbacks(stop)` makes each rank's own."""
     config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, "lr_scale": 1.0, **changes})
-    data, devices, stop = TensorData(X.double(), Y), parse_devices(["cpu"] * size), threading.Event()
+    devices, stop = parse_devices(["cpu"] * size), threading.Event()
 
     def rank(group: ThreadGroup) -> TrainedState:
         task = Task(
@@ -253,22 +255,10 @@ def test_dropped_steps_are_remembered(tmp_path: Path) -> None:
     data = X.double().clone()
     data[7] = float("nan")
     # The sample is in one slot of every epoch; each of these is dropped, by the first part of the run or the second.
-    options = {**SAME["sync"], "max_bad_steps": 3}
-
-    def run(**more: Any) -> TrainedState:
-        config = resolve({"batch_size": 8, "epochs": 3, "seed": 3, **options, **more})
-        devices = parse_devices(["cpu"] * 2)
-
-        def rank(group: ThreadGroup) -> TrainedState:
-            task = Task(partial(PlainNet, torch.float64), OPTIMIZERS["sgd"], mean_loss, TensorData(data, Y))
-            info = RankInfo(group.rank, devices)
-            worker = Worker(task, config, info, lambda _: group, threading.Event(), Silent())
-            return collect(group, worker.train(), worker.axis)
-
-        return on_threads(2, rank)[0]
-
-    whole = run(save_every="4 steps", out=tmp_path)
-    again = run(resume=tmp_path / "step-4")
+    options = {**SAME["sync"], "max_bad_steps": 3, "make_model": partial(PlainNet, torch.float64)}
+    options["data"] = TensorData(data, Y)
+    whole = train(2, save_every="4 steps", out=tmp_path, **options)
+    again = train(2, resume=tmp_path / "step-4", **options)
     assert len(whole.dropped) > 2
     assert (again.dropped, again.samples) == (whole.dropped, whole.samples)
     assert_same(again, whole)
