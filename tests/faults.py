@@ -25,6 +25,12 @@ from uneven.step.costs import REPEATS
 REHEARSED = 2 * (1 + REPEATS)  # steps in which a rank measures its cost, alone
 FAULTY = 6  # the step of rank 1 at which something happens; on CUDA a few more than REHEARSED are run beforehand
 CPUS = "cpu,cpu"
+# What stands before a script that trains on two ranks; a plain one names its devices itself.
+STARTS: dict[str, tuple[str | Path, ...]] = {
+    "plain": (sys.executable,),
+    "uneven run": (sys.executable, "-m", "uneven", "run", "--devices", CPUS),
+    "torchrun": (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"),
+}
 Step = Callable[[int, int], None]  # (rank, which step of this rank)
 
 

@@ -3,16 +3,14 @@
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.faults import Launcher, ended_by_signal, saved_state, trains
+from tests.faults import STARTS, Launcher, ended_by_signal, saved_state, trains
 from tests.faults import start as start
 from tests.forked import ForkedPopen
 from uneven.comm.store import open_store
@@ -66,13 +64,24 @@ finally:
 )
 
 
+@contextmanager
+def running(words: Sequence[str | Path], folder: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive a test that fails."""
+    pipe, env = subprocess.PIPE, os.environ | more
+    process = ForkedPopen(words, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
 def signalled(
     folder: Path,
     script: str,
     *args: str,
     number: int = signal.SIGTERM,
     times: int = 1,
-    command: Any = None,
+    command: Sequence[str | Path] = STARTS["plain"],
     is_for_all: bool = False,
 ) -> tuple[int, list[str], str]:
     """Run the script until it says "step", and signal it: exit code, what it said afterwards, stderr.
@@ -80,22 +89,22 @@ def signalled(
     `is_for_all`: every process of it gets the signal, as Slurm does.
     """
     (folder / "train.py").write_text(script)
-    words = [*(command or (sys.executable,)), "train.py", *args]
-    process = ForkedPopen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    errors = "" if line else process.communicate()[1]
-    assert line == "step\n", errors
-    children = psutil.Process(process.pid).children(recursive=True) if is_for_all else []
-    for one in [*children, process]:
-        with suppress(psutil.NoSuchProcess):  # a loader process ends with its epoch
-            one.send_signal(number)
-    for _ in range(100 if times > 1 else 0):  # those within SAME_S of the first are one request with it
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.3)
-            break
-        process.send_signal(number)
-    out, errors = process.communicate(timeout=150)
+    words = [*command, "train.py", *args]
+    with running(words, folder) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        errors = "" if line else process.communicate()[1]
+        assert line == "step\n", errors
+        children = psutil.Process(process.pid).children(recursive=True) if is_for_all else []
+        for one in [*children, process]:
+            with suppress(psutil.NoSuchProcess):  # a loader process ends with its epoch
+                one.send_signal(number)
+        for _ in range(100 if times > 1 else 0):  # those within SAME_S of the first are one request with it
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.3)
+                break
+            process.send_signal(number)
+        out, errors = process.communicate(timeout=150)
     return process.returncode, out.splitlines(), errors
 
 
@@ -153,8 +162,7 @@ def test_at_start_up_there_is_nothing_to_save_and_a_second_one_ends_the_ranks(st
 
 
 def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "uneven", "run", "--devices", "cpu,cpu")
-    code, said, errors = signalled(tmp_path, LOOP, "inside", command=command)
+    code, said, errors = signalled(tmp_path, LOOP, "inside", command=STARTS["uneven run"])
     assert code == 143, errors
     assert said.count("finally") == 2
     assert "stopped after" in errors
@@ -166,24 +174,17 @@ def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_sa
     """Torchrun's variables, without its agent: the next test has that."""
     (tmp_path / "train.py").write_text(LOOP)
     store, port = open_store()
-    started = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        ForkedPopen(
-            [sys.executable, "train.py", "inside"],
-            cwd=tmp_path,
-            env=os.environ | started | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline() == "step\n"
-    for _ in range(2):  # torchrun passes on what a scheduler has sent to everyone: a second one changes nothing
-        ranks[1].send_signal(signal.SIGTERM)
-    said = [rank.communicate(timeout=150) for rank in ranks]
+    given = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [*STARTS["plain"], "train.py", "inside"]
+    with ExitStack() as stack:
+        numbers = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2))
+        ranks = [stack.enter_context(running(words, tmp_path, **given, **own)) for own in numbers]
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == "step\n"
+        for _ in range(2):  # torchrun passes on what a scheduler has sent to everyone: a second one changes nothing
+            ranks[1].send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=150) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [143, 143], said
     assert [out.split() for out, _ in said] == [["finally"]] * 2
     assert "Traceback" not in said[0][1] + said[1][1]
@@ -193,9 +194,7 @@ def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_sa
 
 @pytest.mark.soak
 def test_torchrun_passes_it_on_and_rank_0_saves(tmp_path: Path) -> None:
-    torchrun = Path(sys.executable).parent / "torchrun"
-    command = (torchrun, "--standalone", "--nproc-per-node", "2")
-    code, said, errors = signalled(tmp_path, LOOP, "inside", command=command)
+    code, said, errors = signalled(tmp_path, LOOP, "inside", command=STARTS["torchrun"])
     assert code != 0
     assert said.count("finally") == 2, errors
     assert "stopped after" in errors

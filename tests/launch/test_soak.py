@@ -3,7 +3,6 @@
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.faults import (
+    STARTS,
     Launcher,
     alive,
     differing,
@@ -102,11 +102,6 @@ def test_soak_second_ctrl_c(start: Callable[..., Launcher]) -> None:
     assert max(times) <= 2.0
 
 
-STARTS = {
-    "plain": (sys.executable,),
-    "uneven run": (sys.executable, "-m", "uneven", "run", "--devices", "cpu,cpu"),
-    "torchrun": (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"),
-}
 RANDOM = """
 import os, sys, time, torch
 from uneven import Ddp, TensorData, fit
