@@ -101,8 +101,8 @@ def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pyte
 
 @pytest.fixture(autouse=True)
 def _long_ones_have_limits_of_their_own(request: pytest.FixtureRequest) -> None:
-    """Those marked `soak`: faulthandler_timeout is for the others."""
-    if "soak" in request.node.keywords:
+    """faulthandler_timeout is for the default suite."""
+    if {"soak", "grid"} & set(request.node.keywords):
         faulthandler.cancel_dump_traceback_later()
 
 
