@@ -1,5 +1,6 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -33,11 +34,14 @@ LONGEST = (
     "launch/test_rank_processes.py",
     "test_readme.py",
     "train/test_local_sgd_processes.py",
+    "launch/test_resume_kills.py",
     "parallel/test_strategies.py",
     "parallel/test_strategy_processes.py",
     "policy/test_slot_schedule.py",
     "bench/single/test_modes.py",
     "bench/strategies/test_strategies.py",
+    "parallel/test_tensor_parallel.py",
+    "bench/efficiency/test_segments.py",
     "train/test_gradient_sync.py",
     "graph/test_graph.py",
     "timeline/test_page.py",
@@ -46,6 +50,7 @@ LONGEST = (
     "data/test_feed.py",
     "api/test_twins.py",
     "api/test_examples.py",
+    "launch/test_signal_processes.py",
     "policy/test_exact.py",
     "launch/test_slices.py",
     "bench/single/test_run.py",
@@ -56,6 +61,17 @@ LONGEST = (
     "cli/test_bench.py",
     "cli/test_data.py",
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A process of pytest that crashes ends the run with the test's name.
+
+    xdist would start another for it, which runs the same test again, up to four times per process; and where the other
+    processes had nothing left to do, it waits for ever.
+    """
+    if getattr(config.option, "maxworkerrestart", "no xdist") is None:
+        config.option.maxworkerrestart = "0"
 
 
 def _place(item: pytest.Item) -> int:
@@ -85,6 +101,13 @@ def _processes_are_forked() -> Iterator[None]:
 def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if {"real_start", "cuda", "soak"} & set(request.node.keywords):
         monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
+
+
+@pytest.fixture(autouse=True)
+def _long_ones_have_limits_of_their_own(request: pytest.FixtureRequest) -> None:
+    """faulthandler_timeout is for the default suite."""
+    if {"soak", "grid"} & set(request.node.keywords):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

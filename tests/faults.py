@@ -1,4 +1,4 @@
-"""Everything that can happen to a rank, made to happen: for launch/test_rank_processes.py and launch/test_soak.py."""
+"""Everything that can happen to a rank, made to happen: for the tests of launch/."""
 
 import os
 import queue
@@ -25,6 +25,12 @@ from uneven.step.costs import REPEATS
 REHEARSED = 2 * (1 + REPEATS)  # steps in which a rank measures its cost, alone
 FAULTY = 6  # the step of rank 1 at which something happens; on CUDA a few more than REHEARSED are run beforehand
 CPUS = "cpu,cpu"
+# What stands before a script that trains on two ranks; a plain one names its devices itself.
+STARTS: dict[str, tuple[str | Path, ...]] = {
+    "plain": (sys.executable,),
+    "uneven run": (sys.executable, "-m", "uneven", "run", "--devices", CPUS),
+    "torchrun": (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"),
+}
 Step = Callable[[int, int], None]  # (rank, which step of this rank)
 
 
@@ -261,10 +267,31 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
         one.close()
 
 
-def saved_state(launcher: Launcher) -> TrainedState:
-    (folder,) = (launcher.folder / "runs").glob("interrupted-*")
-    state = TrainedState.load(folder)
+def trains(lines: list[str]) -> bool:
+    return lines.count("step") >= 6
+
+
+def ended_by_signal(
+    launcher: Launcher,
+    is_there: Callable[[list[str]], bool],
+    number: int = signal.SIGINT,
+    *,
+    times: int = 1,
+    whom: Callable[[Launcher], Sequence[int]] = lambda launcher: (launcher.process.pid,),
+) -> str:
+    """Signal it when that is there: its exit code names the signal, and nothing is left. Returns what it said."""
+    launcher.read_until(is_there)
+    code, _ = launcher.interrupt(times=times, number=number, pids=whom(launcher))
+    assert code == 128 + number, launcher.said()
+    nothing_left(launcher.pids, launcher.process.pid)
+    return launcher.said()
+
+
+def saved_state(folder: Path) -> TrainedState:
+    """What an interrupted run that was started in this folder has saved."""
+    (found,) = (folder / "runs").glob("interrupted-*")
+    state = TrainedState.load(found)
     assert not state.finished
     assert state.slot >= 1
-    assert state.params["weight"].isfinite().all()
+    assert all(value.isfinite().all() for value in state.params.values())
     return state

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "uneven"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -99,6 +101,12 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno <= 70, f"{node.name} is too long"
+
+
+def test_files_of_tests_stay_small_and_those_that_start_first_are_there() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert path.read_text().count("\n") <= 400, path
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.api.test_entry_points import HEAD, assert_same_everywhere, start
+from tests.api.starts import HEAD, start
+from tests.api.test_entry_points import assert_same_everywhere
 from tests.api.test_entry_points import plain as plain
 from tests.api.test_entry_points import script as script
 from uneven import TrainedState

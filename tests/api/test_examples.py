@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.api.starts import BIN, start
 from tests.forked import run_forked
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -83,3 +84,45 @@ def test_the_sentences_on_two_devices_are_those_of_the_plain_script(monkeypatch:
     state = run(policy="async", batch_size=10)["state"]
     assert state.finished
     assert state.samples == 1200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["fit", "builder", "own_loop", "manual", "muon_gpt"])
+@pytest.mark.parametrize(
+    "starter", [("uneven", "run", "--devices", "cpu,cpu@0.4"), ("torchrun", "--standalone", "--nproc-per-node", "2")]
+)
+def test_every_example_runs_by_every_starter(name: str, starter: tuple[str, ...], tmp_path: Path) -> None:
+    """Plainly started they are run by test_readme.py."""
+    example = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    done = start([BIN / starter[0], *starter[1:], example], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()  # the first rank's alone
+    assert float(line.split()[-1]) > 0.88
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("name", ["fit", "builder", "own_loop"])
+@pytest.mark.parametrize("starter", ["python", "uneven", "torchrun"])
+def test_every_example_runs_with_the_local_policies(name: str, policy: str, starter: str, tmp_path: Path) -> None:
+    """By changing one word of the script, or none of it and one of the command line."""
+    source = (Path(__file__).parents[2] / "examples" / f"{name}.py").read_text()
+    command: list[str | Path] = [BIN / "uneven", "run", "--devices", "cpu,cpu@0.4", "--policy", policy]
+    if starter != "uneven":
+        source = source.replace('"balanced"', f'"{policy}"').replace(
+            "batch_size=32", f'batch_size=32, policy="{policy}"'
+        )
+        assert policy in source
+        command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    if starter == "python":
+        command = [sys.executable]
+        if name != "own_loop":  # a loop of one's own needs a starter for several devices
+            source = source.replace("epochs=3", 'epochs=3, devices="cpu,cpu@0.4"').replace(
+                ".epochs(3)", '.epochs(3).devices("cpu,cpu@0.4")'
+            )
+            assert "cpu@0.4" in source
+    (tmp_path / "example.py").write_text(source)
+    done = start([*command, tmp_path / "example.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert float(line.split()[-1]) > 0.86

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.api.test_entry_points import BIN, HEAD, assert_close, start
+from tests.api.starts import BIN, HEAD, assert_close, start
 from uneven import Ddp, TrainedState, fit
 from uneven.cli.main import app
 from uneven.data.tensors import TensorData

@@ -8,9 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+QUIET: dict[str, Any] = {"devices": "cpu", "progress": "off"}
 _generator = torch.Generator().manual_seed(0)
 LENGTHS = torch.randint(3, 9, (53,), generator=_generator).tolist()
 SAMPLES = [(torch.randn(length, generator=_generator).double(), length % 2) for length in LENGTHS]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
 
 
 def pad(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:

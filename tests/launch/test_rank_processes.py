@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.faults import Launcher, differing, killed, nothing_left, raising, saved_state, stopped, stopped_for_a_while
+from tests.faults import (
+    Launcher,
+    differing,
+    ended_by_signal,
+    killed,
+    nothing_left,
+    raising,
+    saved_state,
+    stopped,
+    stopped_for_a_while,
+    trains,
+)
 from tests.faults import start as start
 from uneven.comm.store import get_text
 from uneven.launch import watch
@@ -57,30 +68,18 @@ def test_a_rank_with_another_model_is_named_before_training(tmp_path: Path) -> N
 @pytest.mark.parametrize("policy", [pytest.param("sync", marks=pytest.mark.real_start), "async"])
 def test_ctrl_c_stops_all_ranks_and_the_state_loads(start: Callable[..., Launcher], policy: str) -> None:
     launcher = start("training", policy)
-    launcher.read_until(lambda lines: lines.count("step") >= 6)
-    code, _ = launcher.interrupt()
-    assert code == 130, launcher.said()
-    assert "stopped after" in launcher.said()
-    saved_state(launcher)
-    nothing_left(launcher.pids, launcher.process.pid)
+    assert "stopped after" in ended_by_signal(launcher, trains)
+    saved_state(launcher.folder)
 
 
 def test_ctrl_c_during_start_up_ends_a_run_that_never_began(start: Callable[..., Launcher]) -> None:
     launcher = start("starting")
-    launcher.read_until(lambda _: len(launcher.pids) == 2)
-    code, _ = launcher.interrupt()
-    assert code == 130, launcher.said()
-    assert "before its first step" in launcher.said()
+    assert "before its first step" in ended_by_signal(launcher, lambda _: len(launcher.pids) == 2)
     assert not (launcher.folder / "runs").exists()
-    nothing_left(launcher.pids, launcher.process.pid)
 
 
 def test_a_second_ctrl_c_ends_at_once(start: Callable[..., Launcher]) -> None:
-    launcher = start("endless")
-    launcher.read_until(lambda lines: lines.count("step") == 2)
-    code, _ = launcher.interrupt(times=2)
-    assert code == 130, launcher.said()
-    nothing_left(launcher.pids, launcher.process.pid)
+    ended_by_signal(start("endless"), lambda lines: lines.count("step") == 2, times=2)
 
 
 def test_ranks_notice_that_their_launcher_was_killed_and_end_a_stopped_one_too(

@@ -197,6 +197,6 @@ def test_ctrl_c_saves_and_leaves_nothing(
     # Python ends by the signal itself, which is 130; on an H200's machine it ended with 1 after the same traceback.
     assert code in (130, 1), launcher.said()
     assert "KeyboardInterrupt" in launcher.said()
-    saved_state(launcher)
+    saved_state(launcher.folder)
     nothing_left(launcher.pids, launcher.process.pid)
     assert held_bytes() <= before + (64 << 20)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.faults import REHEARSED
-from uneven import Ddp, TensorData
+from uneven import Ddp, TensorData, TrainedState
 from uneven.data.sample_order import prove_exactly_once
 from uneven.launch.run import Run
 from uneven.policy.axis import Axis
@@ -35,9 +35,13 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def train(out: Path, step: Any, **changes: Any) -> Run:
-    settings = {"out": out, "progress": "off", "batch_size": 8, **changes}
-    return Ddp.builder(make, adam, step).dataset(DATA).settings(**settings).run()
+def start(out: Path, step: Any, **changes: Any) -> Run:
+    settings: dict[str, Any] = {"progress": "off", "batch_size": 8, **changes}
+    return Ddp.builder(make, adam, step).dataset(DATA).settings(out=out, **settings).run()
+
+
+def train(out: Path, step: Any = loss, **changes: Any) -> TrainedState:
+    return start(out, step, **changes).join()
 
 
 def test_a_full_disk_costs_the_checkpoint_and_training_goes_on(
@@ -64,18 +68,18 @@ def test_a_full_disk_costs_the_checkpoint_and_training_goes_on(
         return loss(model, batch)
 
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "devices": "cpu,cpu", "policy": "sync"}
-    state = train(out, step, save_every="3 steps", progress="lines", **options).join()
+    state = train(out, step, save_every="3 steps", progress="lines", **options)
     assert state.finished
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "is not saved" in line)
     assert f"checkpoint {out / 'step-6'} is not saved: File too large" in line
     assert "on rank 1; it needs about" in line
     assert " MB are free in " in line
     assert line.endswith(f"training goes on, the last whole checkpoint is {out / 'step-3'}")
-    assert {path.name for path in out.glob("*step*")} == {"step-3", "step-9", "step-12", "step-15", "step-16"}
+    assert {path.name for path in out.glob("*step*")} == {"step-3", "step-9", "step-12", "step-15"}
     for folder in find_checkpoints(out):
         read_checkpoint(folder)
     assert not list(out.glob(".step-*"))
-    again = train(tmp_path / "b", loss, resume=out / "step-9", **options).join()
+    again = train(tmp_path / "b", resume=out / "step-9", **options)
     assert all(torch.equal(again.params[name], value) for name, value in state.params.items())
 
 
@@ -92,11 +96,11 @@ def test_saves_by_time_and_by_request_are_in_the_log_which_repeats_the_run(tmp_p
         time.sleep(0.0 if seen.exists() else 0.02)
         return loss(model, batch)
 
-    run = train(out, slow, save_every="0.1 s", **options)
+    run = start(out, slow, save_every="0.1 s", **options)
     entries = run.metrics()
     next(entries)
     run.checkpoint()
-    while "request" not in causes(out) and not (out / "state.json").exists():
+    while {"request", "interval"} != set(causes(out)) and not (out / "state.json").exists():
         time.sleep(0.02)
     seen.touch()
     for _ in entries:
@@ -107,7 +111,7 @@ def test_saves_by_time_and_by_request_are_in_the_log_which_repeats_the_run(tmp_p
     assert {"request", "interval"} == set(causes(out))
     assert sorted(int(folder.name.removeprefix("step-")) for folder in find_checkpoints(out)) == state.saves
     assert not list(out.glob(".step-*"))
-    again = train(tmp_path / "again", loss, replay=out, **options).join()
+    again = train(tmp_path / "again", replay=out, **options)
     assert again.log == state.log
     for name, value in state.params.items():
         assert torch.equal(again.params[name], value), name
@@ -121,13 +125,12 @@ def test_a_caller_asks_for_a_checkpoint_of_a_run_in_its_own_process(tmp_path: Pa
         asked.wait(60)
         return loss(model, batch)
 
-    run = train(tmp_path / "run", step, devices="cpu", epochs=2)
+    run = start(tmp_path / "run", step, devices="cpu", epochs=2)
     seen.wait(60)
     run.checkpoint()
     asked.set()
     state = run.join()
     (slot,) = state.saves
     assert causes(tmp_path / "run") == ["request"]
-    checkpoint = tmp_path / "run" / f"step-{slot}"
-    resumed = train(tmp_path / "again", loss, devices="cpu", epochs=2, resume=checkpoint).join()
+    resumed = train(tmp_path / "again", devices="cpu", epochs=2, resume=tmp_path / "run" / f"step-{slot}")
     assert all(torch.equal(resumed.params[name], value) for name, value in state.params.items())

@@ -4,21 +4,17 @@ import json
 import random
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults import REHEARSED
+from tests.faults import REHEARSED, STARTS
 from tests.resumable import LOCAL, POLICIES, Session, finished_once, newest_slot
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints
 
-PLAIN = (sys.executable,)
-UNEVEN_RUN = (sys.executable, "-m", "uneven", "run", "--devices", "cpu,cpu")
-TORCHRUN = (Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2")
 SLOW = {"pause": 0.01, "crawl": 30}
 
 
@@ -38,8 +34,8 @@ def stopped_at(session: Session, ranks: int = 2) -> Checkpoint:
 @pytest.mark.parametrize(
     ("number", "command", "options"),
     [
-        (signal.SIGINT, PLAIN, {"devices": "cpu,cpu", **LOCAL, "policy": "async"}),
-        (signal.SIGTERM, UNEVEN_RUN, {"how": "loop", **LOCAL, "policy": "cadence"}),
+        (signal.SIGINT, STARTS["plain"], {"devices": "cpu,cpu", **LOCAL, "policy": "async"}),
+        (signal.SIGTERM, STARTS["uneven run"], {"how": "loop", **LOCAL, "policy": "cadence"}),
     ],
     ids=["Ctrl-C", "SIGTERM"],
 )
@@ -61,7 +57,6 @@ def test_a_stopped_run_leaves_gaps_and_finishes_exactly_once(
     assert [segment["slot"] for segment in log["segments"]] == [0, session.resumed_at()]
 
 
-STARTS = {"plain": PLAIN, "uneven run": UNEVEN_RUN, "torchrun": TORCHRUN}
 GRACE_S = 20.0
 
 
@@ -102,7 +97,8 @@ def test_soak_sigterm_at_random_moments_and_resumed_every_time(tmp_path: Path, n
 
 @pytest.mark.soak
 def test_workers_that_torchrun_restarts_go_on_where_they_were(tmp_path: Path) -> None:
-    command = (*TORCHRUN[:1], "--max-restarts", "2", *TORCHRUN[1:])
+    torchrun, *rest = STARTS["torchrun"]
+    command = (torchrun, "--max-restarts", "2", *rest)
     options = {**POLICIES["sync"], "save_every": "4 steps", "pause": 0.01}
     session = Session(tmp_path, command, **options, epochs=20)
     assert session.wait_for(lambda: newest_slot(session.out) >= 8), session.said()

@@ -1,12 +1,16 @@
-"""Scripts under `uneven run`: which of them use uneven at all, and what their errors show first."""
+"""Scripts under `uneven run`: what keeps them from starting, whether they use uneven, what their errors show first."""
 
+import json
+import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.api.starts import HEAD
 from uneven import InputError, RankError
 from uneven.launch.script import run_script
 from uneven.launch.script_imports import uses_uneven
@@ -139,3 +143,46 @@ def _through_ours(body: object) -> None:
             return []
 
     blocks_of(Model() if body is not None else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("clean")
+def test_with_one_device_the_script_runs_in_this_process(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(
+        HEAD
+        + "state = fit(model=net, optimizer=sgd, step=loss_of, dataset=TensorData(X, Y), batch_size=16, epochs=2)\n"
+        "import os\n"
+        "Path(sys.argv[1]).write_text(json.dumps([os.getpid(), __name__, sys.argv[2:], state.config]))\n"
+    )
+    given = {"devices": "cpu", "epochs": 1, "seed": 9, "progress": "off"}
+    run_script(tmp_path / "here.py", [str(tmp_path / "facts"), "--flag"], given)
+    pid, name, args, used = json.loads((tmp_path / "facts").read_text())
+    assert (pid, name, args) == (os.getpid(), "__main__", ["--flag"])
+    assert (used["devices"], used["epochs"], used["seed"], used["batch_size"]) == ("cpu", 1, 9, 16)
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("wrong", [{"strategy": "zero9"}, {"policy": "fast"}, {"optimizer_state": "drop"}])
+def test_a_setting_that_is_wrong_by_itself_is_refused_before_anything_starts(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "t.py").write_text("raise AssertionError('it ran')\n")
+    monkeypatch.setattr("uneven.launch.script.run_on_ranks", lambda *_: pytest.fail("ranks were started"))
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError, match=f"{name}='{value}' must be one of"):
+        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu", **wrong})
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("absent.py", {}, "there is no such file"),
+        ("here.py", {"epohcs": 1}, "did you mean 'epochs'"),
+        ("here.py", {"devices": "cpu,tpu"}, "tpu"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(name: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text("raise AssertionError('it must not run')")
+    with pytest.raises(InputError) as caught:
+        run_script(tmp_path / name, [], settings)
+    assert words in str(caught.value)

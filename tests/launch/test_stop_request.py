@@ -41,6 +41,12 @@ class Processes:
         return [None, None]
 
 
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch looks again at once: however many looks it needs, the limits of time are far away."""
+    monkeypatch.setattr(watch_module, "POLL_S", 0.001)
+
+
 def wait(folder: Path, *beats: dict[str, Any]) -> None:
     store, _ = open_store()
     processes: Any = Processes(store, list(beats))
@@ -94,7 +100,7 @@ def test_a_stop_request_that_is_heard_while_results_are_saved_does_not_interrupt
 
 def test_heartbeats_from_before_the_request_do_not_tell_that_nothing_has_begun(tmp_path: Path) -> None:
     old, new = {"was_stop_read": False}, {"was_stop_read": True, "handles_stop": True}
-    wait(tmp_path, *[old] * 10, new)  # a second of old ones
+    wait(tmp_path, *[old] * 10, new)
 
 
 def test_ranks_that_have_read_the_request_and_not_begun_are_ended(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tests.parallel.test_zero_redundancy import inputs, run, tower
+from tests.parallel.tower import inputs, run, tower
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.joined import as_group

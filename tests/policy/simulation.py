@@ -2,7 +2,7 @@
 
 Every rank is a generator with its own slot schedule and its own copy of the controller. It yields how long it is busy,
 or the round whose average it waits for. What must hold in any run (every slot once, events respected, copies equal,
-no rank stuck) is checked here; tests look at the rest.
+no rank stuck) is checked here and in run_checks.py; tests look at the rest.
 """
 
 import heapq
@@ -10,122 +10,17 @@ import json
 import random
 from collections import deque
 from collections.abc import Container, Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
+from tests.policy.cluster import NEVER, Cluster, Outcome, Round
+from tests.policy.run_checks import check, check_stream
 from uneven.policy.axis import Axis
 from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.stream_axis import UNKNOWN, StreamAxis
 from uneven.policy.stream_end import StreamEnd
-from uneven.policy.windows import Decision, LocalSGDConfig, RoundReport, Windows
+from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 
-NEVER = float("inf")
 END = -1
-
-
-@dataclass
-class Cluster:
-    """The truth, which the controller sees only through measured times. All times in ms."""
-
-    slot_ms: list[float]
-    total: int
-    seed: int = 0
-    jitter: float = 0.05  # of every slot and transfer, uniform, either way
-    spikes: float = 0.0  # how often a slot takes three times as long
-    wander: float = 0.0  # a factor that holds for some dozen slots: noise that a window does not average out
-    stop: tuple[int, int, float] | None = None  # (rank, from this slot on, ms): stands still, once
-    freeze: tuple[int, float, float] | None = None  # (rank, probability, ms): stands still before it asks for a slot
-    change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor of its time)
-    lies: list[float] | None = None  # factors of the times that ranks tell the others
-    transfer_ms: float = 1.0
-    touch_ms: float = 0.1  # a snapshot or a merge, of the rank's own time
-    claim_ms: float = 0.1
-    lookahead: int = 0
-    epoch: int | None = None  # slots, where every epoch's end is an event
-    slot_size: int = 64
-    short: int = 64  # samples of an epoch's last slot
-    hides_ends: bool = False  # a stream without length: a rank is told of an epoch's end when it asks for a slot there
-
-    @property
-    def ranks(self) -> int:
-        return len(self.slot_ms)
-
-    def next_event(self, slot: int) -> int:
-        epoch = self.epoch or self.total
-        return min((slot // epoch + 1) * epoch, self.total)
-
-    @property
-    def epochs(self) -> int:
-        return -(-self.total // (self.epoch or self.total))
-
-    def epoch_samples(self, epoch: int) -> int:
-        length = self.epoch or self.total
-        return sum(self.samples(slot) for slot in range(epoch * length, min((epoch + 1) * length, self.total)))
-
-    def samples(self, slot: int) -> int:
-        is_last = (slot + 1) % (self.epoch or self.total) == 0
-        return self.short if is_last else self.slot_size
-
-
-@dataclass
-class Round:
-    """One average: on its way when all ranks have come, and there some time later."""
-
-    due: int
-    rows: dict[int, RoundReport] = field(default_factory=dict)
-    entered_ms: dict[int, float] = field(default_factory=dict)
-    merged_ms: dict[int, float] = field(default_factory=dict)
-    met_ms: float = NEVER
-    arrival_ms: float = NEVER
-    waiting: list[int] = field(default_factory=list)
-    handed: dict[int, int] = field(default_factory=dict)  # by each rank before it merged: the end of its slots
-    free: int = 0  # first_free_slot
-    print: int | None = None  # of the controller that has noted it
-    anchor: float = 0.0
-    counts: tuple[int, ...] = ()
-
-
-@dataclass
-class Outcome:
-    """A finished run."""
-
-    cluster: Cluster
-    makespan_ms: float = 0.0
-    useful_ms: float = 0.0
-    claims: int = 0
-    most_lead: int = 0
-    rounds: list[Round] = field(default_factory=list)
-    work: list[tuple[int, float, float]] = field(default_factory=list)  # (slot, start, end)
-    decisions: list[tuple[int, Decision]] = field(default_factory=list)  # with the number of their round
-    slots: dict[int, list[int]] = field(default_factory=dict)  # every rank's, in order
-    state: dict[str, Any] = field(default_factory=dict)  # of the controller in the end
-    start: int = 0
-    stop: int = 0
-    requested: set[int] = field(default_factory=set)  # slots that became events for a wish
-
-    def next_event(self, slot: int) -> int:
-        """As it was in the end."""
-        event = self.cluster.next_event(slot)
-        return min([event, *(one for one in self.requested if one > slot)])
-
-    @property
-    def efficiency(self) -> float:
-        return self.useful_ms / (self.cluster.ranks * self.makespan_ms)
-
-    @property
-    def delays(self) -> list[float]:
-        """From each rank's snapshot to its merge, in slots of the slowest rank."""
-        slowest_ms = max(self.cluster.slot_ms)
-        return [
-            (one.merged_ms[rank] - at_ms) / slowest_ms for one in self.rounds for rank, at_ms in one.entered_ms.items()
-        ]
-
-    @property
-    def periods_ms(self) -> list[float]:
-        """Between the arrivals of two averages."""
-        return [later.arrival_ms - one.arrival_ms for one, later in zip(self.rounds, self.rounds[1:], strict=False)]
-
-
 Life = Generator["float | Round", None, None]
 
 
@@ -386,48 +281,3 @@ class _Rank:
     def _paid_ms(self) -> float:
         owed_ms, self._owed_ms = self._owed_ms, 0.0
         return owed_ms
-
-
-def check_stream(outcome: Outcome) -> None:
-    """What must hold where epochs end at slots that nobody knew beforehand."""
-    cluster, rounds = outcome.cluster, outcome.rounds
-    work = sorted(outcome.work)
-    assert [slot for slot, *_ in work] == list(range(cluster.total)), "not every slot exactly once"
-    for one in rounds:
-        assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
-        assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
-    event, free_ms = 0, 0.0
-    while event < cluster.total:
-        last, event = event, cluster.next_event(event)
-        one = next(one for one in rounds if all(row.next_slot >= event for row in one.rows.values()))
-        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last:event]), (
-            "a slot on the wrong side of an epoch's end"
-        )
-        free_ms = one.arrival_ms
-
-
-def check(outcome: Outcome) -> None:
-    """What must hold in every run, whatever the cluster."""
-    cluster, rounds = outcome.cluster, outcome.rounds
-    work, start, stop = sorted(outcome.work), outcome.start, outcome.stop
-    assert [slot for slot, *_ in work] == list(range(start, stop)), "not every slot exactly once"
-    trained = sum(cluster.samples(slot) for slot in range(start, stop))
-    assert sum(row.samples for one in rounds for row in one.rows.values()) == trained, "work outside all averages"
-    dues = [one.due for one in rounds]
-    assert dues == sorted(set(dues)), "rounds out of axis order"
-    assert dues[-1] == stop, "the last round is not at the end"
-    for one in rounds:
-        assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
-        assert len({row.fingerprint for row in one.rows.values()}) == 1, "copies differed before a round"
-        assert max(one.handed.values()) <= one.free, "a rank was handed a slot beyond the event it had still to learn"
-        assert all(at_ms >= one.arrival_ms for at_ms in one.merged_ms.values()), "merged before it was there"
-    event, free_ms = start, 0.0
-    while event < stop:
-        last, event = event, outcome.next_event(event)
-        assert event in dues, "an event without a round"
-        one = rounds[dues.index(event)]
-        assert all(row.next_slot >= event for row in one.rows.values()), "a rank passed an event too early"
-        assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last - start : event - start]), (
-            "a slot on the wrong side of an event"
-        )
-        free_ms = one.arrival_ms

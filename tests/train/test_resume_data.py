@@ -19,18 +19,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.ranks import Silent, ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from tests.train.test_gradient_sync import Net as PlainNet
+from tests.train.test_gradient_sync import X, Y
 from tests.train.test_resume import CADENCE, EXACT, assert_same
+from tests.train.test_resume import train as train_on_threads
 from uneven import InputError, TrainedState, fit
-from uneven.config import Task, resolve
 from uneven.data.reader import Reader
-from uneven.hardware.device import parse_devices
-from uneven.launch.requests import Requests
-from uneven.launch.training import collect
-from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
 
 Sample = tuple[Tensor, Tensor]
 
@@ -118,18 +112,14 @@ def test_the_same_samples_come(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [EXACT, {**CADENCE, "shares": (3, 1)}], ids=["balanced", "cadence"])
 def test_a_stream_without_length_is_read_on_by_two_ranks(options: dict[str, Any], tmp_path: Path) -> None:
-    def run(**more: Any) -> TrainedState:
-        config = resolve({"epochs": 3, "seed": 3, "lr_scale": 1.0, **options, **more})
-        devices = parse_devices(["cpu"] * 2)
-
-        def rank(group: ThreadGroup) -> TrainedState:
-            task = Task(partial(PlainNet, torch.float64), OPTIMIZERS["adam"], mean_loss, Stream())
-            info = RankInfo(group.rank, devices)
-            worker = Worker(task, config, info, lambda _: group, Requests().stop, Silent())
-            return collect(group, worker.train(), worker.axis)
-
-        return on_threads(2, rank)[0]
-
+    run = partial(
+        train_on_threads,
+        2,
+        make_model=partial(PlainNet, torch.float64),
+        data=Stream(),
+        optimizer="adam",
+        **options,
+    )
     whole = run(save_every="4 steps", out=tmp_path)
     for slot in (4, 8):
         again = run(resume=tmp_path / f"step-{slot}", save_every="4 steps", out=tmp_path / f"{slot}")
