@@ -57,7 +57,7 @@ def run_rank(rank: int, size: int, port: int, device: str, repeats: float, sizes
     place = torch.device(device)
     store = reach_store("127.0.0.1", port)
     gloo = TorchGroup(store, rank, size)
-    shared = share(gloo, store, place, has_cuda=place.type == "cuda", sizes=sizes)
+    shared = share(gloo, store, place, sizes=sizes)
     assert isinstance(shared, SharedMemoryGroup)
     found = measure(gloo, shared, place, repeats)
     if rank == 0:

@@ -185,3 +185,15 @@ def test_a_log_that_lacks_something_says_what(tmp_path: Path, key: str) -> None:
     (tmp_path / "log.json").write_text(json.dumps({name: part for name, part in RECORD.items() if name != key}))
     with pytest.raises(InputError, match=f"not the log of a run .without {key}"):
         read_log(tmp_path, AXIS, 2, {}, is_local=True)
+
+
+def test_more_than_two_ranks_are_replayed_over_the_same_transport(tmp_path: Path) -> None:
+    """A sum of two has the same bits over any; with more each transport adds in an order of its own."""
+    record = {**RECORD, "config": {"batch_size": 2, "backend": "gloo"}, "rounds": []}
+    own = {"batch_size": 2, "backend": "shm"}
+    (tmp_path / "log.json").write_text(json.dumps(record))
+    assert read_log(tmp_path, AXIS, 2, own, is_local=False).parts[1] == [(1, 2, 2)]
+    (tmp_path / "log.json").write_text(json.dumps({**record, "ranks": [*RECORD["ranks"], []]}))
+    with pytest.raises(InputError, match="that run had backend gloo, this one shm; pass backend='gloo'"):
+        read_log(tmp_path, AXIS, 3, own, is_local=False)
+    assert len(read_log(tmp_path, AXIS, 3, {**own, "backend": "gloo"}, is_local=False).parts) == 3

@@ -54,7 +54,7 @@ def make_transport(replica: Replica, is_nccl: bool) -> Transport:
 
 
 class DeviceTransport:
-    """Sums where the params are: over Gloo on a CPU, over NCCL on a CUDA device, there on a stream of its own."""
+    """Sums where the params are: in host memory on a CPU, over NCCL on a CUDA device, there on a stream of its own."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -91,7 +91,7 @@ class DeviceTransport:
 
 
 class HostTransport:
-    """Sums a CUDA rank's params in host memory, over Gloo.
+    """Sums a CUDA rank's params in host memory.
 
     The snapshot is first copied on the device, in the training stream, so that training can go on at once; a stream of
     its own then copies it to pinned memory.

@@ -17,13 +17,11 @@ def form_group(
     backend: str,
     is_crowded: bool,
     *,
-    has_cuda: bool = False,
     verify: bool = False,
 ) -> Group:
     """`backend` is 'nccl', 'shm', 'gloo', or 'cpu': shared memory where it is possible, else Gloo, as with 'shm'.
 
-    `is_crowded`: ranks of this machine share a GPU. `has_cuda`: any rank has a CUDA device. `verify`: messages through
-    shared memory carry checksums.
+    `is_crowded`: ranks of this machine share a GPU. `verify`: messages through shared memory carry checksums.
     """
     if size == 1:
         return SoloGroup()
@@ -34,7 +32,7 @@ def form_group(
     gloo = TorchGroup(store, rank, size)
     if backend == "gloo":
         return gloo
-    return share(gloo, store, device, has_cuda=has_cuda, verify=verify)
+    return share(gloo, store, device, verify=verify)
 
 
 def _allow_shared_gpu(rank: int) -> None:

@@ -55,6 +55,15 @@ class SharedMemoryGroup:
     def new_group(self) -> Group:
         return self._formed.form()
 
+    def replace_segment(self) -> None:
+        """Go on in new memory, which nobody who holds this group notices. On all ranks at once, between collectives."""
+        found = self._formed.form()
+        if not isinstance(found, SharedMemoryGroup):
+            raise RuntimeError("the shared memory cannot be replaced: this machine has none left")
+        self._formed.exchanges.remove(self._exchange)
+        self._exchange.close()
+        self._exchange = found._exchange
+
     def claim(self, count: int) -> int:
         return self._torch.claim(count)
 
@@ -75,7 +84,7 @@ class _Formed:
         self,
         torch_group: TorchGroup,
         store: Store,
-        device: torch.device | None,
+        device: torch.device,
         has_cuda: bool,
         sizes: Sizes,
         verify: bool,
@@ -112,15 +121,18 @@ class _Formed:
 def share(
     torch_group: TorchGroup,
     store: Store,
-    device: torch.device | None = None,
-    has_cuda: bool = False,
+    device: torch.device,
     verify: bool = False,
     sizes: Sizes | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Group:
     """Shared memory for the ranks of a group of Gloo; that group itself where it is not possible, on all ranks alike.
 
-    `has_cuda`: any rank has a CUDA device. `verify`: every message carries a checksum, which its readers compare.
+    `device` is this rank's own. `verify`: every message carries a checksum, which its readers compare.
     """
+    keys = [f"shared-memory/device/{rank}" for rank in range(torch_group.world_size)]
+    store.set(keys[torch_group.rank], device.type)
+    store.wait(keys, timeout)
+    has_cuda = any(store.get(key) == b"cuda" for key in keys)
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
     return _Formed(torch_group, store, device, has_cuda, sizes, verify, timeout).form()

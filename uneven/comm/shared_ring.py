@@ -197,6 +197,12 @@ class Outbox:
         sleep(self._free[self._blocking], self._blocking % self._world_size)
         self._freed_by[self._blocking] += 1
 
+    def synchronize(self) -> None:
+        """Until no device copies into the ring; what is not posted by then never will be."""
+        while self._unposted:
+            if (copied := self._unposted.popleft().copied) is not None:
+                copied.synchronize()
+
     def close(self) -> None:
         """Let go of the memory."""
         self._tables.clear()

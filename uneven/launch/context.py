@@ -213,11 +213,11 @@ class ProcessContext:
         agree(store, rank, world_size, lines, what="was given other settings", where="settings")
         agree(store, rank, world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
         if config is None:
-            return form_group(store, rank, world_size, torch.device("cpu"), "cpu", is_crowded=False)
+            device = next((param.device for param in model.parameters()), torch.device("cpu"))
+            return form_group(store, rank, world_size, device, "cpu", is_crowded=False)
         device = torch.device(rank_info.device.torch_name)
         crowded = is_crowded(self.of_this_machine(rank_info.devices))
-        options = {"has_cuda": rank_info.has_cuda, "verify": config.verify}
-        return form_group(store, rank, world_size, device, config.backend, crowded, **options)
+        return form_group(store, rank, world_size, device, config.backend, crowded, verify=config.verify)
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:

@@ -2,7 +2,7 @@
 
 Made by launch/context.py when a group has formed, closed when its run is over. A thread of every rank sends
 heartbeats; rank 0's also reads them all, judges by launch/deadlines.py, and posts the failure. Every rank that reads
-it ends: a rank that waits in a collective cannot be woken in another way before Gloo's own limit of 30 minutes.
+it ends: a rank that waits in a collective cannot be woken in another way before its own limit of 30 minutes.
 """
 
 import atexit
