@@ -176,6 +176,8 @@ class Engine:
 
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
+        if scale == 1.0 and self.schedule.is_constant:
+            return
         axis, samples = self.axis, self.samples_before(slot)
         total = axis.total_samples
         if isinstance(axis, StreamAxis) or total is None:  # the scale then grows as if the run had so many slots
