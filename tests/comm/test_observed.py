@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from uneven.bench.strategies.overlap import _Tail
 from uneven.comm.group import TorchGroup
 from uneven.comm.observed import Observed, observe_collectives
+from uneven.parallel.overlap import BackwardTail
 from uneven.parallel.reference import TorchReplicated
 
 
@@ -50,7 +50,7 @@ def test_our_collectives_and_waits_are_seen_only_inside(group: TorchGroup) -> No
 def test_ddp_waits_inside_backward_and_its_sums_are_seen(group: TorchGroup) -> None:
     strategy = TorchReplicated(nn.Linear(4, 2), lambda params: torch.optim.SGD(params, lr=0.1), group)
     with observe_collectives() as observed:
-        _Tail(observed)(strategy.module(torch.ones(3, 4)).sum())
+        BackwardTail(observed)(strategy.module(torch.ones(3, 4)).sum())
     assert observed.waits[-1][0] > 0.0, "backward's end was marked"
     assert observed.flights, "DDP's hook sums through Python"
     start, end = observed.waits[-1]

@@ -3,15 +3,11 @@
 Called by rank.py after the timed steps, which are not observed.
 """
 
-import time
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from uneven.bench.strategies.task import Batches, Trained, step
-from uneven.comm.observed import Observed, observe_collectives
-from uneven.parallel.hooks import at_the_end_of_backward
+from uneven.parallel.overlap import BackwardTail, observe_collectives
 
 STEPS = 2
 WAITS_IN_BACKWARD = ("torch-ddp", "torch-zero1")  # DistributedDataParallel waits in C++, after the last gradient
@@ -24,7 +20,7 @@ def measure_overlap(
     """Seconds a step; None where collectives cannot be seen. Trains STEPS steps from batch `first` on."""
     with observe_collectives() as observed:
         for number in range(first, first + STEPS):
-            tail = _Tail(observed) if row in WAITS_IN_BACKWARD else None
+            tail = BackwardTail(observed) if row in WAITS_IN_BACKWARD else None
             losses.append(step(trained, batches, number, tail))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -36,21 +32,3 @@ def measure_overlap(
         "exposed_s": observed.exposed_s / STEPS,
     }
     return found
-
-
-class _Tail:
-    """Runs one backward; from its last gradient until it returns counts as a wait, as far as a collective is on."""
-
-    def __init__(self, observed: Observed) -> None:
-        self._observed = observed
-        self._began = 0.0
-
-    def __call__(self, loss: Tensor) -> None:
-        # Callbacks run in the order in which they are queued, and DDP queues its own with the last gradient.
-        handle: Any = loss.register_hook(lambda _: at_the_end_of_backward(self._mark))
-        loss.backward()
-        handle.remove()
-        self._observed.waits.append((self._began, time.perf_counter()))
-
-    def _mark(self) -> None:
-        self._began = time.perf_counter()
