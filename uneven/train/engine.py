@@ -313,11 +313,13 @@ class Engine:
             self.model.compile()
         ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
         parts = {slot.samples: self._warm_up_part(slot.samples) for slot in ends}
-        with no_trace(self.eager, self.device):
+        phase = self.recorder.phase("compile" if self.config.compile == "default" else "warm-up")
+        with phase, no_trace(self.eager, self.device):
             for part, micros in self.feed.stream(parts.values()):
                 self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
         if self.config.compile == "graph" and can_capture(self.device):
-            self._capture(parts[self.axis.slot(0).samples])
+            with self.recorder.phase("capture"):
+                self._capture(parts[self.axis.slot(0).samples])
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
@@ -340,7 +342,7 @@ class Engine:
         # Of captured steps the first of a size runs eagerly and the second records the graph.
         untimed = 1 if self.captured is None else 2
         captures = nullcontext() if self.captured is None else self.captured.rehearsal()
-        with no_trace(self.eager, self.device), captures:
+        with self.recorder.phase("measure"), no_trace(self.eager, self.device), captures:
             cost = measure_cost(run_step, self._expected(slot.samples), self._least, untimed=untimed)
         self.recorder.enter("setup")
         return replace(cost, cap=self.caps[self.rank_info.rank])

@@ -308,6 +308,8 @@ class GradientSync:
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._record_wait(sent_ns, stats)
         self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
+        if stats[engine.rank_info.rank].is_unrepresentative:
+            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
         self._wished = wished(rank.wish for rank in stats)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)

@@ -173,6 +173,7 @@ class Worker:
     def initialize(self, cost: Cost) -> Synchronizer:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
+        self.recorder.event("ready")  # from here on this rank waits for the slowest one
         info.join(self.join(engine.model))
         engine.connect_reader(info.group)
         is_local = self.config.is_local and info.world_size > 1
