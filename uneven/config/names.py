@@ -12,6 +12,7 @@ LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
 Deadline = Literal["auto"]
+GlobalBatch = Literal["auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params

@@ -177,7 +177,8 @@ class EagerStep:
             return split_checks(self._sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: check))
         counts, sums = self._backward_once(batches, slot_samples), self._sums
         if self._is_on_host:
-            return split_checks(sums.finalize(lambda: [*stats(), *self._host_check(counts, sums.largest_gradient())]))
+            own = self._host_check(counts, sums.largest_gradient())  # own work: before `stats` takes the time
+            return split_checks(sums.finalize(lambda: [*stats(), *own]))
         return split_checks(
             sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, sums.largest_gradient()))
         )

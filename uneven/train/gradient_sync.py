@@ -377,7 +377,7 @@ class GradientSync:
             return Fixed.even(engine.rank_info.world_size)
         least = 2 if has_batchnorm(engine.model) and not engine.batchnorm_sync.layers else 1
         samples, lookahead = engine.axis.slot(0).samples, engine.feed.lookahead
-        caps = tuple(int(min(cap, samples)) for cap in engine.caps)
+        caps = tuple(int(min(cap * config.accumulate, samples)) for cap in engine.caps)
         if not engine.can_warm_up:
             first = engine.trained + 1  # the slot before it compiles and allocates
             return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
