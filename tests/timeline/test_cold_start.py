@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from uneven import TensorData, fit
-from uneven.timeline.cold_start import ColdStart, cold_starts, describe_cold_starts
+from uneven.timeline.cold_start import RankStart, cold_starts, describe_cold_starts
 from uneven.timeline.export import save_timeline
 from uneven.timeline.page import _cold_table
 from uneven.timeline.record import Event, Recorder, Span, account_of
@@ -41,9 +41,9 @@ SLOW_COMPILER = timeline(
 
 def test_every_rank_has_its_phases_and_waits_for_the_one_that_was_ready_last() -> None:
     assert cold_starts(SLOW_COMPILER) == [
-        ColdStart(0, "cuda:0", {"compile": 1.5, "capture": 0.5}, 5.0, 1, ((7, 0.3),)),
-        ColdStart(1, "cpu@0.4", {"compile": 6.0}),
-        ColdStart(2, "cpu", {}, 1.0, 1),
+        RankStart(0, "cuda:0", {"compile": 1.5, "capture": 0.5}, 5.0, 1, ((7, 0.3),)),
+        RankStart(1, "cpu@0.4", {"compile": 6.0}),
+        RankStart(2, "cpu", {}, 1.0, 1),
     ]
 
 

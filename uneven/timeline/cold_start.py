@@ -17,7 +17,7 @@ WAITED_S = 1.0  # likewise, where nothing was compiled or captured
 
 
 @dataclass(frozen=True)
-class ColdStart:
+class RankStart:
     """One rank's. `steps` are (slot, seconds) of steps in training that compiled, captured or chose kernels."""
 
     rank: int
@@ -31,7 +31,7 @@ class ColdStart:
         return asdict(self)
 
 
-def cold_starts(timeline: Timeline) -> list[ColdStart]:
+def cold_starts(timeline: Timeline) -> list[RankStart]:
     """Every rank's cold start, in the order of the lanes."""
     ready = {event.rank: event.t_ns for event in timeline.events if event.kind == "ready"}
     slowest = max(ready, key=lambda rank: ready[rank], default=None)
@@ -45,11 +45,11 @@ def cold_starts(timeline: Timeline) -> list[ColdStart]:
         steps = tuple((event.fields["slot"], event.fields["ms"] / 1e3) for event in events if "slot" in event.fields)
         is_waiting = slowest is not None and lane.rank in ready and lane.rank != slowest
         waited_s = (ready[slowest] - ready[lane.rank]) / 1e9 if is_waiting and slowest is not None else 0.0
-        found.append(ColdStart(lane.rank, lane.device, phases, waited_s, slowest if is_waiting else None, steps))
+        found.append(RankStart(lane.rank, lane.device, phases, waited_s, slowest if is_waiting else None, steps))
     return found
 
 
-def describe_cold_starts(found: Sequence[ColdStart]) -> list[str]:
+def describe_cold_starts(found: Sequence[RankStart]) -> list[str]:
     """A line per rank, where any rank has compiled or captured, or has long waited for another; else none."""
     is_long = any(start.waited_s >= WAITED_S for start in found)
     is_built = any(start.phases.get(name, 0.0) >= SHOWN_S for start in found for name in ("compile", "capture"))
@@ -59,7 +59,7 @@ def describe_cold_starts(found: Sequence[ColdStart]) -> list[str]:
     return [line for start in found if (line := _describe(start, devices))]
 
 
-def _describe(start: ColdStart, devices: dict[int, str]) -> str:
+def _describe(start: RankStart, devices: dict[int, str]) -> str:
     parts = [f"{name} {seconds:.1f} s" for name, seconds in start.phases.items() if seconds >= SHOWN_S]
     if start.waited_for is not None and start.waited_s >= SHOWN_S:
         parts.append(f"waited {start.waited_s:.1f} s for {devices[start.waited_for]} (rank {start.waited_for})")
