@@ -98,6 +98,7 @@ TYPED = {
     "seed": ("5", 5),
     "accumulate": ("2", 2),
     "global_batch_size": ("64", 64),
+    "max_global_batch_size": ("256", 256),
     "shares": ("5,2", (5.0, 2.0)),
     "strategy": ("fsdp", "fsdp"),
     "memory_shares": ("15,6", (15.0, 6.0)),
@@ -163,6 +164,7 @@ def test_every_setting_is_an_option_of_uneven_run(given: list[dict[str, Any]]) -
         (["--no-verify", "--no-sync-batchnorm"], {"verify": False, "sync_batchnorm": False}),
         (["--lr-scale", "0.5"], {"lr_scale": 0.5}),
         (["--memory-cap", "64"], {"memory_cap": 64}),
+        (["--global-batch-size", "auto"], {"global_batch_size": "auto"}),
     ],
 )
 def test_options_in_other_forms(line: list[str], expected: dict[str, Any], given: list[dict[str, Any]]) -> None:

@@ -61,6 +61,27 @@ def test_tables_show_the_largest_rank_and_whose_part_is_whose(orders: list[Strat
     assert max(map(len, done.output.splitlines())) <= 100
 
 
+def test_communication_is_shown_hidden_and_exposed_of_the_rank_that_waits_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ranks(*exposed: float) -> list[dict[str, Any]]:
+        found = [{"in_flight_s": 0.04, "hidden_s": 0.04 - seconds, "exposed_s": seconds} for seconds in exposed]
+        return [rank(100, communication=one) for one in found]
+
+    rows = [
+        StrategyRow("zero1", ranks(0.01, 0.025), loss_difference=0.0),
+        StrategyRow("torch-tensor", [rank(100, communication=None)], loss_difference=0.0),
+    ]
+    monkeypatch.setattr(module, "measure_strategies", lambda order, tell: rows)
+    lines = call("--only", "zero1").output.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("Collectives, ms a step"))
+    assert lines[start + 2].split() == ["in", "flight", "hidden", "exposed"]
+    assert lines[start + 3].split() == ["zero1", "40.0", "15.0", "25.0"]
+    assert lines[start + 4].split() == ["torch-tensor", "-", "-", "-"]
+    (row, _) = json.loads(call("--only", "zero1", "--json").output)["rows"]
+    assert [one["communication"]["exposed_s"] for one in row["ranks"]] == [0.01, 0.025]
+
+
 def test_a_failed_row_is_told_and_the_exit_code_says_so(orders: list[StrategiesOrder]) -> None:
     done = call("--quick")
     assert done.exit_code == 1

@@ -131,6 +131,8 @@ def check_loop(config: RunConfig, size: int, optimizer: Any = None) -> None:
         raise InputError("optimizer_state='average' with several optimizers: use 'keep'")
     if config.activations == "auto":
         raise InputError("activations='auto' with Ddp.setup: there is no train step to measure; use 'recompute' or fit")
+    if config.global_batch_size == "auto":
+        raise InputError("global_batch_size='auto' with Ddp.setup: no step can be measured before yours; pass a number")
     _check_caps(config, size)
     if config.sync_batchnorm and size > 1:
         raise InputError(

@@ -37,7 +37,8 @@ class Settings(TypedDict, total=False):
     backend: Backend
     seed: int
     accumulate: int
-    global_batch_size: int | None
+    global_batch_size: int | Deadline | None
+    max_global_batch_size: int | None
     shares: Sequence[float] | None
     strategy: Strategy | None
     memory_shares: Sequence[float] | None
@@ -123,9 +124,13 @@ class SettingMethods:
         """Micro-batches per optimizer step."""
         return self.settings(accumulate=accumulate)
 
-    def global_batch_size(self, global_batch_size: int | None) -> "Self":
-        """Samples per optimizer step of all devices together."""
+    def global_batch_size(self, global_batch_size: int | Deadline | None) -> "Self":
+        """Samples per optimizer step of all devices together; auto: balanced accumulates where sums take long."""
         return self.settings(global_batch_size=global_batch_size)
+
+    def max_global_batch_size(self, max_global_batch_size: int | None) -> "Self":
+        """The most that global_batch_size='auto' may choose."""
+        return self.settings(max_global_batch_size=max_global_batch_size)
 
     def shares(self, shares: Sequence[float] | None) -> "Self":
         """Fixed shares of the samples, one number per device, as in 5,2; with balanced and cadence."""

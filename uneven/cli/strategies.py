@@ -92,6 +92,9 @@ def _print_rows(rows: "Sequence[StrategyRow]", *, has_shares: bool) -> None:
     console.print(_memory_table(good))
     console.print("\nPer step; MB sent by a rank\n")
     console.print(_step_table(good))
+    if any(_waits_most(row) is not None for row in good):
+        console.print("\nCollectives, ms a step of the rank that waits longest: hidden behind its work, or exposed\n")
+        console.print(_communication_table(good))
     _print_footnote(console, good)
     if has_shares:
         console.print("\nOf what is cut, each rank holds\n")
@@ -153,6 +156,26 @@ def _step_table(rows: "Sequence[StrategyRow]") -> Any:
             f"{first['worst'][1]:.1e}",
             "yes" if row.is_in_sync else "NO",
         )
+    return table
+
+
+def _waits_most(row: "StrategyRow") -> dict[str, float] | None:
+    """The rank's communication whose exposed part is largest; None where none was measured."""
+    seen = [rank["communication"] for rank in row.ranks if rank.get("communication") is not None]
+    return max(seen, key=lambda found: found["exposed_s"], default=None)
+
+
+def _communication_table(rows: "Sequence[StrategyRow]") -> Any:
+    from uneven.bench.undisturbed import mark
+
+    table = _table(("", "in flight", "hidden", "exposed"))
+    for row in rows:
+        found = _waits_most(row)
+        if found is None:
+            table.add_row(row.name, "-", "-", "-")
+            continue
+        figures = (found[key] for key in ("in_flight_s", "hidden_s", "exposed_s"))
+        table.add_row(row.name, *(mark(f"{1e3 * seconds:.1f}", row.is_disturbed) for seconds in figures))
     return table
 
 

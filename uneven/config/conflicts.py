@@ -17,9 +17,30 @@ def check_conflicts(config: Any) -> None:
         raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
     if config.max_anchor is not None and config.anchor is not None and config.anchor > config.max_anchor:
         raise InputError(f"anchor={config.anchor} is above max_anchor={config.max_anchor}, which bounds it")
+    _check_global_batch(config)
     _check_strategy(config)
     _check_activations(config)
     _check_saves(config)
+
+
+def _check_global_batch(config: Any) -> None:
+    """InputError where a global batch cannot be chosen by measured costs, or there is nothing to limit."""
+    if config.global_batch_size != "auto":
+        if config.max_global_batch_size is not None:
+            raise InputError(
+                f"max_global_batch_size={config.max_global_batch_size} limits global_batch_size='auto', which was not "
+                "given; add it, or leave the limit out"
+            )
+        return
+    if config.policy != "balanced":
+        raise InputError(f"global_batch_size='auto' with policy={config.policy!r}: pass a number, or use 'balanced'")
+    if config.shares is not None:
+        raise InputError("global_batch_size='auto' with shares=...: no cost is measured then; pass a number")
+    if not config.is_replicated:
+        raise InputError(
+            f"global_batch_size='auto' with strategy={config.strategy!r}: no device can run a step alone, so no cost "
+            "is measured; pass a number, or use 'zero1'"
+        )
 
 
 def _check_strategy(config: Any) -> None:

@@ -14,6 +14,7 @@ OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
 Deadline = Literal["auto"]
 MonitorMode = Literal["auto", "min", "max"]
+GlobalBatch = Literal["auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 EXACT_POLICIES: tuple[Policy, ...] = ("sync", "balanced")  # sum gradients in every step: one device's params

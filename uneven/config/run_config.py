@@ -21,6 +21,7 @@ from uneven.config.names import (
     Backend,
     Compile,
     Deadline,
+    GlobalBatch,
     LRScale,
     MonitorMode,
     OptimizerState,
@@ -75,14 +76,23 @@ class RunConfig:
         metadata=about("Seed of weights, sample order, augmentation and dropout.", least=0, most=2**63 - 1),
     )
     accumulate: int = field(default=1, metadata=about("Micro-batches per optimizer step.", least=1))
-    global_batch_size: int | None = field(
+    global_batch_size: int | GlobalBatch | None = field(
         default=None,
         metadata=about(
-            "Samples per optimizer step of all devices together.",
+            "Samples per optimizer step of all devices together; auto: balanced accumulates where sums take long.",
             least=1,
             policies=EXACT_POLICIES,
             why_not="there every device steps by itself on batch_size samples; leave it out, or use policy='balanced'",
             default="batch_size x accumulate x devices",
+        ),
+    )
+    max_global_batch_size: int | None = field(
+        default=None,
+        metadata=about(
+            "The most that global_batch_size='auto' may choose.",
+            least=1,
+            policies=("balanced",),
+            default="4 x batch_size x accumulate x devices",
         ),
     )
     shares: tuple[float, ...] | None = field(
@@ -323,8 +333,9 @@ class RunConfig:
 
     def slot_size(self, ranks: int) -> int:
         """Samples per optimizer step: of all ranks together, or in the local policies of each rank."""
-        per_rank = self.batch_size * self.accumulate
-        return per_rank if self.is_local else self.global_batch_size or per_rank * ranks
+        per_rank, size = self.batch_size * self.accumulate, self.global_batch_size
+        # With "auto" the plain size, until the ranks have chosen: train/global_batch.py.
+        return per_rank if self.is_local else size if isinstance(size, int) else per_rank * ranks
 
     def caps(self, ranks: int) -> tuple[float, ...]:
         """How many samples each rank may hold at once, as far as memory_cap limits it."""

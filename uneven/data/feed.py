@@ -105,13 +105,14 @@ class TensorFeed:
         for part in parts:
             if part.slot.epoch != self._epoch:
                 self._start_epoch(part.slot.epoch)
-            picks = self._picks[:, part.first : part.stop]
-            micros = picks.split(part.sizes, dim=1)
-            yield part, [(self._inputs(micro), micro.shape[1]) for micro in micros if micro.shape[1]]
+            sizes = part.sizes
+            picks = self._picks.narrow(1, part.first, part.samples)
+            micros = picks.split(sizes, dim=1) if len(sizes) > 1 else (picks,)
+            yield part, [(self._inputs(micro), size) for micro, size in zip(micros, sizes, strict=False)]
 
     def open(self, inputs: Inputs) -> Batch:
         if self._resident:
-            return self._data.take(inputs[0], inputs[1])
+            return self._data.take(*inputs.unbind())
         rows, keys = inputs
         return TensorData(*rows, transform=self._data.transform).take(
             torch.arange(len(keys), device=self._device), keys

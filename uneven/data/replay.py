@@ -61,6 +61,12 @@ def log_record(
     return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped), **resumed}
 
 
+def read_global_batch(folder: Path) -> tuple[int | None, int]:
+    """`global_batch_size` and `accumulate` of the recorded run, which may have chosen them by itself."""
+    config = _read(folder)["config"]
+    return config["global_batch_size"], config["accumulate"]
+
+
 def read_saves(folder: Path) -> list[int]:
     """The slots at which the recorded run took its checkpoints: a replay averages buffers there, too."""
     return [int(slot) for slot in _read(folder).get("saves", [])]

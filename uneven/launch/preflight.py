@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from uneven.comm.group import has_nccl
 from uneven.comm.segment import why_impossible
-from uneven.config import SHARDED, RunConfig, Task, check_task
+from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
-from uneven.data.replay import read_log
+from uneven.data.replay import read_global_batch, read_log
+from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder
 from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded
@@ -60,6 +61,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         plan = plan_resume(task, config, len(devices))
         config, finished = plan.config, plan.finished
         notes += plan.notes
+    if config.global_batch_size == "auto":
+        config = _check_global_batch(task, config, len(devices))
     order = make_order(task, config)
     axis = make_axis(order, config, len(devices))
     config = replace(config, epochs=axis.epochs)  # those that max_steps leaves
@@ -155,6 +158,25 @@ def _check_before_step(task: Task, config: RunConfig, ranks: int) -> None:
         raise InputError("before_step with compile='graph': a captured step calls no function; use 'off' or 'default'")
     if ranks > 1 and not config.is_replicated:
         raise InputError(f"before_step with strategy={config.strategy!r}: gradients are in shards; use 'zero1'")
+
+
+def _check_global_batch(task: Task, config: RunConfig, ranks: int) -> RunConfig:
+    """The settings as a replay's log has them; InputError where the limit or the data leaves nothing to choose."""
+    least, most = config.slot_size(ranks), config.max_global_batch_size
+    if config.replay is not None:
+        size, accumulate = read_global_batch(config.replay)
+        return replace(config, global_batch_size=size, accumulate=accumulate, max_global_batch_size=None)
+    if most is not None and most < least:
+        raise InputError(
+            f"max_global_batch_size={most} is below {least}, the samples of a plain step (batch_size x accumulate x "
+            "devices); raise it, or make batch_size smaller"
+        )
+    if is_stream(task.dataset) and shard_sizes(task.dataset) is None:
+        raise InputError(
+            f"global_batch_size='auto' with dataset {type(task.dataset).__name__}: a stream that is read in order "
+            "cannot be measured beforehand; pass a number"
+        )
+    return config
 
 
 def _check_evaluation(task: Task, config: RunConfig) -> None:

@@ -184,6 +184,9 @@ def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:
                 f"{own}; pass batch_size={slot_size}"
             )
         return config
+    if config.global_batch_size == "auto":
+        accumulate = saved["accumulate"]
+        return replace(config, global_batch_size=slot_size, accumulate=accumulate, max_global_batch_size=None)
     if config.global_batch_size is not None:
         _compare(checkpoint, "global_batch_size", slot_size, config.global_batch_size)
     return config if config.slot_size(ranks) == slot_size else replace(config, global_batch_size=slot_size)

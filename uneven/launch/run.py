@@ -34,6 +34,7 @@ from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
+from uneven.timeline.cold_start import cold_starts, describe_cold_starts
 from uneven.timeline.export import save_timeline
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
@@ -346,6 +347,7 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         lines.append(
             f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
         )
+    lines += describe_cold_starts(cold_starts(timeline))
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if interference.is_disturbed:
         lines.append(f"  {interference.describe()} Do not compare this speed with another.")

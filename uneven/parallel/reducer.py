@@ -180,6 +180,7 @@ class Reducer:
         self._place = {param: place for place, param in enumerate(self._views)}
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._extra = self.buckets[-1].extra
+        self._last = len(self.buckets) - 1
 
     def _keep_own_part_of_sum(self, param: nn.Parameter) -> None:
         """Divide a sum that is still in `.grad`, so that the next sum over ranks counts it once."""
@@ -203,7 +204,7 @@ class Reducer:
             self._begin()
             at_the_end_of_backward(self._end_of_backward)
         self._bucket_of[param].pending -= 1
-        while self.overlap and len(self._unsent) > 1 and self._unsent[0].pending <= 0:
+        while self.overlap and len(self._works) < self._last and self.buckets[len(self._works)].pending <= 0:
             self._send_next()
 
     def _begin(self) -> None:

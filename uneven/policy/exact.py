@@ -11,9 +11,10 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
-from uneven.policy.finish import Cost, by_ratio, equal_finish, finish_ms
+from uneven.policy.finish import Cost, by_ratio, earliest_ms, equal_finish, finish_ms
 
 MOVE_GAIN = 0.025  # a predicted gain below this is noise
 PROBE_EVERY = 50  # slots after which a rank without samples is tried again
@@ -63,7 +64,7 @@ class Fixed:
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         del slot
-        return by_ratio(self.ratio, samples)
+        return _by_fixed_ratio(self.ratio, samples)
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         del slot, samples, busy_ms
@@ -77,6 +78,11 @@ class Fixed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         del state
+
+
+@lru_cache(maxsize=64)
+def _by_fixed_ratio(ratio: tuple[float, ...], samples: int) -> tuple[int, ...]:
+    return by_ratio(ratio, samples)
 
 
 @dataclass
@@ -132,6 +138,8 @@ class Balanced:
         del self._plan[:-1]
         costs = self._current_costs()
         current = self._plan[-1][1]
+        if finish_ms(costs, current) <= (1.0 + MOVE_GAIN) * earliest_ms(costs, self.slot_size):
+            return None  # no split at all could gain enough: most steps end here
         target = self._best(costs)
         gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
         if gain <= MOVE_GAIN:
@@ -143,8 +151,9 @@ class Balanced:
         return Move(slot + 1 + self.lookahead, shares, gain)
 
     def fingerprint(self) -> int:
-        state = struct.pack(f"<{len(self._factors)}d", *self._factors)
-        rest = (self._plan, self._seen, self._directions, self._damping)
+        numbers = [*self._factors, self._damping, *(ratio for seen in self._seen for ratio in seen)]
+        state = struct.pack(f"<{len(numbers)}d", *numbers)
+        rest = (self._plan, self._directions, [len(seen) for seen in self._seen])
         return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
 
     def state_dict(self) -> dict[str, Any]:

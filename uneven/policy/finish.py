@@ -65,7 +65,7 @@ def equal_finish(
     if grid > 1:
         return _on_grid(costs, samples, caps, least, grid)
     limits = [samples] * len(costs) if caps is None or sum(caps) < samples else list(caps)
-    shares = _done_by(_earliest_ms(costs, samples), costs, limits)
+    shares = _done_by(earliest_ms(costs, samples), costs, limits)
     for _ in range(samples - sum(shares)):
         takers = [rank for rank, share in enumerate(shares) if share < limits[rank]]
         shares[min(takers, key=lambda rank: costs[rank].time_ms(shares[rank] + 1))] += 1
@@ -105,8 +105,8 @@ def _on_grid(costs: Sequence[Cost], samples: int, caps: Sequence[int] | None, le
     return tuple(shares)
 
 
-def _earliest_ms(costs: Sequence[Cost], samples: int) -> float:
-    """The finish time if samples were divisible and no rank had a cap."""
+def earliest_ms(costs: Sequence[Cost], samples: int) -> float:
+    """The finish time if samples were divisible and no rank had a cap: no split finishes sooner."""
     helping = sorted(costs, key=lambda cost: cost.fixed_ms)
     work, speed = float(samples), 0.0
     at_ms = float("inf")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from uneven.policy.axis import Axis, Slot
 
+UNBOUNDED_SLOTS = 1000
 UNKNOWN = 1 << 52  # in place of a slot or a number of samples that nobody knows yet; still exact as a float
 
 
@@ -102,3 +103,11 @@ class StreamAxis(Axis):
 
     def _start(self, epoch: int) -> int:
         return self._ends[epoch - 1] if epoch else 0
+
+
+def expected_samples(axis: Axis) -> int:
+    """The samples of the whole run; of a stream without length as if it had `max_slots`, or UNBOUNDED_SLOTS, slots."""
+    total = axis.total_samples
+    if isinstance(axis, StreamAxis) or total is None:
+        return (axis.max_slots or UNBOUNDED_SLOTS) * axis.slot_size
+    return total

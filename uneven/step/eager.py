@@ -5,6 +5,7 @@ SUMMED, so micro-batches and ranks of unequal size need no weights of their own.
 gradients over them between backward and update.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +18,17 @@ from uneven.config import TrainStep
 from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.reducer import Reducer
-from uneven.step.finite import Backup, Cause, Fault, OwnCheck, find_fault, largest_of, select, total_count
+from uneven.step.finite import (
+    Backup,
+    Cause,
+    Fault,
+    OwnCheck,
+    find_fault,
+    largest_of,
+    largest_unless_finite,
+    select,
+    total_count,
+)
 from uneven.step.loss import read_loss
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
@@ -75,7 +86,11 @@ class EagerStep:
         is_scaled = self.precision.scaler.is_enabled()
         is_late = is_scaled or self.before_step is not None or self.max_grad_value is not None
         norm = None if is_late else self.prepare_update(counts)
-        own = OwnCheck(*self.own_check(counts, None if is_scaled else self._own_gradients(norm)).tolist())
+        largest = None if is_scaled else self._own_gradients(norm)
+        if self._is_on_host:
+            own = self._host_check(counts, largest)
+        else:
+            own = OwnCheck(*self.own_check(counts, largest).tolist())
         fault = self.fault_of([own])
         if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
             fault = None  # finite gradients whose norm overflows: clipped to 0, as torch does
@@ -160,11 +175,12 @@ class EagerStep:
         if first_half is not None:
             check = first_half(batches, slot_samples)
             return split_checks(self._sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: check))
-        counts = self._backward_once(batches, slot_samples)
+        counts, sums = self._backward_once(batches, slot_samples), self._sums
+        if self._is_on_host:
+            own = self._host_check(counts, sums.largest_gradient())  # own work: before `stats` takes the time
+            return split_checks(sums.finalize(lambda: [*stats(), *own]))
         return split_checks(
-            self._sums.finalize(
-                lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, self._sums.largest_gradient())
-            )
+            sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, sums.largest_gradient()))
         )
 
     def first_half(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
@@ -189,14 +205,24 @@ class EagerStep:
             self.skip()
         return fault
 
-    def own_check(self, counts: Tensor | None, largest: Tensor | None) -> Tensor:
+    def own_check(self, counts: Tensor | None, largest: Tensor | float | None) -> Tensor:
         """This rank's OwnCheck as a tensor on its device."""
         totals = self.meter.totals
         none = totals.new_zeros(())
         count = [none, none] if counts is None else [torch.ones_like(none), counts]
         # The meter held finite losses before this step. It travels in fp32, for which their sum may be too large.
         loss = torch.where(totals[0].isfinite(), none, totals[0])
-        return torch.stack([*count, loss, none if largest is None else largest.to(totals.device)])
+        return torch.stack([*count, loss, largest.to(totals.device) if isinstance(largest, Tensor) else none])
+
+    def _host_check(self, counts: Tensor | None, largest: Tensor | float | None) -> OwnCheck:
+        """The same where the host can read the numbers at once: without a dozen operations on single numbers."""
+        total = self.meter.totals.tolist()[0]
+        loss = 0.0 if math.isfinite(total) else total
+        return OwnCheck(float(counts is not None), float(counts or 0.0), loss, float(largest or 0.0))
+
+    @property
+    def _is_on_host(self) -> bool:
+        return not self.meter.totals.is_cuda
 
     def fault_of(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """What is wrong with a step of these ranks, if anything; the same on every rank."""
@@ -238,8 +264,8 @@ class EagerStep:
             count = _on_device(0 if self.is_further_loss else units, loss.device)
             self.meter.add(loss.detach(), count)
         else:
-            loss = loss * (samples / slot_samples)
-            self.meter.add(loss.detach() * slot_samples, 0 if self.is_further_loss else samples)
+            self.meter.add(loss.detach(), 0 if self.is_further_loss else samples, samples)
+            loss = loss if samples == slot_samples else loss * (samples / slot_samples)
         return loss, count
 
     def close(self) -> None:
@@ -256,11 +282,13 @@ class EagerStep:
 
     def prepare_update(self, counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count and clip them; returns their norm where it was computed."""
+        if not self._is_prepared_by(counts):
+            return None  # listing the params of a model takes as long as ten operations on them
         return self._prepare(self.optimizer, list(self.model.parameters()), counts)
 
     def _prepare(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count, show them to the user's function, clip those of `params`."""
-        if any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm)):
+        if self._is_prepared_by(counts):
             self.precision.scaler.unscale_(optimizer)
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         if counts is not None and grads:
@@ -273,6 +301,10 @@ class EagerStep:
         if self.max_grad_norm is None:
             return None
         return torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+
+    def _is_prepared_by(self, counts: Tensor | None) -> bool:
+        """Whether anything happens to the gradients before the update."""
+        return any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm))
 
     def apply_update(self) -> None:
         self.end_update()
@@ -314,9 +346,9 @@ class EagerStep:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def _own_gradients(self, norm: Tensor | None) -> Tensor:
+    def _own_gradients(self, norm: Tensor | None) -> Tensor | float:
         """A number that is not finite if a gradient is not: their norm, if it is known, serves as well."""
-        return largest_of(self._gradients) if norm is None else norm
+        return largest_unless_finite(self._gradients) if norm is None else norm
 
     def _is_finite(self) -> bool:
         return bool(largest_of(self._gradients).isfinite())

@@ -107,6 +107,17 @@ def largest_of(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms if same else [norm.double() for norm in norms]).amax().double()
 
 
+def largest_unless_finite(gradients: Sequence[Tensor]) -> Tensor | float:
+    """0 where all gradients are finite, else as `largest_of`; for a rank alone, which adds up to nobody's.
+
+    On a CPU a sum that is finite proves it: one operation for each gradient instead of four.
+    """
+    on_host = not any(grad.is_cuda for grad in gradients)
+    if on_host and all(math.isfinite(_values(grad).sum().item()) for grad in gradients):
+        return 0.0
+    return largest_of(gradients)
+
+
 def _values(grad: Tensor) -> Tensor:
     """The numbers of a gradient, which may be sparse (of an embedding) or complex."""
     values = grad._values() if grad.is_sparse else grad
@@ -150,12 +161,10 @@ class Backup:
             pairs[0].append(saved)
             pairs[1].append(live)
 
-    @torch.no_grad()
     def save(self) -> None:
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(saved, live)
 
-    @torch.no_grad()
     def restore(self) -> None:
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(live, saved)

@@ -14,12 +14,14 @@ class LossMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._loss_sum, self._count = self.totals.unbind()  # views: `totals[0] += loss` would run four operations
         self._latest = float("nan")
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def add(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        self.totals[0] += loss_sum
-        self.totals[1] += count
+    def add(self, loss: Tensor, count: int | Tensor, samples: int = 1) -> None:
+        """Add a sum of losses with its count; or the mean loss of so many `samples`."""
+        self._loss_sum.add_(loss, alpha=samples)
+        self._count.add_(count)
 
     def glance(self) -> float:
         """The mean loss so far, without waiting for the device: on CUDA it may lag by one glance."""

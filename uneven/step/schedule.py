@@ -64,6 +64,11 @@ class Schedule:
         """Whether the rates follow a metric, which `step_metric` must be given."""
         return self._plateau is not None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether every position has the rates that the optimizer holds, without a scale."""
+        return self._scheduler is None and self.plain == self._written
+
     def step_metric(self, metric: float) -> None:
         """Step a ReduceLROnPlateau by an evaluated metric, the same on all ranks; its rates count from now on."""
         if self._plateau is None:
@@ -75,7 +80,7 @@ class Schedule:
 
     def move_to(self, position: int, scale: float = 1.0) -> None:
         """Set the learning rates for this position (global samples // slot size), times the scale."""
-        if self._scheduler is None and scale == 1.0 and self.plain == self._written:
+        if scale == 1.0 and self.is_constant:
             return
         self._take_own_rates()
         plain = self.plain

@@ -7,6 +7,7 @@ JSON, version 1:
   ranks: [{rank, device, end, starts: [...], states: [...codes into `states`]}],
   accounts: [{rank, seconds, shares, training_s, wall_s}],
   events: [{t, rank, kind, ...fields}],
+  cold_start: [{rank, device, phases: {name: seconds}, waited_s, waited_for, steps: [[slot, seconds]]}],
   samples: [{t, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
 CSV columns: t_ms, rank, kind, ms, fields (JSON). `kind` is a state, an event's kind or "sample".
 trace.json is in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process
@@ -21,6 +22,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from uneven.timeline.cold_start import cold_starts
 from uneven.timeline.timeline import RankRound, Timeline, rank_rounds
 
 MAX_TRACE_SPANS = 200_000  # of the whole trace
@@ -30,7 +32,8 @@ TraceEvent = dict[str, Any]
 
 def save_timeline(timeline: Timeline, folder: Path) -> None:
     """Write the three files into a folder that exists."""
-    (folder / "timeline.json").write_text(json.dumps(timeline.to_json()))
+    record = {**timeline.to_json(), "cold_start": [start.to_json() for start in cold_starts(timeline)]}
+    (folder / "timeline.json").write_text(json.dumps(record))
     (folder / "timeline.csv").write_text(to_csv(timeline))
     (folder / "trace.json").write_text(json.dumps(to_trace(timeline), separators=(",", ":")))
 

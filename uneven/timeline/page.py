@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, write_atomically
+from uneven.timeline.cold_start import cold_starts
 from uneven.timeline.idle import MIN_GAP_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
 from uneven.timeline.timeline import Timeline, rank_rounds
 
@@ -84,7 +85,7 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
     html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
     sections = [
-        _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps))),
+        _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps)) + _cold_table(timeline)),
         _section("Utilisation", html["busy"]),
         _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
         _section("Loss and metrics", _metrics_html(metrics, html)),
@@ -160,6 +161,27 @@ def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -
         '<h3>Time by cause</h3><div class="wide"><table id="idle"><thead><tr>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<p class="note">Not training time: {", ".join(OFF_THE_CLOCK)}. Each row adds up to the whole lane.</p>'
+    )
+
+
+def _cold_table(timeline: Timeline) -> str:
+    """What each device prepared before the first step, in seconds, and for which rank it waited; "" if nothing."""
+    found = cold_starts(timeline)
+    names = list(dict.fromkeys(name for start in found for name in start.phases))
+    if not names and not any(start.steps or start.waited_for is not None for start in found):
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in ["device", *names, "waited", "first steps of a size"])
+    rows = []
+    for start in found:
+        waited = "" if start.waited_for is None else f"{start.waited_s:.2f} s<small>for rank {start.waited_for}</small>"
+        steps_s = sum(seconds for _, seconds in start.steps)
+        steps = f"{steps_s:.2f} s<small>{len(start.steps)} steps</small>" if start.steps else ""
+        cells = [f"{start.phases[name]:.2f} s" if name in start.phases else "" for name in names]
+        row = "".join(f"<td>{cell}</td>" for cell in (*cells, waited, steps))
+        rows.append(f"<tr><th>{start.rank}: {escape(start.device)}</th>{row}</tr>")
+    return (
+        '<h3>Cold start</h3><div class="wide"><table id="cold-start"><thead><tr>'
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

@@ -11,7 +11,8 @@ loads data or copies a snapshot the device may compute, and a host that enqueues
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -88,6 +89,13 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append(Event(self.clock(), self.rank, kind, fields))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of a rank's preparation, as an event with its length: timeline/cold_start.py reads it."""
+        began = self.clock()
+        yield
+        self.event("prepared", phase=name, ms=(self.clock() - began) / 1e6)
 
     def close(self) -> None:
         if self.end_ns is None:

@@ -29,7 +29,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
-from uneven.policy.stream_axis import StreamAxis
+from uneven.policy.stream_axis import expected_samples
 from uneven.results.state import read_structure
 from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
@@ -50,8 +50,6 @@ from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.rank_info import RankInfo
 
-UNBOUNDED_SLOTS = 1000
-
 
 class Engine:
     """Life cycle: made on the thread that trains; `warm_up` and `measure` before the first slot, where possible.
@@ -60,17 +58,11 @@ class Engine:
     step, and a rank's part of a slot is always one batch.
     """
 
-    skipped_slots = 0  # the steps that the samples in `skipped` would have been
-
     def __init__(
         self, task: Task, config: RunConfig, rank_info: RankInfo, recorder: Recorder, *, is_own_loop: bool = False
     ) -> None:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
         self.order = make_order(task, config)
-        self.axis = make_axis(self.order, config, rank_info.world_size)
-        self.events = find_events(self.axis, config, task.evaluation, is_own_loop)
-        for slot in () if config.replay is None else read_saves(config.replay):
-            self.events.request_save(slot)
         self.device = torch.device(rank_info.device.torch_name)
         self.model = build_model(task, config, self.device, rank_info.world_size)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
@@ -79,8 +71,8 @@ class Engine:
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
-        self.schedule = Schedule(task.make_scheduler, self.optimizer, self.axis.schedule_length)
-        check_schedule(self.schedule, task, is_own_loop)
+        self.is_own_loop = is_own_loop
+        self.settle_axis(config)
         self.meter = LossMeter(self.device)
         self.eager = EagerStep(
             self.model,
@@ -108,7 +100,6 @@ class Engine:
         )
         self.run_ahead = RunAhead(self.device)
         self.throttle = Throttle(rank_info.device.speed)
-        self.is_own_loop = is_own_loop
         self.reader = self.feed if isinstance(self.feed, ReaderFeed) else None
         if is_own_loop:
             self.feed = LoadedFeed(self.feed)
@@ -125,6 +116,7 @@ class Engine:
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
         self.trained = self.samples = 0  # the slot after the last one trained; samples of this rank
+        self.skipped_slots = 0  # the steps that the samples in `skipped` would have been
         self.skipped: list[tuple[int, int]] = []  # (epoch, samples) that the user's loop left out
 
     def micro_batch_size(self, samples: int, rank: int | None = None) -> int:
@@ -142,6 +134,17 @@ class Engine:
         self.full_state, self.load_full_state = strategy.full_state, strategy.load_full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
+
+    def settle_axis(self, config: RunConfig) -> None:
+        """The axis, its events and the LR schedule; again before the first slot where global_batch_size was "auto"."""
+        self.config, self.axis = config, make_axis(self.order, config, self.rank_info.world_size)
+        self.events = find_events(self.axis, config, self.task.evaluation, self.is_own_loop)
+        for slot in () if config.replay is None else read_saves(config.replay):
+            self.events.request_save(slot)
+        # A scheduler is made once, since making it changes the optimizer's rates, and it may ask for the steps.
+        make_scheduler = None if config.global_batch_size == "auto" else self.task.make_scheduler
+        self.schedule = Schedule(make_scheduler, self.optimizer, self.axis.schedule_length)
+        check_schedule(self.schedule, self.task, self.is_own_loop)
 
     def use_reducer(self, reducer: Reducer) -> None:
         """Sum gradients over the ranks with this reducer."""
@@ -176,10 +179,10 @@ class Engine:
 
     def set_lr(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
+        if scale == 1.0 and self.schedule.is_constant:
+            return
         axis, samples = self.axis, self.samples_before(slot)
-        total = axis.total_samples
-        if isinstance(axis, StreamAxis) or total is None:  # the scale then grows as if the run had so many slots
-            total = (axis.max_slots or UNBOUNDED_SLOTS) * axis.slot_size
+        total = expected_samples(axis)
         grown = ramp(scale, samples, min(axis.samples, total), total)
         skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
         self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
@@ -309,13 +312,15 @@ class Engine:
         self._find_cap()
         if self.config.compile == "default":
             self.model.compile()
-        ends = (self.axis.slot(0), self.axis.slot(self.axis.slots_per_epoch - 1))
-        parts = {slot.samples: self._warm_up_part(slot.samples) for slot in ends}
-        with no_trace(self.eager, self.device):
+        ends = (self.axis.slot(place).samples for place in (0, self.axis.slots_per_epoch - 1))
+        parts = {samples: self._warm_up_part(samples) for samples in ends}
+        phase = "compile" if self.config.compile == "default" else "warm-up"
+        with self.recorder.phase(phase), no_trace(self.eager, self.device):
             for part, micros in self.feed.stream(parts.values()):
                 self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
         if self.config.compile == "graph" and can_capture(self.device):
-            self._capture(parts[self.axis.slot(0).samples])
+            with self.recorder.phase("capture"):
+                self._capture(parts[self.axis.slot(0).samples])
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
@@ -338,13 +343,13 @@ class Engine:
         # Of captured steps the first of a size runs eagerly and the second records the graph.
         untimed = 1 if self.captured is None else 2
         captures = nullcontext() if self.captured is None else self.captured.rehearsal()
-        with no_trace(self.eager, self.device), captures:
-            cost = measure_cost(run_step, self._expected(slot.samples), self._least, untimed=untimed)
+        with self.recorder.phase("measure"), no_trace(self.eager, self.device), captures:
+            cost = measure_cost(run_step, self._expected(slot.samples), self.least, untimed=untimed)
         self.recorder.enter("setup")
         return replace(cost, cap=self.caps[self.rank_info.rank])
 
     @property
-    def _least(self) -> int:
+    def least(self) -> int:
         """The smallest batch that can be trained."""
         return 2 if has_batchnorm(self.model) else 1
 
@@ -364,9 +369,9 @@ class Engine:
         if config.compile == "graph":
             room /= 2  # captured graphs keep their memory while a new size runs eagerly
         with no_trace(self.eager, self.device):
-            cap = probe_cap(run_at_once, self.device, room, self._least, slot.samples)
+            cap = probe_cap(run_at_once, self.device, room, self.least, slot.samples)
         found = [float("inf")] * self.rank_info.world_size
-        found[self.rank_info.rank] = float(max(cap, self._least))
+        found[self.rank_info.rank] = float(max(cap, self.least))
         self.limit_caps(found)
 
     def _capture(self, part: Part) -> None:

@@ -314,6 +314,8 @@ class GradientSync:
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._record_wait(sent_ns, stats)
         self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
+        if stats[engine.rank_info.rank].is_unrepresentative:
+            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
         self._wished = wished(rank.wish for rank in stats)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
@@ -381,7 +383,7 @@ class GradientSync:
             return Fixed.even(engine.rank_info.world_size)
         least = 2 if has_batchnorm(engine.model) and not engine.batchnorm_sync.layers else 1
         samples, lookahead = engine.axis.slot(0).samples, engine.feed.lookahead
-        caps = tuple(int(min(cap, samples)) for cap in engine.caps)
+        caps = tuple(int(min(cap * config.accumulate, samples)) for cap in engine.caps)
         if not engine.can_warm_up:
             first = engine.trained + 1  # the slot before it compiles and allocates
             return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)

@@ -31,10 +31,10 @@ def no_wait() -> None:
 
 def wished(values: Iterable[float]) -> Wish:
     """What any rank wants, of the numbers that arrived."""
-    found = Wish.NONE
+    found = 0
     for value in values:
-        found |= Wish(int(value))
-    return found
+        found |= int(value)
+    return Wish(found) if found else Wish.NONE
 
 
 def no_callback(slot: int) -> int:

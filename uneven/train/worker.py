@@ -32,6 +32,7 @@ from uneven.train.apply_strategy import choose_activations
 from uneven.train.callbacks import Agreed, CallbackRunner
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
+from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
@@ -172,6 +173,7 @@ class Worker:
     def initialize(self, cost: Cost) -> Synchronizer:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
+        self.recorder.event("ready")  # from here on this rank waits for the slowest one
         info.join(self.join(engine.model))
         engine.connect_reader(info.group)
         is_local = self.config.is_local and info.world_size > 1
@@ -182,17 +184,15 @@ class Worker:
             synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
         self.recorder.enter("communication")
         broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
-        own = (
-            cost.fixed_ms,
-            cost.sample_ms,
-            cost.cap,
-            float(self.callbacks.is_any),
-            float(self.callbacks.has("on_save")),
-        )
-        rows = gather_rows(info.group, own)
+        hooks = (float(self.callbacks.is_any), float(self.callbacks.has("on_save")))
+        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap, *hooks))
         self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
         self.callbacks.awaits_saves = any(row[4] for row in rows)
-        synchronizer.initialize([Cost(*row[:3]) for row in rows])
+        costs = [Cost(*row[:3]) for row in rows]
+        lines = settle_global_batch(engine, costs)
+        self.config = engine.config
+        synchronizer.initialize(costs)
+        synchronizer.notes[:0] = lines
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
         if self.resumed is not None:

@@ -148,6 +148,8 @@ def test_rows_in_processes_train_the_model_of_one_rank() -> None:
     assert lines[::2] == ["row 1 of 2: dense", "row 2 of 2: torch-tensor"]
     assert lines[3].endswith("ms a step, in sync")
     assert (dense.cause, tensor.cause) == (None, None)
+    assert dense.ranks[0]["communication"] == {"in_flight_s": 0.0, "hidden_s": 0.0, "exposed_s": 0.0}
+    assert tensor.ranks[0]["communication"] is None, "torch starts these in C++: not seen, so not shown as 0"
     assert dense.is_good
     assert tensor.is_good
     assert abs(tensor.loss_difference) < 1e-5

@@ -34,6 +34,7 @@ from uneven.bench.strategies.memory import (
     predict_muon,
     replicated_bytes,
 )
+from uneven.bench.strategies.overlap import measure_overlap
 from uneven.bench.strategies.pairs import alternate
 from uneven.bench.strategies.task import (
     ALONE,
@@ -88,6 +89,7 @@ def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict
     gc.collect()
     held = measure(trained, trained.module, trained.optimizer, device)
     peak = _peak_of_a_step(trained, batches, task.steps, device, losses)
+    overlap = measure_overlap(task.row, trained, batches, task.steps + 1, device, losses)
     total = torch.stack(losses).cpu()
     if batches.is_split:
         total = group.all_reduce(total.double()).wait()
@@ -97,6 +99,7 @@ def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict
         "held": asdict(held),
         "peak": peak,
         **timed,
+        "communication": overlap,
         "losses": total.tolist(),
         **_check(task, trained, group),
     }

@@ -3,7 +3,7 @@
 Used by rank.py and pairs.py. Invariant: losses and params of two rows differ by rounding only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,10 +131,10 @@ class Batches:
         return F.cross_entropy(scores.flatten(0, 1), own[:, 1:].flatten(), reduction="sum") / (BATCH * self._window)
 
 
-def step(trained: Trained, batches: Batches, number: int) -> Tensor:
-    """One optimizer step; gradients stay, so that their memory can be measured."""
+def step(trained: Trained, batches: Batches, number: int, backward: Callable[[Tensor], None] | None = None) -> Tensor:
+    """One optimizer step; gradients stay, so that their memory can be measured. `backward` replaces loss.backward."""
     trained.optimizer.zero_grad()
     loss = batches.loss(trained.module, number)
-    loss.backward()
+    loss.backward() if backward is None else backward(loss)
     trained.optimizer.step()
     return loss.detach()
