@@ -171,7 +171,7 @@ def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def on_processes(size: int, what: str, folder: Path, backend: str = "cpu") -> list[Any]:
+def on_processes(size: int, what: str, folder: Path, backend: str = "cpu", limit_s: float = 200) -> list[Any]:
     """function(group) of `what` ("module:function") on every rank as a process; the results in rank order.
 
     Through shared memory, with backend 'gloo' over Gloo, or with 'nccl' over NCCL, all on one GPU.
@@ -185,7 +185,7 @@ def on_processes(size: int, what: str, folder: Path, backend: str = "cpu") -> li
         )
         for rank, result in enumerate(results)
     ]
-    said = [process.communicate(timeout=200)[1] for process in running]
+    said = [process.communicate(timeout=limit_s)[1] for process in running]
     del store
     for process, words in zip(running, said, strict=True):
         assert process.returncode == 0, words

@@ -26,7 +26,6 @@ from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm import segment
 from uneven.comm.form import form_group
-from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group, TorchGroup
 from uneven.comm.shared_memory import SharedMemoryGroup
 from uneven.comm.store import open_store
@@ -182,7 +181,7 @@ def _refuse(*_: object) -> None:
 @pytest.mark.timeout(900)
 def test_a_million_exchanges_with_checksums(tmp_path: Path) -> None:
     """From 4 bytes to 4 kB, with a new segment in the middle. On Arm this is where a lost order would show."""
-    found = on_processes(2, "tests.comm.test_shared_memory:a_million", tmp_path)
+    found = on_processes(2, "tests.comm.test_shared_memory:a_million", tmp_path, limit_s=850)
     assert found[0] == found[1]
 
 
@@ -192,13 +191,13 @@ def a_million(group: Group) -> int:
     checksum = 0
     for _ in range(2):
         verified = group.new_group()
-        own, generator = torch.empty(1024), torch.Generator().manual_seed(1)
-        counts = torch.randint(1, 1025, (500_000,), generator=generator).tolist()
-        for number, count in enumerate(counts):
-            part = own[:count].fill_(float(number % 1000 + group.rank))
-            verified.all_reduce(part).wait()
-            if number % 1000 == 0:
-                assert part[0] == part[-1] == 2 * (number % 1000) + 1
-                checksum = zlib.crc32(part.numpy().tobytes(), checksum)
-    assert len(set(gather_checksums(group, [torch.tensor(checksum)]))) == 1
+        own, generator = torch.empty(50, 1024), torch.Generator().manual_seed(1)
+        counts = torch.randint(1, 1025, (10_000, 50), generator=generator).tolist()
+        for number, row in enumerate(counts):
+            own.fill_(float(number + group.rank))
+            parts = [part[:count] for part, count in zip(own, row, strict=True)]
+            for work in [verified.all_reduce(part) for part in parts]:
+                work.wait()
+            assert all(part[-1] == 2 * number + 1 for part in parts)
+            checksum = zlib.crc32(torch.cat(parts).numpy().tobytes(), checksum) if number % 100 == 0 else checksum
     return checksum

@@ -57,7 +57,7 @@ class Sizes:
 
 
 # The rings stay in the machine's cache, and a piece takes much longer to sum than to find in Python.
-HOST_SIZES = Sizes(ring=8 * 2**20, piece=512 * 2**10)
+HOST_SIZES = Sizes(ring=16 * 2**20, piece=2**20)
 # Where a rank has a CUDA device each piece is a copy of its own, and copies run beside backward.
 DEVICE_SIZES = Sizes(ring=48 * 2**20, piece=4 * 2**20)
 
@@ -208,9 +208,9 @@ class Exchange:
         before = (len(self._unsent), len(self._unfinished), len(self._reading))
         has_posted = self._outbox.post(wait=False)
         self._free_read(wait=False)
-        self._send()
-        while len(self._unfinished) > len(self._unsent) and self._finish_next():
-            self._send()
+        # A piece is summed up soon after it was sent, while it is in the cache. Others are sent while it has to wait.
+        while (len(self._unfinished) > len(self._unsent) and self._finish_next()) or self._send():
+            pass
         return has_posted or before != (len(self._unsent), len(self._unfinished), len(self._reading))
 
     def _wait(self) -> None:
@@ -233,12 +233,18 @@ class Exchange:
 
         self._peers.sleep(semaphore, awaited, meanwhile)
 
-    def _send(self) -> None:
+    def _send(self) -> bool:
+        """The next piece, if there is room; those of a device all at once, for it copies them by itself."""
+        has_sent = False
         while self._unsent and len(self._unfinished) - len(self._unsent) < self._ahead:
             piece = self._unsent[0]
             if (lanes := self._readers(piece)) and not self._put(piece, lanes):
-                return
+                break
             self._unsent.popleft()
+            has_sent = True
+            if piece.collective.stream is None:
+                break
+        return has_sent
 
     def _put(self, piece: _Piece, lanes: tuple[int, ...]) -> bool:
         with _on(piece.collective.stream):
