@@ -26,12 +26,14 @@ from torch import Tensor
 from uneven.bench import models
 from uneven.bench.models.sets import load_set
 from uneven.comm.group import SoloGroup, TorchGroup
+from uneven.comm.shared_memory import SharedMemoryGroup
 from uneven.comm.work import Work
 from uneven.config import Task, resolve
 from uneven.data.feed import TensorFeed
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.launch.launcher import run_ranks
+from uneven.launch.preflight import settle
 from uneven.launch.requests import Requests
 from uneven.parallel.reducer import Reducer
 from uneven.policy.events import Events
@@ -62,7 +64,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "update": [(EagerStep, "update"), (EagerStep, "prepare_update"), (EagerStep, "apply_update")],
     "hooks": [(Reducer, "_gradient_ready")],
     "rows and flags": [(Reducer, "finalize")],
-    "collective": [(TorchGroup, "all_reduce"), (Work, "wait")],
+    "collective": [(SharedMemoryGroup, "all_reduce"), (TorchGroup, "all_reduce"), (Work, "wait")],
     "statistics": [(Engine, "was_first_of_its_size"), (Worker, "_is_stopping"), (Worker, "_wish")],
     "wait": [(GradientSync, "_record_wait")],
     "policy": [
@@ -242,6 +244,7 @@ def measure_model(name: str, devices: str, rounds: int, steps: int) -> dict[str,
         return measure(
             rounds, steps, Worker(task, config, info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
         )
+    config, _ = settle(config, parsed)
     content = (task, config, partial(program, rounds, steps))
     return run_ranks(content, parsed, Requests(), Silent("off"), _read)
 

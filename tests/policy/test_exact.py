@@ -272,3 +272,18 @@ def test_shares_stay_in_reach_until_they_may_move_anew() -> None:
         policy.settle()
         tail = policy.shares(first + 40, 40)
     assert policy.shares(400, 384) == (176, 168, 40)
+
+
+def test_steps_that_no_split_could_gain_from_are_decided_without_solving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the short way: the same moves. Held by a bound that no split can beat."""
+
+    def moves(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        cluster = Cluster([Cost(rng.uniform(0, 3), rng.uniform(0.05, 1)) for _ in range(3)], 0.05, rng)
+        policy = Balanced((Cost(1.0, 0.2),) * 3, 96, least=2, grid=rng.choice([1, 8]))
+        return [policy.note(slot, 96, cluster.busy_ms(policy.shares(slot, 96))) for slot in range(60)]
+
+    short = [moves(seed) for seed in range(20)]
+    assert any(move is not None for found in short for move in found)
+    monkeypatch.setattr("uneven.policy.exact.earliest_ms", lambda costs, samples: 0.0)
+    assert [moves(seed) for seed in range(20)] == short

@@ -11,7 +11,17 @@ from torch.nn import functional as F
 from tests.ranks import ThreadGroup, on_threads
 from uneven.parallel.reducer import Reducer
 from uneven.step.eager import EagerStep
-from uneven.step.finite import Backup, Cause, Fault, GradientWatch, OwnCheck, find_fault, largest_of, total_count
+from uneven.step.finite import (
+    Backup,
+    Cause,
+    Fault,
+    GradientWatch,
+    OwnCheck,
+    find_fault,
+    largest_of,
+    largest_unless_finite,
+    total_count,
+)
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 
@@ -239,3 +249,21 @@ def test_with_a_loss_scaler_only_the_loss_decides() -> None:
     assert step([((x.float(), y, 1.0, count), 4)], 4) is None
     assert optimizer.state
     assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[1.0, -2.0], [3.0]], 0.0),
+        ([], 0.0),
+        ([[3e38, 3e38], [1.0]], 3e38),  # finite, though their sum is not: the largest decides
+        ([[1.0, NAN], [1.0]], NAN),
+        ([[1.0], [INF, 1.0]], INF),
+        ([[INF, -INF]], INF),
+    ],
+)
+def test_a_finite_sum_proves_gradients_finite_and_another_proves_nothing(
+    values: list[list[float]], expected: float
+) -> None:
+    found = float(largest_unless_finite([torch.tensor(one) for one in values]))
+    assert found == pytest.approx(expected, nan_ok=True)

@@ -1,0 +1,72 @@
+"""An exact step runs few tensor operations beside the model's own: each costs as much as a small layer on a CPU."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from uneven import TensorData
+from uneven.comm.group import SoloGroup
+from uneven.config import Task, resolve
+from uneven.hardware.device import parse_devices
+from uneven.results.progress import Reporter
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
+
+STEPS = 3
+DATA = TensorData(torch.randn(64, 6), torch.randint(3, (64,)))
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def plain_operations() -> float:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    with Count() as count:
+        for step in range(STEPS):
+            batch = DATA.take(torch.arange(64)[4 * step : 4 * step + 4], None)
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    return float(count.operations) / STEPS
+
+
+def test_a_step_of_one_rank_adds_few_operations_to_a_plain_loop() -> None:
+    """43 on the mlp before 2026-11-17: the check of gradients, the loss meter, and numbers that the host could read."""
+    config = resolve({"batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off"})
+    task = Task(make_model, make_optimizer, loss_of, DATA)
+    info = RankInfo(0, parse_devices("cpu"))
+    worker = Worker(task, config, info, lambda _: SoloGroup(), threading.Event(), Reporter("off"))
+    with worker.recording():
+        synchronizer = worker.prepare()
+        stream = worker.engine.feed.stream(synchronizer.parts())
+        synchronizer.train(*next(stream))  # makes what is made once
+        with Count() as count:
+            for _ in range(STEPS):
+                synchronizer.train(*next(stream))
+    gradients = 4  # each has a sum, and the host reads it
+    assert count.operations / STEPS <= plain_operations() + 2 * gradients + 8
