@@ -29,9 +29,7 @@ from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
 
 MAX_GRAPHS = 16  # kept; the least recently used one is dropped
-GRID = 8  # samples: shares are multiples of it, so that few sizes occur ...
-FINE_GRID = 4  # ... or of this in a slot below FINE samples, of which 8 are too large a part
-FINE = 192
+GRID = 8  # samples: shares are multiples of it, so that few sizes occur
 
 Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slot)
 
@@ -137,10 +135,6 @@ class CapturedBackward:
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)
-
-
-def grid_of(slot_samples: int) -> int:
-    return GRID if slot_samples >= FINE else FINE_GRID
 
 
 def check_capturable(batchnorm_sync: BatchNormSync) -> None:

@@ -8,16 +8,12 @@ not move farther than that within an epoch (`Balanced.reach`).
 from collections.abc import Callable, Sequence
 
 from uneven.policy.axis import Part
-from uneven.step.captured import grid_of
+from uneven.step.captured import GRID
 from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
 
 AHEAD = 3  # grid steps to either side of the present share
-
-
-def reach_of(grid: int) -> int:
-    """How far shares may move: rounding to the grid may take one a step farther."""
-    return (AHEAD - 1) * grid
+REACH = (AHEAD - 1) * GRID  # samples: rounding to the grid may take a share one step farther
 
 
 def capture_ahead(engine: Engine, shares: Callable[[int, int], Sequence[int]], is_moving: bool) -> None:
@@ -49,5 +45,5 @@ def capture_ahead(engine: Engine, shares: Callable[[int, int], Sequence[int]], i
 
 def around(share: int, most: int) -> list[int]:
     """The share and those a few grid steps smaller and larger; the nearest ones last, so that they are kept longest."""
-    steps = [sign * step * grid_of(most) for step in range(AHEAD, 0, -1) for sign in (1, -1)]
+    steps = [sign * step * GRID for step in range(AHEAD, 0, -1) for sign in (1, -1)]
     return [*(share + step for step in steps if 0 < share + step <= most), share]

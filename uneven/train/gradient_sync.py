@@ -24,11 +24,11 @@ from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.subset import advice, forecast
-from uneven.step.captured import check_capturable, grid_of
+from uneven.step.captured import GRID, check_capturable
 from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.train.apply_strategy import apply_strategy
-from uneven.train.capture_ahead import capture_ahead, reach_of
+from uneven.train.capture_ahead import REACH, capture_ahead
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import request
@@ -388,7 +388,6 @@ class GradientSync:
             first = engine.trained + 1  # the slot before it compiles and allocates
             return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
         # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
-        grid = grid_of(samples)
-        if config.compile != "graph" or samples < grid * engine.rank_info.world_size:
-            return Balanced(tuple(costs), samples, caps, least, lookahead)
-        return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach_of(grid))
+        is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
+        grid, reach = (GRID, REACH) if is_on_grid else (1, None)
+        return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)
