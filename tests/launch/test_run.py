@@ -144,7 +144,7 @@ def test_history_evaluation_and_accounting() -> None:
     assert sum(account.shares.values()) == pytest.approx(1)
     assert account.seconds["evaluation"] > 0
     assert state.history[-1]["train_seconds"] <= account.training_s
-    assert [event.kind for event in state.timeline.events] == ["epoch"] * 3
+    assert [event.kind for event in state.timeline.events] == ["ready", *["epoch"] * 3]
 
 
 def test_evaluation_does_not_disturb_training() -> None:
