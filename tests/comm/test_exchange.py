@@ -175,6 +175,17 @@ def test_a_chunk_that_is_posted_before_its_second_half_is_written_is_found(
             assert not torch.equal(parts[1], total), "without checksums nobody notices"
 
 
+def test_the_checksum_is_of_the_values_and_not_of_what_the_ring_holds(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy to the ring that is not done when the flag is posted, as a device's may be: the ring has old values."""
+    ranks, parts = make(2, verify=True), parts_of(2, 512)
+    monkeypatch.setattr(ranks[0]._views, "get", lambda dtype, _, count: torch.empty(count, dtype=dtype))
+    ranks[0].start(parts[0], torch.add, None)
+    with pytest.raises(RankError, match="verify: chunk 1 of rank 0"):
+        ranks[1].start(parts[1], torch.add, None)
+
+
 def test_ranks_that_start_different_collectives_are_told(make: Make) -> None:
     ranks = make(2)
     ranks[0].start(torch.zeros(3), torch.add, None)
