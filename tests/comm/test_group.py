@@ -1,10 +1,5 @@
-"""Groups over real connections: this process is rank 0, and rank 1 is a process that runs the commands it is sent.
+"""Groups over Gloo and through shared memory, on two processes. The last test of the pair takes the life of rank 1."""
 
-The last test of the pair takes the life of rank 1.
-"""
-
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,56 +7,19 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.forked import ForkedPopen
+from tests.comm.pair import Pair, pair_over
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
-from uneven.comm.group import SoloGroup, TorchGroup
-from uneven.comm.store import open_store
-
-RANK_1 = """
-import os, signal, sys
-import torch
-from uneven.comm.group import TorchGroup
-from uneven.comm.store import reach_store
-
-group = TorchGroup(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2)
-twin = group.new_group()
-for line in sys.stdin:
-    print(eval(line), flush=True)
-"""
+from uneven.comm.group import SoloGroup
 
 
-class Pair:
-    """Rank 0's groups, and a pipe to rank 1."""
-
-    def __init__(self) -> None:
-        store, port = open_store()
-        self.process = ForkedPopen(
-            [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.group = TorchGroup(store, 0, 2)
-        self.twin = self.group.new_group()
-
-    def ask(self, expression: str) -> None:
-        """Rank 1 begins to work on it."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{expression}\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    pair = Pair()
-    yield pair
-    pair.process.kill()
-    pair.process.communicate()
-    pair.group.close()
+@pytest.fixture(scope="module", params=["gloo", "shm"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with pair_over(request.param) as pair:
+        assert pair.group.backend == request.param  # type: ignore[attr-defined]
+        yield pair
 
 
 def test_another_group_does_not_queue_behind_the_first(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""The group through shared memory on real processes: this one is rank 0, rank 1 runs the commands it is sent.
+"""The group through shared memory on two processes, beside what test_group.py holds for every transport.
 
 The last test of the pair takes the life of rank 1. What is summed, and how, is in test_exchange.py.
 """
@@ -6,8 +6,6 @@ The last test of the pair takes the life of rank 1. What is summed, and how, is 
 import io
 import os
 import signal
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, redirect_stderr
@@ -18,74 +16,22 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.forked import ForkedPopen
+from tests.comm.pair import Pair, pair_over
 from tests.ranks import on_processes
 from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm import segment
-from uneven.comm.form import form_group
 from uneven.comm.group import Group, TorchGroup
 from uneven.comm.shared_memory import SharedMemoryGroup
-from uneven.comm.store import open_store
-
-CPU = torch.device("cpu")
-RANK_1 = """
-import os, signal, sys
-import torch
-from uneven.comm.form import form_group
-from uneven.comm.store import reach_store
-
-group = form_group(reach_store("127.0.0.1", int(sys.argv[1])), 1, 2, torch.device("cpu"), "shm", False)
-twin = group.new_group()
-for line in sys.stdin:
-    print(eval(line), flush=True)
-"""
-
-
-class Pair:
-    """Rank 0's groups, and a pipe to rank 1."""
-
-    def __init__(self) -> None:
-        store, port = open_store()
-        self.process = ForkedPopen(
-            [sys.executable, "-c", RANK_1, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.group = form_group(store, 0, 2, CPU, "shm", False)
-        assert isinstance(self.group, SharedMemoryGroup)
-        self.twin = self.group.new_group()
-
-    def ask(self, expression: str) -> None:
-        """Rank 1 begins to work on it."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{expression}\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    pair = Pair()
-    yield pair
-    pair.process.kill()
-    pair.process.communicate()
-    pair.group.close()
-
-
-def test_another_group_does_not_queue_behind_the_first(pair: Pair) -> None:
-    first = pair.group.all_reduce(torch.tensor([1.0, 2.0]))
-    second = pair.twin.all_reduce(torch.tensor([10.0]))
-    pair.ask("twin.all_reduce(torch.tensor([5.0])).wait().tolist()")  # the other way round than here
-    assert second.wait().tolist() == [15.0]
-    assert not first.is_completed()
-    pair.ask("group.all_reduce(torch.tensor([3.0, 4.0])).wait().tolist()")
-    assert first.wait().tolist() == [4.0, 6.0]
-    assert [pair.answer(), pair.answer()] == ["[15.0]", "[4.0, 6.0]"]
-    assert (pair.group.traffic.collectives, pair.twin.traffic.payload_bytes) == (1, 4)
+    with pair_over("shm") as pair:
+        assert isinstance(pair.group, SharedMemoryGroup)
+        yield pair
 
 
 def test_ranks_that_wait_in_different_groups_answer_each_other(pair: Pair) -> None:
