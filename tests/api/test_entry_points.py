@@ -138,7 +138,7 @@ ddp.close()
     ("starter", "means"),
     [
         (("uneven", "run", "--devices", "cpu,cpu"), [(1 * 1 + 3 * 2) / 4] * 2),
-        (("torchrun", "--standalone", "--nproc-per-node", "1"), [1.0]),
+        pytest.param(("torchrun", "--standalone", "--nproc-per-node", "1"), [1.0], marks=pytest.mark.soak),
     ],
 )
 def test_it_is_so_after_a_real_start(starter: tuple[str, ...], means: list[float], tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_rank_with_another_model_is_named_before_training(tmp_path: Path) -> N
     differing(tmp_path, "sync")
 
 
-@pytest.mark.parametrize("policy", [pytest.param("sync", marks=pytest.mark.real_start), "async"])
+@pytest.mark.parametrize("policy", ["sync", pytest.param("sync", marks=pytest.mark.soak, id="a real start"), "async"])
 def test_ctrl_c_stops_all_ranks_and_the_state_loads(start: Callable[..., Launcher], policy: str) -> None:
     launcher = start("training", policy)
     assert "stopped after" in ended_by_signal(launcher, trains)
