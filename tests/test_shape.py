@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The rooms from top to bottom: a room imports only rooms that stand below it, so no two rooms import each other.
 ROOMS = (
     *("__main__", "cli", "bench", "api", "launch", "train", "results", "step", "parallel", "average", "data"),
-    *("timeline", "graph", "hardware", "comm", "policy", "config", "files", "errors", "version"),
+    *("timeline", "graph", "machines", "hardware", "comm", "policy", "config", "files", "errors", "version"),
 )
 ROOT_MODULES = {"__init__", "__main__", "errors", "files", "version"}
 PURE = {"policy", "config", "files", "errors", "version"}  # neither torch nor numpy

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from uneven.comm.group import Group
 from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
+from uneven.hardware.roster import Roster
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.timeline.timeline import Timeline
@@ -32,9 +33,20 @@ class RankInfo:
     the groups that this member has trained in.
     """
 
-    def __init__(self, rank: int, devices: Sequence[Device], *, member: str | None = None, generation: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        devices: Sequence[Device],
+        *,
+        roster: Roster | None = None,
+        member: str | None = None,
+        generation: int = 0,
+    ) -> None:
+        """`roster` says on which machines the devices are; without one they are all on this machine."""
         self.rank = rank
         self.devices = tuple(devices)  # of all ranks, in rank order
+        self.roster = roster or Roster.on_one_machine(self.devices)
+        assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
         self._group: Group | None = None

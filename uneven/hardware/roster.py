@@ -1,0 +1,41 @@
+"""The roster: which device each rank has, and on which machine it is. All ranks of a run hold the same one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from uneven.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class Roster:
+    """One entry per rank, in rank order: `machines` numbers the machines from 0 in the order of their first rank.
+
+    `hosts` holds one name per machine, for messages; two machines may have the same one.
+    """
+
+    devices: tuple[Device, ...]
+    machines: tuple[int, ...]
+    hosts: tuple[str, ...] = ("localhost",)
+
+    def __post_init__(self) -> None:
+        assert len(self.devices) == len(self.machines), "one machine per rank"
+        assert tuple(dict.fromkeys(self.machines)) == tuple(range(len(self.hosts))), "numbered by their first rank"
+
+    @classmethod
+    def on_one_machine(cls, devices: Sequence[Device], host: str = "localhost") -> "Roster":
+        return cls(tuple(devices), (0,) * len(devices), (host,))
+
+    @property
+    def is_one_machine(self) -> bool:
+        return len(self.hosts) == 1
+
+    def ranks_of(self, machine: int) -> tuple[int, ...]:
+        """The ranks of a machine; the first of them speaks for it where one does."""
+        return tuple(rank for rank, place in enumerate(self.machines) if place == machine)
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the machine of this rank, itself included."""
+        return self.ranks_of(self.machines[rank])
+
+    def host(self, rank: int) -> str:
+        return self.hosts[self.machines[rank]]

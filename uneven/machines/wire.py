@@ -1,0 +1,133 @@
+"""The connection between a leader and the other machines of a run: JSON lines, and files as bytes of a known length.
+
+The token guards it: both sides prove that they know it (HMAC over two nonces) before either reads anything else, and
+neither sends it. It is not encrypted: the promise is a trusted network. Nothing that arrives is unpickled, every line
+and every wait has a limit, so a stranger costs a bounded amount of memory for a bounded time. No torch in this folder.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+from uneven.errors import InputError
+
+HANDSHAKE_S = 5.0  # for a whole handshake: a peer that sends a byte a second is cut off too
+MAX_GREETING = 512  # bytes of a line before the peer has shown that it knows the token
+MAX_LINE = 1 << 20
+CHUNK = 1 << 16
+
+
+class WireError(ConnectionError):
+    """The other side is gone, silent, or does not speak as agreed."""
+
+
+class Connection:
+    """Lines in both directions over one socket. One thread reads; any thread may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._received = bytearray()
+        self._lock = threading.Lock()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine on the interface that reached the other one."""
+        return str(self._sock.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        return str(self._sock.getpeername()[0])
+
+    def send(self, **message: Any) -> None:
+        """WireError where the other side is gone."""
+        try:
+            with self._lock:
+                self._sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise WireError(f"the connection is lost: {error}") from error
+
+    def read(self, timeout_s: float, limit: int = MAX_LINE) -> dict[str, Any]:
+        """The next message; WireError where none comes in time, whole, or as a JSON object of at most `limit` bytes."""
+        end_s = time.monotonic() + timeout_s
+        while (length := self._received.find(b"\n")) < 0:
+            if len(self._received) > limit:
+                raise WireError(f"a line of more than {limit} bytes")
+            self._receive(end_s, limit + 1 - len(self._received))
+        line = bytes(self._received[:length])
+        del self._received[: length + 1]
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise WireError("not a line of JSON") from error
+        if length > limit or not isinstance(message, dict):
+            raise WireError("not a message")
+        return message
+
+    def close(self) -> None:
+        """Ends a read in another thread too."""
+        with suppress(OSError):  # the other side may have closed it already
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _receive(self, end_s: float, most: int) -> None:
+        left_s = end_s - time.monotonic()
+        try:
+            self._sock.settimeout(max(left_s, 1e-6))  # 0 would mean: do not wait for what is there already
+            chunk = self._sock.recv(min(most, CHUNK))
+        except TimeoutError as error:
+            raise WireError("nothing came in time") from error
+        except OSError as error:
+            raise WireError(f"the connection is lost: {error}") from error
+        if not chunk:
+            raise WireError("the other side has closed the connection")
+        self._received += chunk
+
+
+def greet(sock: socket.socket, token: str) -> Connection:
+    """The joining side: prove the token, and see that the other side knows it; InputError where one does not."""
+    connection, own = Connection(sock), secrets.token_hex(16)
+    end_s = time.monotonic() + HANDSHAKE_S
+    theirs = _nonce(connection.read(HANDSHAKE_S, MAX_GREETING))
+    connection.send(nonce=own, mac=_mac(token, "join", theirs, own))
+    answer = connection.read(end_s - time.monotonic(), MAX_GREETING)
+    if "refused" in answer:
+        raise InputError(f"the leader refused: {answer['refused']}")
+    if not hmac.compare_digest(str(answer.get("mac", "")), _mac(token, "lead", own, theirs)):
+        raise InputError("the other side does not know the token: it is not the leader of this run")
+    return connection
+
+
+def admit(sock: socket.socket, token: str) -> Connection:
+    """The leader's side: WireError where the other side does not prove the token in time."""
+    connection, own = Connection(sock), secrets.token_hex(16)
+    end_s = time.monotonic() + HANDSHAKE_S
+    connection.send(nonce=own)
+    answer = connection.read(end_s - time.monotonic(), MAX_GREETING)
+    theirs = _nonce(answer)
+    if not hmac.compare_digest(str(answer.get("mac", "")), _mac(token, "join", own, theirs)):
+        connection.send(refused="wrong token; take the line that the leader printed")
+        raise WireError("wrong token")
+    connection.send(mac=_mac(token, "lead", theirs, own))
+    return connection
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(16)
+
+
+def _nonce(message: dict[str, Any]) -> str:
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str) or len(nonce) != 32:
+        raise WireError("the other side is no leader and no machine of a run of uneven")
+    return nonce
+
+
+def _mac(token: str, role: str, *nonces: str) -> str:
+    return hmac.new(token.encode(), "|".join((role, *nonces)).encode(), sha256).hexdigest()
