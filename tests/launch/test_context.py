@@ -7,6 +7,7 @@ import torch
 
 from uneven import InputError
 from uneven.hardware.device import Device
+from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment, new_member_id
 from uneven.launch.requests import Requests
@@ -15,7 +16,7 @@ MODEL = torch.nn.Linear(2, 1)
 
 
 def launched() -> ProcessContext:
-    return ProcessContext(LaunchEnvironment("uneven run", member="host/cpu/1"), (Device("cpu"),))
+    return ProcessContext(LaunchEnvironment("uneven run", member="host/cpu/1"), Roster.on_one_machine([Device("cpu")]))
 
 
 def test_a_member_has_an_identity_that_is_not_its_rank() -> None:

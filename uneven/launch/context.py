@@ -26,6 +26,7 @@ from uneven.hardware.choices import is_crowded
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
+from uneven.hardware.roster import Roster
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
@@ -73,10 +74,10 @@ class ProcessContext:
     def __init__(
         self,
         environment: LaunchEnvironment,
-        devices: tuple[Device, ...] | None = None,
+        roster: Roster | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`devices` are given where the launcher has placed the ranks already; `settings` by `uneven run`."""
+        """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`."""
         self.environment = environment
         self.settings = settings
         self.stop_requested = threading.Event()
@@ -84,8 +85,8 @@ class ProcessContext:
         self.sigterm: RankSigterm | None = None  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.note: str | None = None  # about the cores this rank was given
-        self._devices = devices
-        self._is_placed = devices is not None
+        self._roster = roster
+        self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the run that is on
@@ -114,8 +115,8 @@ class ProcessContext:
 
     def devices(self, setting: str) -> tuple[Device, ...]:
         """One device per rank, in rank order. Under torchrun 'auto' is a CUDA device each, where there are enough."""
-        if self._devices is not None:
-            return self._devices
+        if self._roster is not None:
+            return self._roster.devices
         if self.is_alone:
             return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
         launcher, world_size = self.environment.launcher, self.environment.world_size
@@ -143,10 +144,18 @@ class ProcessContext:
 
     def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Those of `devices` that belong to ranks of this machine."""
+        return tuple(devices[rank] for rank in self.roster_of(devices).local_ranks(self.environment.rank))
+
+    def roster_of(self, devices: tuple[Device, ...]) -> Roster:
+        """On which machines these devices, one per rank, are."""
         if self.is_alone:
-            return devices
-        first = self.environment.rank - self.environment.local_rank
-        return devices[first : first + self.environment.local_world_size]
+            return Roster.on_one_machine(devices)
+        if self._roster is not None and self._roster.devices == devices:
+            return self._roster
+        # torchrun starts the same number of processes on every machine, and numbers them machine by machine.
+        local = self.environment.local_world_size
+        machines = tuple(rank // local for rank in range(len(devices)))
+        return Roster(devices, machines, tuple(f"node {number}" for number in range(machines[-1] + 1)))
 
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
@@ -182,8 +191,9 @@ class ProcessContext:
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
         """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
         if devices is None:
-            devices = self._devices or (Device("cpu"),) * self.environment.world_size
-        return RankInfo(self.environment.rank, devices, member=self.member)
+            placed = None if self._roster is None else self._roster.devices
+            devices = placed or (Device("cpu"),) * self.environment.world_size
+        return RankInfo(self.environment.rank, devices, roster=self.roster_of(devices), member=self.member)
 
     def join(
         self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, data: Sequence[str] = ()

@@ -62,6 +62,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     import torch
 
     from uneven.hardware.device import parse_devices
+    from uneven.hardware.roster import Roster
     from uneven.launch.context import ProcessContext
     from uneven.launch.environment import LaunchEnvironment
 
@@ -78,7 +79,7 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
         member=plan["members"][number],
     )
     settings = {} if script is None else script["settings"]
-    return ProcessContext(environment, parse_devices(plan["devices"]), settings)
+    return ProcessContext(environment, Roster.on_one_machine(parse_devices(plan["devices"])), settings)
 
 
 def _train(context: "ProcessContext", folder: Path, number: int) -> None:
