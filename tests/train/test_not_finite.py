@@ -204,13 +204,14 @@ def test_counts_that_add_up_to_zero_are_too_but_one_rank_may_have_none() -> None
     for size in (1, 2):
         results = exact.train(size, step=masks_all, global_batch_size=GLOBAL, epochs=1)
         slot = min(slots)
-        assert {part[0] for part in results[0].dropped} == {slot}
+        # Of all ranks: a rank that was slow at the start has no sample of the slot.
+        assert {part[0] for result in results for part in result.dropped} == {slot}
         assert_same_params(results[0].state, plain(Axis(len(X), GLOBAL, 1), {slot})[0])
         (event,) = [event for event in results[0].timeline.events if event.kind == "dropped"]
         assert "add up to 0" in event.fields["cause"]
     # A rank whose own samples are all masked is none of this.
     half = exact.train(2, step=counting(lambda count: count * 0), global_batch_size=GLOBAL, policy="sync")
-    assert not half[0].dropped
+    assert not any(result.dropped for result in half)
 
 
 def spoiling(when: Callable[[torch.Tensor], bool], kind: str = "nan loss") -> Callable[[nn.Module, Any], Any]:
