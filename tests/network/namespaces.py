@@ -18,6 +18,8 @@ from typing import Literal
 
 import pytest
 
+from tests.network import relay
+
 ROOT = Path(__file__).parents[2]
 Names = Literal["plain", "debian", "unresolvable"]
 Family = Literal["v4", "v6", "dual"]
@@ -204,3 +206,17 @@ def _hosts_file(machine: Machine, machines: Sequence[Machine], kind: Names) -> s
         elif kind == "debian":
             lines.append(f"127.0.1.1 {other.hostname}")
     return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def slow_cable(first: Machine, second: Machine, delay_ms: float) -> Iterator[tuple[str, str]]:
+    """One more cable between two machines, with a delay each way; yields the addresses on it."""
+    command = [sys.executable, str(Path(relay.__file__)), first.namespace, second.namespace, str(delay_ms)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n", "the relay has ended"
+        yield relay.ADDRESSES
+    finally:
+        process.kill()
+        process.communicate()

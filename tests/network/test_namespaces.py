@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.namespaces import needs_namespaces, network
+from tests.network.namespaces import needs_namespaces, network, slow_cable
 
 pytestmark = needs_namespaces
 ASK = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
@@ -39,3 +39,23 @@ def test_a_link_can_be_cut(tmp_path: Path, cut: str) -> None:
             second.add_interface("tailscale0", "100.64.0.2/10")
         reach = second.python("-c", REACH.replace("5)", "0.5)"))
         assert "Error" in reach.communicate(timeout=60)[0]
+
+
+PING = """
+import socket, sys, time
+sock = socket.create_connection((sys.argv[1], 7000), 20)
+began = time.monotonic(); sock.sendall(b"x"); sock.recv(1); print(time.monotonic() - began)
+"""
+ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7000)); print("up", flush=True)
+sock, _ = server.accept(); sock.sendall(sock.recv(1))
+"""
+
+
+def test_a_slow_cable_delays_both_ways(tmp_path: Path) -> None:
+    with network(tmp_path, 2) as (first, second), slow_cable(first, second, 40.0) as (address, _):
+        echo = first.python("-c", ECHO, address)
+        assert echo.stdout is not None
+        echo.stdout.readline()
+        assert float(second.python("-c", PING, address).communicate(timeout=60)[0]) >= 0.08
