@@ -35,6 +35,18 @@ def choose_precision(device: Device, system: System, gpu: Gpu | None) -> tuple[P
     return "fp32", f"{gpu.sm} has no tensor cores"
 
 
+def native_precisions(device: Device, system: System, gpu: Gpu | None) -> tuple[Precision, ...]:
+    """The number formats a device computes by itself; others are emulated, where they work at all."""
+    if device.kind == "cpu":
+        return ("fp32", "bf16") if system.cpu.flags else ("fp32",)
+    capability = parse_sm(gpu.sm) if gpu is not None and gpu.sm is not None else None
+    if capability is None:
+        return ("fp32", "bf16", "fp16")  # unknown is no reason to refuse
+    if capability >= (8, 0):
+        return ("fp32", "bf16", "fp16")
+    return ("fp32", "fp16") if capability >= (5, 3) else ("fp32",)
+
+
 def is_crowded(devices: Sequence[Device]) -> bool:
     """Whether two of these devices, all of one machine, are the same GPU."""
     cuda = [device.index for device in devices if device.kind == "cuda"]

@@ -1,0 +1,75 @@
+"""The code of a run: digests of the script, of the files beside it that it imports, and of the installed package.
+
+Read by machines/facts.py on every machine and compared by machines/parity.py. A file beside the script that it does
+not import may differ: a scratch file on one machine is no reason to refuse a run.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import uneven
+
+MOST_FILES = 300  # a larger project is compared as far as these
+MOST_BYTES = 4 << 20  # of one file
+
+
+def script_digests(script: Path) -> dict[str, str]:
+    """Digest by path relative to the script's folder: the script first, then what it imports from there, sorted."""
+    script = script.resolve()
+    found = {script.name: _digest(script)}
+    for path in sorted(_imported_files(script))[:MOST_FILES]:
+        found[path.relative_to(script.parent).as_posix()] = _digest(path)
+    return found
+
+
+@cache
+def package_digest() -> str:
+    """Of every Python file of the installed uneven."""
+    folder = Path(uneven.__file__).parent
+    whole = sha256()
+    for path in sorted(folder.rglob("*.py")):
+        whole.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return sha256(file.read(MOST_BYTES)).hexdigest()[:16]
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def _imported_files(script: Path) -> set[Path]:
+    """The Python files below the script's folder that its imports reach, without the script itself."""
+    pending, seen = [script], {script}
+    while pending and len(seen) <= MOST_FILES:
+        for name in _imported_names(pending.pop()):
+            new = set(_files_of(script.parent, name)) - seen
+            seen |= new
+            pending += new
+    return seen - {script}
+
+
+def _imported_names(path: Path) -> Iterator[str]:
+    """The top-level names that a module imports; a relative import stays in its package, which is read as a whole."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # Python itself says what is wrong with it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _files_of(folder: Path, name: str) -> list[Path]:
+    module, package = folder / f"{name}.py", folder / name
+    files = [module] if module.is_file() else []
+    if package.is_dir() and name != "uneven":  # a checkout of uneven is compared by `package_digest`
+        files += sorted(package.rglob("*.py"))[: MOST_FILES + 1]
+    return files
