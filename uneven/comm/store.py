@@ -13,17 +13,19 @@ from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
-def open_store() -> tuple[TCPStore, int]:
-    """A new store in this process, on a free port of the loopback interface; returns its port too.
+def open_store(listener: socket.socket | None = None) -> tuple[TCPStore, int]:
+    """A new store in this process, on a free port of the loopback interface or where `listener` is bound already;
+    returns its port too.
 
     The store has no authentication. Given only a host name TCPStore listens on every interface, 127.0.0.1 or not
     (seen in /proc/net/tcp6 with torch 2.13), so it gets a socket that is already bound.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port: int = listener.getsockname()[1]
+    if listener is None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    address, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
     fd = listener.detach()  # from here on the store closes it
     store = TCPStore(
-        *("127.0.0.1", port),
+        *(address, port),
         is_master=True,
         wait_for_workers=False,
         timeout=CONNECT_TIMEOUT,

@@ -17,12 +17,12 @@ ALONE = ""  # the launcher of a process that nobody started as a rank
 _hosted: list[TCPStore] = []  # lives as long as the process: the other ranks need it to the end
 
 
-def new_member_id(place: str) -> str:
+def new_member_id(place: str, host: str | None = None) -> str:
     """An identity for one process: '<hostname>/<place>/<8 hex digits>', never used twice.
 
     A rank changes when machines come and go, and a restarted process is another member.
     """
-    return f"{socket.gethostname()}/{place}/{uuid.uuid4().hex[:8]}"
+    return f"{host or socket.gethostname()}/{place}/{uuid.uuid4().hex[:8]}"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class LaunchEnvironment:
     port: int = 0
     prefix: str = ""  # of all our keys: torchrun shares its store with other programs
     hosts_store: bool = False  # the launcher has no store of its own: this rank must serve it
+    door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
 
     def connect(self, name: str) -> Store:

@@ -5,8 +5,6 @@ program. When `run_ranks` returns or raises, no process and no file of the run i
 of a GPU included.
 """
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,13 +12,13 @@ from typing import Any, TypeVar
 from uneven.comm.store import open_store
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.hardware.cores import assign_cores, available_cores
 from uneven.hardware.device import Device
-from uneven.hardware.mps import check_slices, oversubscribed, sliced
+from uneven.hardware.mps import check_slices
+from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.environment import new_member_id
+from uneven.launch.local_ranks import Placement, local_ranks
 from uneven.launch.payload import write_payload
-from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_state
 from uneven.launch.watch import Watch
@@ -60,28 +58,13 @@ def run_ranks(
     folder = make_private_folder()
     store, port = open_store()
     try:
-        cores = assign_cores(devices, available_cores())
-        reporter.say([f"  {note}" for note in (cores.note, oversubscribed(devices)) if note])
-        members = [new_member_id(str(device)) for device in devices]
-        plan = {
-            "port": port,
-            "launcher_pid": os.getpid(),
-            "members": members,
-            "devices": [str(device) for device in devices],
-            "cores": cores.cores,
-            "threads": cores.threads,
-            "script": script,
-        }
-        (folder / "plan.json").write_text(json.dumps(plan))
+        members = tuple(new_member_id(str(device)) for device in devices)
+        placement = Placement(Roster.on_one_machine(devices), members, ("127.0.0.1", port))
         if content is not None:
             _write_content(content, folder)
-        with sliced(devices) as variables:
-            processes = RankProcesses(folder, list(cores.threads), variables)
-            try:
-                Watch(processes, store, folder, members, devices, reporter).wait(requests)
-                return collect(folder)
-            finally:
-                processes.end()
+        with local_ranks(folder, placement, script, reporter.say) as processes:
+            Watch(processes, store, folder, members, devices, reporter).wait(requests)
+            return collect(folder)
     finally:
         remove(folder)
         del store

@@ -48,7 +48,7 @@ def main(folder: Path, number: int) -> None:
         code = 1
         if isinstance(error, NotFiniteError):
             context.close_heartbeat()  # it carries the lines about the steps that were skipped
-        _report_error(error, folder, number, plan["members"][number])
+        _report_error(error, folder, number, placed_rank(plan, number)[1])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -67,19 +67,27 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     from uneven.launch.environment import LaunchEnvironment
 
     torch.set_num_threads(plan["threads"][number])
-    script, world_size = plan["script"], len(plan["devices"])
+    roster = Roster(parse_devices(plan["devices"]), tuple(plan["machines"]), tuple(plan["hosts"]))
+    rank, member = placed_rank(plan, number)
+    host, port = plan["store"]
     environment = LaunchEnvironment(
-        "fit" if script is None else "uneven run",
-        rank=number,
-        world_size=world_size,
+        "fit" if plan["script"] is None else "uneven run",
+        rank=rank,
+        world_size=len(roster.devices),
         local_rank=number,
-        local_world_size=world_size,
-        host="127.0.0.1",
-        port=plan["port"],
-        member=plan["members"][number],
+        local_world_size=len(roster.local_ranks(rank)),
+        host=host,
+        port=port,
+        member=member,
+        door=None if plan["door"] is None else tuple(plan["door"]),
     )
-    settings = {} if script is None else script["settings"]
-    return ProcessContext(environment, Roster.on_one_machine(parse_devices(plan["devices"])), settings)
+    return ProcessContext(environment, roster, {} if plan["script"] is None else plan["script"]["settings"])
+
+
+def placed_rank(plan: dict[str, Any], number: int) -> tuple[int, str]:
+    """The rank of this machine's process `number` among all ranks of the run, and its identity."""
+    rank = plan["machines"].index(plan["machine"]) + number
+    return rank, plan["members"][rank]
 
 
 def _train(context: "ProcessContext", folder: Path, number: int) -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from uneven.comm.store import Store, get_text
 from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, StoppedError
@@ -17,7 +18,7 @@ from uneven.hardware.device import Device
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, TERMINATED, TERMINATED_KEY, heartbeat_key
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import INTERRUPTED, RankProcesses, describe_exit
+from uneven.launch.processes import INTERRUPTED, describe_exit
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
 
@@ -28,12 +29,20 @@ BEFORE_FIRST = ("setup", "compile", "communication", "wait")
 STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the same step
 
 
+class Ranks(Protocol):
+    """The processes of all ranks, in rank order, wherever they run. A failed one leaves error-RANK.json in the folder."""
+
+    def exit_codes(self) -> list[int | None]:
+        """None for a rank that runs; RankError where a machine with ranks is lost."""
+        ...
+
+
 class Watch:
     """Life cycle: one per launched run; `wait()` once. Processes, members and devices are in the same order."""
 
     def __init__(
         self,
-        processes: RankProcesses,
+        processes: Ranks,
         store: Store,
         folder: Path,
         members: Sequence[str],

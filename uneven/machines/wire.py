@@ -49,7 +49,7 @@ class Connection:
         """WireError where the other side is gone."""
         try:
             with self._lock:
-                self._sock.sendall(json.dumps(message).encode() + b"\n")
+                self._sock.sendall(_line(message))
         except OSError as error:
             raise WireError(f"the connection is lost: {error}") from error
 
@@ -62,13 +62,9 @@ class Connection:
             self._receive(end_s, limit + 1 - len(self._received))
         line = bytes(self._received[:length])
         del self._received[: length + 1]
-        try:
-            message = json.loads(line)
-        except ValueError as error:
-            raise WireError("not a line of JSON") from error
-        if length > limit or not isinstance(message, dict):
-            raise WireError("not a message")
-        return message
+        if length > limit:
+            raise WireError(f"a line of more than {limit} bytes")
+        return parse_line(line)
 
     def close(self) -> None:
         """Ends a read in another thread too."""
@@ -95,26 +91,38 @@ def greet(sock: socket.socket, token: str) -> Connection:
     connection, own = Connection(sock), secrets.token_hex(16)
     end_s = time.monotonic() + HANDSHAKE_S
     theirs = _nonce(connection.read(HANDSHAKE_S, MAX_GREETING))
-    connection.send(nonce=own, mac=_mac(token, "join", theirs, own))
+    connection.send(nonce=own, mac=_mac(token, "join", theirs, own).decode())
     answer = connection.read(end_s - time.monotonic(), MAX_GREETING)
     if "refused" in answer:
         raise InputError(f"the leader refused: {answer['refused']}")
-    if not hmac.compare_digest(str(answer.get("mac", "")), _mac(token, "lead", own, theirs)):
+    if not hmac.compare_digest(str(answer.get("mac", "")).encode(), _mac(token, "lead", own, theirs)):
         raise InputError("the other side does not know the token: it is not the leader of this run")
     return connection
 
 
+class Challenge:
+    """The leader's half of a handshake, without its socket: `line` is sent, `judge` says what came back."""
+
+    def __init__(self, token: str) -> None:
+        self._token, self._own = token, secrets.token_hex(16)
+        self.line = _line({"nonce": self._own})
+
+    def judge(self, answer: dict[str, Any]) -> tuple[bool, bytes]:
+        """Whether the other side knows the token, and the line to send back; WireError where it is no answer."""
+        theirs = _nonce(answer)
+        if not hmac.compare_digest(str(answer.get("mac", "")).encode(), _mac(self._token, "join", self._own, theirs)):
+            return False, _line({"refused": "wrong token; take the line that the leader printed"})
+        return True, _line({"mac": _mac(self._token, "lead", theirs, self._own).decode()})
+
+
 def admit(sock: socket.socket, token: str) -> Connection:
     """The leader's side: WireError where the other side does not prove the token in time."""
-    connection, own = Connection(sock), secrets.token_hex(16)
-    end_s = time.monotonic() + HANDSHAKE_S
-    connection.send(nonce=own)
-    answer = connection.read(end_s - time.monotonic(), MAX_GREETING)
-    theirs = _nonce(answer)
-    if not hmac.compare_digest(str(answer.get("mac", "")), _mac(token, "join", own, theirs)):
-        connection.send(refused="wrong token; take the line that the leader printed")
+    connection, challenge = Connection(sock), Challenge(token)
+    sock.sendall(challenge.line)
+    is_known, line = challenge.judge(connection.read(HANDSHAKE_S, MAX_GREETING))
+    sock.sendall(line)
+    if not is_known:
         raise WireError("wrong token")
-    connection.send(mac=_mac(token, "lead", theirs, own))
     return connection
 
 
@@ -129,5 +137,21 @@ def _nonce(message: dict[str, Any]) -> str:
     return nonce
 
 
-def _mac(token: str, role: str, *nonces: str) -> str:
-    return hmac.new(token.encode(), "|".join((role, *nonces)).encode(), sha256).hexdigest()
+def parse_line(line: bytes) -> dict[str, Any]:
+    """A line without its end as a message; WireError where it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise WireError("not a line of JSON") from error
+    if not isinstance(message, dict):
+        raise WireError("not a message")
+    return message
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _mac(token: str, role: str, *nonces: str) -> bytes:
+    """In bytes: a text from a stranger may hold other characters than ASCII, which `compare_digest` refuses."""
+    return hmac.new(token.encode(), "|".join((role, *nonces)).encode(), sha256).hexdigest().encode()

@@ -1,0 +1,93 @@
+"""The ranks of this machine: their place among all ranks of a run, and their processes. No torch in this file.
+
+Used by launch/launcher.py where all ranks are here, and by launch/lead.py and launch/node.py where each machine starts
+its own. A node's launcher never loads torch: its ranks do.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.device import Device, parse_devices
+from uneven.hardware.mps import oversubscribed, sliced
+from uneven.hardware.roster import Roster
+from uneven.launch.processes import RankProcesses
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All ranks of a run, and which of them are on this machine."""
+
+    roster: Roster
+    members: tuple[str, ...]  # one identity per rank
+    store: tuple[str, int]
+    machine: int = 0
+    door: tuple[str, int, str] | None = None  # address, port and token of the leader's door
+    interface: str | None = None  # the only one that Gloo and NCCL may use
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.roster.ranks_of(self.machine)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(self.roster.devices[rank] for rank in self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a plan, or for a node: which knows the token and its own interface by itself."""
+        return {
+            "devices": [str(device) for device in self.roster.devices],
+            "machines": list(self.roster.machines),
+            "hosts": list(self.roster.hosts),
+            "members": list(self.members),
+            "store": list(self.store),
+            "machine": self.machine,
+        }
+
+    @classmethod
+    def from_json(
+        cls, found: Mapping[str, Any], door: tuple[str, int, str] | None = None, interface: str | None = None
+    ) -> "Placement":
+        roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
+        address, port = found["store"]
+        return cls(roster, tuple(found["members"]), (address, port), found["machine"], door, interface)
+
+
+@contextmanager
+def local_ranks(
+    folder: Path, placement: Placement, script: Mapping[str, Any] | None, say: Callable[[list[str]], None]
+) -> Iterator[RankProcesses]:
+    """Start the ranks of this machine, in a private folder; when the block ends none of them is left."""
+    devices = placement.devices
+    cores = assign_cores(devices, available_cores())
+    say([f"  {note}" for note in (cores.note, oversubscribed(devices)) if note])
+    plan = {
+        **placement.to_json(),
+        "door": placement.door,
+        "launcher_pid": os.getpid(),
+        "cores": cores.cores,
+        "threads": cores.threads,
+        "script": script,
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with sliced(devices) as slices:
+        network = interface_variables(placement)
+        processes = RankProcesses(folder, list(cores.threads), [network | own for own in slices])
+        try:
+            yield processes
+        finally:
+            processes.end()
+
+
+def interface_variables(placement: Placement) -> dict[str, str]:
+    """Gloo and NCCL stay on the interface that reached the leader, whatever the machine's name resolves to."""
+    if placement.interface is None:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": placement.interface, "NCCL_SOCKET_IFNAME": f"={placement.interface}"}
+    family = "AF_INET6" if ":" in placement.store[0] else "AF_INET"
+    return {**variables, "NCCL_SOCKET_FAMILY": family}

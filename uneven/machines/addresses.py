@@ -1,0 +1,60 @@
+"""The one address on which a machine takes part in a run, and the interface that has it. Names are never resolved."""
+
+import socket
+from collections.abc import Sequence
+
+from uneven.errors import InputError
+from uneven.hardware.network import Interface, default_route, read_interfaces
+
+
+def choose_address(bind: str | None = None, interfaces: Sequence[Interface] | None = None, route: str | None = None) -> str:
+    """The leader's address: `bind`, which may name an interface too; else that of the default route's interface, else
+    that of the only physical one. InputError with what there is where that does not settle it."""
+    if interfaces is None:
+        interfaces, route = read_interfaces(), default_route()
+    ready = [interface for interface in interfaces if interface.is_up and _addresses(interface)]
+    known = ", ".join(f"{address} ({one.name})" for one in ready for address in _addresses(one)) or "none"
+    if bind is not None:
+        if bind in ("0.0.0.0", "::", "*"):
+            raise InputError(f"--bind {bind}: listening on all interfaces is refused; this machine has {known}")
+        named = [interface for interface in ready if interface.name == bind]
+        if named:
+            return _addresses(named[0])[0]
+        if not any(bind in (*one.v4, *one.v6) for one in ready) and not bind.startswith("127."):
+            raise InputError(f"--bind {bind}: no address of this machine; it has {known}")
+        return bind
+    physical = [interface for interface in ready if interface.kind == "physical"]
+    routed = [interface for interface in ready if interface.name == route]
+    if len(found := routed or physical) == 1:
+        return _addresses(found[0])[0]
+    why = "several interfaces and no default route" if found else "no interface that leads to other machines"
+    raise InputError(f"this machine has {why}: choose its address by --bind ADDRESS; it has {known}")
+
+
+def interface_of(address: str, interfaces: Sequence[Interface] | None = None) -> str:
+    """The name of the interface with this address; InputError where there is none."""
+    for interface in read_interfaces() if interfaces is None else interfaces:
+        is_loopback = interface.kind == "loopback" and address.startswith("127.")
+        if is_loopback or address.partition("%")[0] in (*interface.v4, *interface.v6):
+            return interface.name
+    raise InputError(f"no interface of this machine has the address {address}; see: uneven diagnose")
+
+
+def host_label() -> str:
+    """What this machine calls itself, for messages alone: it may resolve to anything, or to nothing."""
+    return socket.gethostname() or "unknown"
+
+
+def unique_labels(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Machines may have the same name: the second is 'pc#2'."""
+    seen: dict[str, int] = {}
+    labels = []
+    for host in hosts:
+        seen[host] = seen.get(host, 0) + 1
+        labels.append(host if seen[host] == 1 else f"{host}#{seen[host]}")
+    return tuple(labels)
+
+
+def _addresses(interface: Interface) -> tuple[str, ...]:
+    """Those that other machines can reach, IPv4 first: an address of the link alone needs its interface named too."""
+    return (*interface.v4, *(address for address in interface.v6 if not address.lower().startswith("fe80:")))

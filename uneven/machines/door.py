@@ -1,0 +1,227 @@
+"""The leader's door: a socket on one address, behind which only those get who know the token.
+
+One thread talks to all strangers. Each of them has a few hundred bytes and a few seconds to prove the token, there is
+room for `MOST_STRANGERS` at a time, and the one that has waited longest makes room for the next: whoever opens
+thousands of connections, sends garbage or nothing at all costs a bounded amount of memory and keeps nobody out who
+answers at once. The first message of an admitted connection names its role, and `handlers` has a function for each:
+'node' for a machine that joins (launch/lead.py), 'files' for a rank that sends files.
+"""
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from uneven.errors import InputError
+from uneven.machines.wire import HANDSHAKE_S, MAX_GREETING, Challenge, Connection, WireError, greet, parse_line
+
+MOST_STRANGERS = 64
+MOST_REMEMBERED = 64  # addresses that came with a wrong token
+POLL_S = 0.25
+RETRY_S = 0.2
+ROLE_S = 10.0  # for the first message of an admitted connection
+
+Ports = tuple[int, int]  # first and last
+Handler = Callable[[Connection, dict[str, Any]], None]  # it closes the connection when it is done; on its own thread
+
+
+def listen(address: str, ports: Ports | None = None) -> socket.socket:
+    """A listening socket on one address, on the first free port of a range or on any; InputError where there is none."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    first, last = ports or (0, 0)
+    error: OSError | None = None
+    for port in range(first, last + 1):
+        try:
+            return socket.create_server((address, port), family=family, backlog=128)
+        except OSError as found:
+            error = found
+    where = address if ports is None else f"{address}, ports {first}-{last}"
+    raise InputError(f"cannot listen on {where} ({error}); choose another address by --bind, or other --ports")
+
+
+@dataclass
+class _Stranger:
+    sock: socket.socket
+    address: str
+    challenge: Challenge
+    end_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Door:
+    """Open from the start to `close()`. `handlers` may be added at any time."""
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
+        self.handlers: dict[str, Handler] = {}
+        self.wrong_tokens: dict[str, int] = {}  # how often, by address
+        self._listener, self._token = listener, token
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, in the order in which they came
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._is_closed = False
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="uneven-door", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> str:
+        """ADDRESS:PORT, as `uneven join` takes it."""
+        return join_place(self.address, self.port)
+
+    def close(self) -> None:
+        """Connections that were admitted stay open."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._waker.send(b"x")
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                for key, _ in self._selector.select(POLL_S):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif (stranger := self._strangers.get(key.fd)) is not None:
+                        self._hear(stranger)
+                self._cut_slow()
+        finally:
+            for stranger in list(self._strangers.values()):
+                self._cut(stranger)
+            self._selector.close()
+            for sock in (self._listener, self._wake, self._waker):
+                sock.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor left, or the stranger is gone already
+            self._cut_oldest()
+            return
+        while len(self._strangers) >= MOST_STRANGERS:
+            self._cut_oldest()
+        sock.setblocking(False)
+        stranger = _Stranger(sock, str(address[0]), Challenge(self._token), time.monotonic() + HANDSHAKE_S)
+        self._strangers[sock.fileno()] = stranger
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._answer(stranger, stranger.challenge.line)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            chunk = stranger.sock.recv(MAX_GREETING + 1 - len(stranger.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        stranger.received += chunk
+        if not chunk or (b"\n" not in stranger.received and len(stranger.received) > MAX_GREETING):
+            self._cut(stranger)
+        elif b"\n" in stranger.received:
+            self._judge(stranger)
+
+    def _judge(self, stranger: _Stranger) -> None:
+        line, _, more = bytes(stranger.received).partition(b"\n")
+        try:
+            is_known, answer = stranger.challenge.judge(parse_line(line))
+        except WireError:
+            self._cut(stranger)
+            return
+        if not self._answer(stranger, answer):
+            return
+        if not is_known or more:  # whoever knows the token waits for the answer before it says more
+            self._remember(stranger.address)
+            self._cut(stranger)
+            return
+        self._selector.unregister(stranger.sock)
+        del self._strangers[stranger.sock.fileno()]
+        stranger.sock.setblocking(True)
+        connection = Connection(stranger.sock)
+        threading.Thread(target=self._serve, args=(connection,), name="uneven-guest", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            first = connection.read(ROLE_S)
+            handler = self.handlers.get(str(first.get("role")))
+            if handler is None:
+                connection.send(refused=f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both")
+                connection.close()
+                return
+            handler(connection, first)
+        except WireError:
+            connection.close()
+
+    def _answer(self, stranger: _Stranger, line: bytes) -> bool:
+        try:
+            stranger.sock.send(line)  # fits into the empty buffer of a new connection
+            return True
+        except OSError:
+            self._cut(stranger)
+            return False
+
+    def _remember(self, address: str) -> None:
+        if address in self.wrong_tokens or len(self.wrong_tokens) < MOST_REMEMBERED:
+            self.wrong_tokens[address] = self.wrong_tokens.get(address, 0) + 1
+
+    def _cut_slow(self) -> None:
+        now_s = time.monotonic()
+        for stranger in list(self._strangers.values()):
+            if stranger.end_s > now_s:
+                return  # those behind it came later
+            self._cut(stranger)
+
+    def _cut_oldest(self) -> None:
+        if self._strangers:
+            self._cut(next(iter(self._strangers.values())))
+
+    def _cut(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.sock)
+        del self._strangers[stranger.sock.fileno()]
+        stranger.sock.close()
+
+
+def knock(address: str, port: int, token: str, wait_s: float) -> Connection:
+    """The joining side: an admitted connection to the door; tries again for `wait_s` where nobody answers.
+
+    InputError where nobody does, or where one side does not know the token.
+    """
+    place, end_s = join_place(address, port), time.monotonic() + wait_s
+    while True:
+        left_s = max(end_s - time.monotonic(), 0.5)
+        try:
+            sock = socket.create_connection((address, port), timeout=left_s)
+        except OSError as error:
+            why = f"no leader at {place} ({error}); start 'uneven run SCRIPT --nodes N' there first, and see that its "
+            why += "firewall lets the port in"
+        else:
+            try:
+                return greet(sock, token)
+            except (WireError, OSError) as error:  # a door full of strangers may cut us off too
+                sock.close()
+                why = f"no leader at {place}: {error}"
+            except BaseException:
+                sock.close()
+                raise
+        if time.monotonic() + RETRY_S >= end_s:
+            raise InputError(why)
+        time.sleep(RETRY_S)
+
+
+def join_place(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """'192.0.2.10:7000' or '[fd00::1]:7000' -> its address and port."""
+    address, _, port = place.rpartition(":")
+    address = address.removeprefix("[").removesuffix("]")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(f"{place!r} is no ADDRESS:PORT of a leader, as in 192.0.2.10:29400; copy the line it printed")
+    return address, int(port)
