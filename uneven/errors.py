@@ -37,6 +37,10 @@ class RankError(RuntimeError):
     exit_code = 1
 
 
+class RefusedError(RankError):
+    """The machines of a run do not fit together, or do not find each other: all of them end with the same line."""
+
+
 class NotFiniteError(RankError):
     """Losses, gradients or params are not finite: all ranks end the run together, none of them has failed."""
 

@@ -1,16 +1,20 @@
-"""`uneven run`: the user's script on every device named. Its options are the fields of RunConfig, every one of them.
+"""`uneven run`: the user's script on every device named. Its options are the fields of RunConfig, every one of them,
+and how other machines take part.
 
 The settings given here travel to the ranks as data and take precedence over those in the script.
 """
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from uneven.cli.numbers import numbers
 from uneven.config import RunConfig, Setting, settings_of
+
+if TYPE_CHECKING:
+    from uneven.machines.options import LeadOptions
 
 
 def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
@@ -24,12 +28,138 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
       uneven run train.py --devices cpu,cpu@0.4
 
       uneven run train.py --epochs 3 -- --option-of-the-script 5
-    """
-    from uneven.launch.script import run_script
 
+      uneven run train.py --nodes 2               (prints the line to paste on the other machine)
+
+      uneven run train.py --hosts hosts.toml      (starts the others over ssh)
+    """
+    machines = _read_machines({name: options.pop(name) for name in MACHINE_OPTIONS})
     known = settings_of(RunConfig)
     given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
+    if machines is not None:
+        from uneven.launch.lead import lead_script
+
+        lead_script(script, args or [], given, machines)
+        return
+    from uneven.launch.script import run_script
+
     run_script(script, args or [], given)
+
+
+def _read_machines(given: dict[str, Any]) -> "LeadOptions | None":
+    """What was said about other machines, checked; None where nothing was."""
+    from uneven.machines.hosts import read_hosts
+    from uneven.machines.options import lead_options, parse_ports, parse_skip, read_token
+
+    is_one = given["nodes"] is None and given["hosts"] is None
+    named = given["token"] is not None or given["token_file"] is not None
+    return lead_options(
+        nodes=given["nodes"],
+        hosts=None if given["hosts"] is None else read_hosts(given["hosts"]),
+        token=None if is_one and not named else read_token(given["token"], given["token_file"]),
+        bind=given["bind"],
+        port=given["port"],
+        ports=parse_ports(given["ports"]),
+        wait=given["wait"],
+        ship=bool(given["ship"]),
+        ssh=given["ssh"],
+        skip=parse_skip(given["skip"]),
+    )
+
+
+MACHINES = "Options for several machines"
+MACHINE_OPTIONS: dict[str, Any] = {
+    "nodes": Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            help="Train on so many machines, this one included: 2, or the fewest and the most, 2-4. Prints the line to "
+            "type on the others and waits for them.",
+            metavar="N|N-M",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "hosts": Annotated[
+        Path | None,
+        typer.Option(
+            "--hosts",
+            help="A TOML file with the other machines ([[hosts]] with address, user, devices, folder, python): starts "
+            "'uneven join' on each over ssh, with keys.",
+            metavar="FILE",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "bind": Annotated[
+        str | None,
+        typer.Option(
+            "--bind",
+            help="This machine's address, or the name of its interface. Otherwise that of the default route.",
+            metavar="ADDRESS",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "port": Annotated[
+        int | None,
+        typer.Option("--port", help="The port to join at, otherwise any.", metavar="PORT", rich_help_panel=MACHINES),
+    ],
+    "ports": Annotated[
+        str | None,
+        typer.Option(
+            "--ports",
+            help="Everything that listens here takes a port of this range, for a firewall; Gloo and NCCL choose theirs "
+            "from the system's range (net.ipv4.ip_local_port_range).",
+            metavar="FIRST-LAST",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "token": Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            help="What joining machines must know. Otherwise UNEVEN_TOKEN, or one that is made and printed.",
+            metavar="TOKEN",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "token_file": Annotated[
+        Path | None,
+        typer.Option("--token-file", help="The file with the token.", metavar="FILE", rich_help_panel=MACHINES),
+    ],
+    "wait": Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            help="How long to wait for the fewest machines (600), and then for more of them (30).",
+            metavar="SECONDS",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "ship": Annotated[
+        bool | None,
+        typer.Option(
+            "--ship",
+            help="Send the text files of the script's folder to machines where they differ and that allow it "
+            "(uneven join --allow-ship). Otherwise such a machine is refused, with the difference.",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "skip": Annotated[
+        str | None,
+        typer.Option(
+            "--skip",
+            help="Checks between machines to leave out, with commas between them: "
+            "uneven, python, torch, nccl, code, dtype, clock, links, data.",
+            metavar="CHECK,...",
+            rich_help_panel=MACHINES,
+        ),
+    ],
+    "ssh": Annotated[
+        str | None,
+        typer.Option(
+            "--ssh", help="The ssh program of --hosts, also UNEVEN_SSH.", metavar="COMMAND", rich_help_panel=MACHINES
+        ),
+    ],
+}
 
 
 def parse_option(setting: Setting, value: Any) -> Any:
@@ -99,6 +229,10 @@ def _give_options() -> None:
                 list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")
             ],
         ),
+    ]
+    own += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in MACHINE_OPTIONS.items()
     ]
     parameters = [*own, *(_option(setting) for setting in settings_of(RunConfig).values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.cores import assign_cores, available_cores, check_count
 from uneven.hardware.device import Device, parse_devices
-from uneven.hardware.mps import oversubscribed, sliced
+from uneven.hardware.mps import check_slices, oversubscribed, sliced
+from uneven.hardware.preflight import check_device
 from uneven.hardware.roster import Roster
 from uneven.launch.processes import RankProcesses
 
@@ -56,6 +57,16 @@ class Placement:
         roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
         address, port = found["store"]
         return cls(roster, tuple(found["members"]), (address, port), found["machine"], door, interface)
+
+
+def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
+    """The devices in the facts of this machine; InputError or MachineError where one is not there or cannot train."""
+    devices = parse_devices([str(device["device"]) for device in facts["devices"]])
+    for device in devices:
+        check_device(device)
+    check_slices(devices)
+    check_count(devices, available_cores())
+    return devices
 
 
 @contextmanager

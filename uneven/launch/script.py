@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,7 @@ CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 
 def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
     """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C."""
-    refuse_unsupported()
-    if not script.is_file():
-        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
-    check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
-    if (resume := settings.get("resume")) not in (None, "auto"):
-        check_resumed_folder(Path(resume))
+    check_script(script, settings)
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
@@ -50,6 +45,16 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
     if len(devices) > 1:
         refuse_plain_script(script, len(devices))
     run_on_ranks(script, args, devices, Reporter("lines"), settings)
+
+
+def check_script(script: Path, settings: Mapping[str, Any]) -> None:
+    """InputError or MachineError for what is wrong whatever the devices are; loads no torch."""
+    refuse_unsupported()
+    if not script.is_file():
+        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
+    check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
+    if (resume := settings.get("resume")) not in (None, "auto"):
+        check_resumed_folder(Path(resume))
 
 
 def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
@@ -68,13 +73,29 @@ def run_on_ranks(
     reporter: Reporter,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """The script on one process per device, a single one included; `reporter` prints the launcher's own lines.
+    """The script on one process per device, a single one included; `reporter` prints the launcher's own lines."""
+    from uneven.launch.launcher import run_ranks  # imports torch
+
+    order = script_order(script, args, settings or {})
+
+    def run(requests: Requests) -> int:
+        return run_ranks(None, devices, requests, reporter, unused_ranks, script=order)
+
+    run_stoppable(run, order, len(devices), reporter)
+
+
+def script_order(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank process is told about the script, as JSON."""
+    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    return {"path": str(script.resolve()), "args": list(args), "settings": as_json}
+
+
+def run_stoppable(run: Callable[[Requests], int], order: Mapping[str, Any], ranks: int, reporter: Reporter) -> None:
+    """Run the ranks of a script while signals are requests to stop; `run` returns how many ranks never called uneven.
 
     Ctrl-C and SIGTERM ask the ranks to stop, a second one ends them; KeyboardInterrupt or Terminated either way.
     """
-    from uneven.launch.launcher import run_ranks  # imports torch
-
-    requests = Requests(float((settings or {}).get("grace", GRACE_S)))
+    requests = Requests(float(order["settings"].get("grace", GRACE_S)))
 
     def stop(number: int) -> None:
         requests.terminate() if number == signal.SIGTERM else requests.stop.set()
@@ -82,10 +103,8 @@ def run_on_ranks(
     stoppable = Stoppable(lambda: requests.grace, stop)
     requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.terminate()
     SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
-    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in (settings or {}).items()}
-    order = {"path": str(script.resolve()), "args": list(args), "settings": as_json}
     try:
-        unused = run_ranks(None, devices, requests, reporter, _unused_ranks, script=order)
+        unused = run(requests)
     except StoppedError as error:
         reporter.say([str(error)])
         raise (Terminated() if requests.is_terminated else KeyboardInterrupt()) from error
@@ -93,7 +112,8 @@ def run_on_ranks(
         SIGNALS.discard(stoppable)
     if requests.stop.is_set():
         raise Terminated if requests.is_terminated else KeyboardInterrupt
-    if unused == len(devices) > 1 and not {"-h", "--help"} & set(args):
+    if unused == ranks > 1 and not {"-h", "--help"} & set(order["args"]):
+        script = order["path"]
         raise InputError(
             f"{script} ended without calling uneven: it ran {unused} times, nothing was shared; {CALL_UNEVEN} {script}"
         )
@@ -124,7 +144,7 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
         (folder / f"unused-{context.rank}").touch()
 
 
-def _unused_ranks(folder: Path) -> int:
+def unused_ranks(folder: Path) -> int:
     return len(list(folder.glob("unused-*")))
 
 

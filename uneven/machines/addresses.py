@@ -7,7 +7,9 @@ from uneven.errors import InputError
 from uneven.hardware.network import Interface, default_route, read_interfaces
 
 
-def choose_address(bind: str | None = None, interfaces: Sequence[Interface] | None = None, route: str | None = None) -> str:
+def choose_address(
+    bind: str | None = None, interfaces: Sequence[Interface] | None = None, route: str | None = None
+) -> str:
     """The leader's address: `bind`, which may name an interface too; else that of the default route's interface, else
     that of the only physical one. InputError with what there is where that does not settle it."""
     if interfaces is None:

@@ -151,7 +151,9 @@ class Door:
             first = connection.read(ROLE_S)
             handler = self.handlers.get(str(first.get("role")))
             if handler is None:
-                connection.send(refused=f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both")
+                connection.send(
+                    refused=f"no role {str(first.get('role'))[:40]!r} here; install the same uneven on both"
+                )
                 connection.close()
                 return
             handler(connection, first)

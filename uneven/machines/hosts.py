@@ -11,6 +11,7 @@ Each gets `uneven join` over ssh, with keys and without questions. The token goe
 can be read by every user of a machine. What a machine prints comes back with its name before each line.
 """
 
+import importlib
 import shlex
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     entries = content.get("hosts")
     if unknown or not isinstance(entries, list) or not entries:
         found = f" and not {', '.join(sorted(unknown))}" if unknown else ""
-        raise InputError(f"--hosts {path}: it must hold a list of [[hosts]]{found}, each with an address = \"...\"")
+        raise InputError(f'--hosts {path}: it must hold a list of [[hosts]]{found}, each with an address = "..."')
     hosts = tuple(_read_host(entry, f"--hosts {path}, entry {number}") for number, entry in enumerate(entries, 1))
     return hosts
 
@@ -149,7 +150,9 @@ def _read_host(entry: Any, where: str) -> Host:
         if name not in known:
             raise InputError(f"{where}: {name!r} is not known; allowed are {', '.join(known)}")
         if not isinstance(value, bool if name == "allow_ship" else str):
-            raise InputError(f"{where}: {name} = {value!r} must be {'true or false' if name == 'allow_ship' else 'text'}")
+            raise InputError(
+                f"{where}: {name} = {value!r} must be {'true or false' if name == 'allow_ship' else 'text'}"
+            )
     if "address" not in entry and "name" in entry:
         entry = {**entry, "address": entry["name"]}
     address = entry.get("address", "")
@@ -160,11 +163,10 @@ def _read_host(entry: Any, where: str) -> Host:
 
 
 def _load_toml(text: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
+    for name in ("tomllib", "tomli"):  # Python 3.10 has none of its own
         try:
-            import tomli as tomllib  # type: ignore[no-redef]
-        except ModuleNotFoundError as error:
-            raise InputError("--hosts needs Python 3.11, or: pip install tomli") from error
-    return tomllib.loads(text)
+            found: dict[str, Any] = importlib.import_module(name).loads(text)
+        except ModuleNotFoundError:
+            continue
+        return found
+    raise InputError("--hosts needs Python 3.11, or: pip install tomli")

@@ -10,6 +10,7 @@ from pathlib import Path
 from uneven.errors import InputError
 from uneven.machines.door import Ports
 from uneven.machines.hosts import Host
+from uneven.machines.parity import SKIPPABLE
 from uneven.machines.wire import new_token
 
 TOKEN = "UNEVEN_TOKEN"
@@ -28,11 +29,17 @@ class LeadOptions:
     token: str
     shows_token: bool = True  # the leader has made it, so whoever started it must be told
     bind: str | None = None
-    ports: Ports | None = None
+    port: int | None = None  # of the door
+    ports: Ports | None = None  # of everything that listens
     wait: float | None = None
     ship: bool = False
+    skip: tuple[str, ...] = ()  # checks that the user leaves out (machines/parity.py)
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
+
+    @property
+    def door_ports(self) -> Ports | None:
+        return self.ports if self.port is None else (self.port, self.port)
 
     @property
     def wait_s(self) -> float:
@@ -54,24 +61,18 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return fewest, most
 
 
-def parse_ports(port: int | None, ports: str | None) -> Ports | None:
-    """`--port N` or `--ports FIRST-LAST`; None where the system chooses."""
-    if port is not None and ports is not None:
-        raise InputError(f"--port {port} and --ports {ports}: give one of them; --ports {port}-{port + 9} is a range")
-    if port is not None:
-        ports = f"{port}-{port}"
+def parse_ports(ports: str | None, flag: str = "--ports") -> Ports | None:
+    """'29400-29419' -> the first and the last port; None where the system chooses."""
     if ports is None:
         return None
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", ports.strip())
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= 65535:
-        raise InputError(f"--ports {ports} must be FIRST-LAST within 1 and 65535, as in 29400-29419")
+        raise InputError(f"{flag} {ports} must be within 1 and 65535, as in {flag} 29400{'-29419' * (flag == '--ports')}")
     return first, last
 
 
-def read_token(
-    token: str | None, file: Path | None, environ: MutableMapping[str, str] | None = None
-) -> str | None:
+def read_token(token: str | None, file: Path | None, environ: MutableMapping[str, str] | None = None) -> str | None:
     """The token that the user gave: by argument, file ('-': the first line of stdin) or variable; None without one.
 
     The variable is taken out of the environment: ranks and whatever the script starts need not know it.
@@ -97,11 +98,21 @@ def read_token(
     return found
 
 
+def parse_skip(text: str | None) -> tuple[str, ...]:
+    """'data,clock' -> the checks to leave out."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    for name in names:
+        if name not in SKIPPABLE:
+            raise InputError(f"--skip {name}: no such check; allowed are {', '.join(SKIPPABLE)}")
+    return names
+
+
 def need_token(token: str | None) -> str:
     """InputError for a machine that joins without one."""
     if token is None:
         raise InputError(
-            f"joining needs the leader's token: --token TOKEN, --token-file FILE or {TOKEN}=...; copy the line it printed"
+            f"joining needs the leader's token: --token TOKEN, --token-file FILE or {TOKEN}=...; copy the line that it "
+            "printed"
         )
     return token
 
@@ -112,21 +123,26 @@ def lead_options(
     hosts: tuple[Host, ...] | None,
     token: str | None,
     bind: str | None,
+    port: int | None,
     ports: Ports | None,
     wait: float | None,
     ship: bool,
     ssh: str | None,
+    skip: tuple[str, ...] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> LeadOptions | None:
     """The options together; None where this machine trains alone. InputError where one of them has no effect."""
     if nodes is None and hosts is None:
-        given = {"--bind": bind, "--port or --ports": ports, "--wait": wait, "--ship": ship or None, "--ssh": ssh}
+        given: dict[str, object] = {"--bind": bind, "--port": port, "--ports": ports, "--wait": wait, "--ssh": ssh}
+        given |= {"--ship": ship or None, "--skip": skip or None, "--token or --token-file": token}
         for flag, value in given.items():
             if value is not None:
                 raise InputError(f"{flag} is for several machines: add --nodes N or --hosts FILE, or leave it out")
         return None
     if wait is not None and not 0 < wait < 1e9:
         raise InputError(f"--wait {wait:g} must be a number of seconds above 0")
+    if port is not None:
+        parse_ports(str(port), "--port")
     if ssh is not None and hosts is None:
         raise InputError("--ssh is for the machines of --hosts FILE: add it, or leave --ssh out")
     count = None if hosts is None else len(hosts) + 1
@@ -138,6 +154,6 @@ def lead_options(
             raise InputError("--ship with --nodes 1: there is no other machine to send the script to; leave it out")
         return None
     return LeadOptions(
-        fewest, most, token or new_token(), token is None, bind, ports, wait, ship, hosts or (),
+        fewest, most, token or new_token(), token is None, bind, port, ports, wait, ship, skip, hosts or (),
         ssh or environ.get("UNEVEN_SSH") or "ssh",
     )  # fmt: skip

@@ -1,0 +1,196 @@
+"""The leader's first part: wait at the door until enough machines are there whose facts fit.
+
+A machine that joins says who it is, gets the order (script, arguments, settings), answers with its facts, and is
+compared before either side has loaded torch. The first one that does not fit ends the run on all machines with the
+same line: half a cluster that waits for somebody who will not come helps nobody.
+"""
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uneven.errors import RefusedError
+from uneven.launch.remote import RemoteNode
+from uneven.machines import ship
+from uneven.machines.addresses import host_label
+from uneven.machines.door import Door
+from uneven.machines.facts import stamped
+from uneven.machines.hosts import StartedHosts
+from uneven.machines.options import LeadOptions
+from uneven.machines.parity import compare, notes
+from uneven.machines.session import Session
+from uneven.machines.wire import Connection, WireError
+from uneven.version import __version__
+
+FACTS_S = 120.0
+POLL_S = 0.2
+STARTED = "the run has started already; wait for its end, or start another with --nodes"
+
+
+class Gathering:
+    """Life cycle: from its construction machines may join; `wait` once; later ones are refused."""
+
+    def __init__(
+        self,
+        door: Door,
+        options: LeadOptions,
+        order: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        archive: bytes,
+        say: Callable[[str], None],
+    ) -> None:
+        """`order` is what machines are told; its 'script' is relative to the current folder of each machine.
+
+        `archive` is the script's folder, where the options say that it may be sent.
+        """
+        self.nodes: list[RemoteNode] = []
+        self._door, self._options, self._order, self._facts, self._say = door, options, order, facts, say
+        self._archive = archive
+        self._arrived: queue.SimpleQueue[RemoteNode | RefusedError] = queue.SimpleQueue()
+        self._sessions: list[Session] = []  # of machines that are not nodes yet
+        self._has_ended = False
+        self._seen_strangers: set[str] = set()
+        door.handlers["node"] = self._receive
+
+    def wait(self, started: StartedHosts | None = None) -> list[RemoteNode]:
+        """The machines that take part beside this one; RefusedError where too few come, or one does not fit."""
+        options = self._options
+        began_s, enough_s = time.monotonic(), None
+        while True:
+            try:
+                self._take(self._arrived.get(timeout=POLL_S))
+            except queue.Empty:
+                self._drop_lost()
+            self._show_strangers()
+            now_s, count = time.monotonic(), len(self.nodes) + 1
+            if started is not None and count < options.fewest and (failure := started.failure()) is not None:
+                raise RefusedError(failure)
+            enough_s = None if count < options.fewest else enough_s or now_s
+            if count == options.most or (enough_s is not None and now_s - enough_s > options.more_s):
+                self._has_ended = True
+                return self.nodes
+            if enough_s is None and now_s - began_s > options.wait_s:
+                raise RefusedError(self._too_few(count))
+
+    def refuse(self, reason: str) -> None:
+        """Tell those who have not been taken in yet, too."""
+        self._has_ended = True
+        for session in self._sessions:
+            session.send(refused=reason)
+
+    def _take(self, found: "RemoteNode | RefusedError") -> None:
+        if isinstance(found, RefusedError):
+            raise found
+        if len(self.nodes) + 1 == self._options.most:
+            found.session.send(refused=f"the run has its {self._options.most} machines already")
+            return
+        self.nodes.append(found)
+        for note in notes(self._facts, found.facts):
+            self._say(f"  note: {note}")
+        left = self._options.most - len(self.nodes) - 1
+        more = "all are there" if not left else f"{left} more may join"
+        if (missing := self._options.fewest - len(self.nodes) - 1) > 0:
+            more = f"waiting for {missing} more"
+        self._say(f"  {found.name} has joined with {','.join(found.devices)}: {more}")
+
+    def _drop_lost(self) -> None:
+        for node in self.nodes:
+            if node.session.why_lost is not None:
+                self._say(f"  {node.name} has left again: {node.session.why_lost}")
+                node.session.close()
+        self.nodes[:] = [node for node in self.nodes if node.session.why_lost is None]
+
+    def _show_strangers(self) -> None:
+        for address in set(self._door.wrong_tokens) - self._seen_strangers:
+            self._seen_strangers.add(address)
+            self._say(f"  {address} was refused: wrong token")
+
+    def _too_few(self, count: int) -> str:
+        strangers = "".join(f"; {address} had a wrong token" for address in sorted(self._seen_strangers)[:3])
+        return (
+            f"{count} of {self._options.fewest} machines were there after --wait {self._options.wait_s:g} s{strangers}; "
+            f"type on the others: uneven join {self._door.place}, and let port {self._door.port} in by the firewall of "
+            f"{host_label()}"
+        )
+
+    def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
+        """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
+        session = Session(connection)
+        self._sessions.append(session)
+        host = str(first.get("host", ""))[:64] or session.address
+        if self._has_ended:
+            session.send(refused=STARTED)
+            session.wait_closed(1.0)
+            session.close()
+            return
+        try:
+            if (version := str(first.get("version"))[:40]) != __version__:
+                raise RefusedError(
+                    f"{host}: uneven is {version}, the leader's is {__version__}; pip install uneven=={__version__} there"
+                )
+            self._arrived.put(self._compare(session, host, bool(first.get("allow_ship"))))
+        except RefusedError as error:
+            self._arrived.put(error)
+        except (WireError, KeyError, TypeError, ValueError):
+            session.close()  # it has gone again, or speaks another language: nobody waits for it
+        finally:
+            self._sessions.remove(session)
+
+    def _compare(self, session: Session, host: str, allows_ship: bool) -> RemoteNode:
+        """RefusedError where its facts do not fit."""
+        asked_s = time.monotonic()
+        session.send(order=self._order)
+        answer = self._read_facts(session, host)
+        code, theirs = self._facts["code"], answer["facts"].get("code") or {}
+        names = ship.differing(code, theirs)
+        if names and "code" not in self._options.skip:
+            if not self._options.ship or not allows_ship:
+                raise RefusedError(self._different_code(session, host, names, bool(theirs), allows_ship))
+            self._ship(session, host)
+            asked_s = time.monotonic()
+            answer = self._read_facts(session, host)
+        settings = self._order["settings"]
+        facts = {**answer["facts"], "host": host}
+        differences = compare(
+            stamped(self._facts), facts, round_trip_s=time.monotonic() - asked_s, skip=self._options.skip,
+            precision=settings.get("precision"), backend=settings.get("backend"),
+        )  # fmt: skip
+        if differences:
+            more = "" if len(differences) == 1 else f" ({len(differences) - 1} more, see: uneven preflight)"
+            raise RefusedError(f"{differences[0]}{more}")
+        return RemoteNode(session, host, facts, int(answer["port"]))
+
+    def _read_facts(self, session: Session, host: str) -> dict[str, Any]:
+        answer = session.expect("facts", "cannot", timeout_s=FACTS_S)
+        if "cannot" in answer:
+            raise RefusedError(f"{host}: {answer['cannot']}")
+        return answer
+
+    def _different_code(
+        self, session: Session, host: str, names: Sequence[str], is_there: bool, allows_ship: bool
+    ) -> str:
+        """Which files differ, how to mend it, and what is different in the script."""
+        script = Path(self._order["script"])
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        fix = "copy the leader's there, or add --ship here and --allow-ship there"
+        if self._options.ship:
+            fix = "copy the leader's there, or add --allow-ship to uneven join there"
+        elif allows_ship:
+            fix = "copy the leader's there, or add --ship to uneven run"
+        if not is_there:
+            return f"{host}: {script} is not there; {fix}"
+        lines: list[str] = []
+        if script.name in names:
+            session.send(show=1)
+            text = str(session.expect("script", timeout_s=10.0)["script"])
+            lines = ship.short_diff(text, ship.read_script(script), host, script.name)
+        return "\n".join([f"{host}: {shown} {'differs' if len(names) == 1 else 'differ'}; {fix}", *lines])
+
+    def _ship(self, session: Session, host: str) -> None:
+        self._say(f"  {host} gets the script's folder: {len(self._archive) / 1024:,.0f} kB")
+        pieces = list(ship.chunks(self._archive))
+        session.send(archive=len(pieces))
+        for piece in pieces:
+            session.send(piece=piece)

@@ -1,0 +1,176 @@
+"""`uneven run --nodes`: this machine leads a run over several. It opens the door, waits, starts everybody, watches.
+
+The leader is a machine of the run like the others, with the first ranks. The store lives in this process, at the
+door's address. Ranks form their groups by themselves; what goes over the machines' own connections is the start, signs
+of life, exit codes and the end. However the run ends, every machine is told, and none keeps a process.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uneven.errors import InputError, MachineError, RefusedError, Terminated
+from uneven.hardware.device import Device, parse_device, parse_devices
+from uneven.hardware.roster import Roster
+from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.gathering import Gathering
+from uneven.launch.local_ranks import Placement, local_ranks, own_devices
+from uneven.launch.remote import AllRanks, RemoteNode, end_nodes
+from uneven.launch.requests import Requests
+from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
+from uneven.machines import ship
+from uneven.machines.addresses import choose_address, host_label, interface_of, unique_labels
+from uneven.machines.door import Door, listen
+from uneven.machines.facts import collect_facts
+from uneven.machines.hosts import StartedHosts
+from uneven.machines.links import Listener, Peer, judge, reach
+from uneven.machines.options import LeadOptions
+from uneven.machines.session import RUNNING_S
+from uneven.machines.wire import WireError
+from uneven.results.progress import Reporter
+
+REACH_S = 20.0
+
+
+def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], options: LeadOptions) -> None:
+    """Train the script on this machine and on those that join. Errors and exit codes as `run_script` has them."""
+    check_script(script, settings)
+    refuse_plain_script(script, options.fewest, "machine")
+    named = settings.get("devices", "auto")
+    facts = collect_facts(script, ("auto",) if named == "auto" else [str(one) for one in parse_devices(named)])
+    devices = own_devices(facts)
+    address = choose_address(options.bind)
+    archive = ship.pack(script.resolve().parent) if options.ship else b""
+    reporter = Reporter("lines")
+    door = Door(listen(address, options.door_ports), options.token)
+    leader = Leader(script, args, settings, options, door, facts, reporter)
+    gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
+    hosts: StartedHosts | None = None
+    reason, code = "", 0
+    try:
+        _announce(door, options, devices, reporter)
+        if options.hosts:
+            hosts = StartedHosts(options.hosts, door.place, options.token, options.ssh)
+        leader.run(gathering.wait(hosts), devices)
+    except BaseException as error:
+        reason, code = describe_end(error)
+        gathering.refuse(reason)
+        raise
+    finally:
+        end_nodes(gathering.nodes, reason, code)
+        door.close()
+        if hosts is not None:
+            hosts.end()
+
+
+def describe_end(error: BaseException) -> tuple[str, int]:
+    """What the other machines are told: why the run is over, and the exit code that they share with the leader."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C on the leader", 130
+    if isinstance(error, Terminated):
+        return "stopped by SIGTERM", 143
+    code = error.exit_code if isinstance(error, InputError | MachineError) else 1
+    why = str(error).partition("\n\nTraceback")[0]  # which the leader shows
+    return why or type(error).__name__, code
+
+
+class Leader:
+    """One run over machines: `run` once, when they are there."""
+
+    def __init__(
+        self,
+        script: Path,
+        args: Sequence[str],
+        settings: Mapping[str, Any],
+        options: LeadOptions,
+        door: Door,
+        facts: Mapping[str, Any],
+        reporter: Reporter,
+    ) -> None:
+        self._options, self._door, self._reporter = options, door, reporter
+        self._script = script_order(script, args, {k: v for k, v in settings.items() if k != "devices"})
+        self._own = str(facts["host"])
+        where = script.resolve()
+        is_below = where.is_relative_to(Path.cwd())
+        self.order = {
+            **self._script,
+            "script": where.relative_to(Path.cwd()).as_posix() if is_below else str(where),
+            "host": self._own,
+            "ports": options.ports,
+        }
+
+    def run(self, nodes: Sequence[RemoteNode], own: tuple[Device, ...]) -> None:
+        """Reach test, roster, store, start; returns when all ranks have ended well."""
+        hosts = unique_labels([self._own, *(node.host for node in nodes)])
+        for node, host in zip(nodes, hosts[1:], strict=True):
+            node.host = host
+        self._reach_all(nodes, hosts)
+        counts = [len(own), *(len(node.devices) for node in nodes)]
+        machines = tuple(number for number, count in enumerate(counts) for _ in range(count))
+        devices = (*own, *(parse_device(name) for node in nodes for name in node.devices))
+        roster = Roster(devices, machines, hosts)
+        names = "  ".join(f"{host}: {count}" for host, count in zip(hosts, counts, strict=True))
+        self._reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
+        self._script["settings"]["devices"] = ",".join(map(str, devices))
+        run_stoppable(lambda requests: self._train(nodes, roster, requests), self._script, len(devices), self._reporter)
+
+    def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> None:
+        """Every machine to every other, before anything is started; RefusedError where one cannot."""
+        ports = self._options.ports
+        listener = Listener(self._door.address, self._options.token, range(ports[0], ports[1] + 1) if ports else ())
+        try:
+            places = [(self._door.address, listener.port), *((node.session.address, node.port) for node in nodes)]
+            peers = [Peer(host, address, port) for host, (address, port) in zip(hosts, places, strict=True)]
+            for number, node in enumerate(nodes, 1):
+                as_json = [[peer.host, peer.address, peer.port] for peer in peers]
+                node.session.send(reach=as_json, machine=number)
+            reports = [reach(0, peers, listener, self._options.token)]
+            for node in nodes:
+                try:
+                    reports.append(node.session.expect("reached", timeout_s=REACH_S)["reached"])
+                except WireError as error:
+                    raise RefusedError(f"{node.name} was lost before the start: {error}") from error
+        finally:
+            listener.close()
+        if differences := judge(peers, reports, self._options.skip):
+            raise RefusedError(str(differences[0]))
+
+    def _train(self, nodes: Sequence[RemoteNode], roster: Roster, requests: Requests) -> int:
+        """Start all ranks and watch them; returns how many never called uneven."""
+        from uneven.comm.store import open_store  # imports torch
+        from uneven.launch.environment import new_member_id
+        from uneven.launch.watch import Watch
+
+        store, port = open_store(listen(self._door.address, self._options.ports))
+        members = tuple(
+            new_member_id(str(device), roster.hosts[machine])
+            for device, machine in zip(roster.devices, roster.machines, strict=True)
+        )
+        place = (self._door.address, port)
+        for machine, node in enumerate(nodes, 1):
+            placement = Placement(roster, members, place, machine)
+            node.place(placement.ranks)
+            node.session.send(go=placement.to_json(), settings=self._script["settings"])
+            node.session.limit_s = RUNNING_S
+        door = (self._door.address, self._door.port, self._options.token)
+        own = Placement(roster, members, place, 0, door, interface_of(self._door.address))
+        folder = make_private_folder()
+        try:
+            with local_ranks(folder, own, self._script, self._reporter.say) as processes:
+                ranks = AllRanks(processes, nodes, folder, requests)
+                Watch(ranks, store, folder, members, roster.devices, self._reporter).wait(requests)
+                return unused_ranks(folder)
+        finally:
+            remove(folder)
+            del store
+
+
+def _announce(door: Door, options: LeadOptions, devices: Sequence[Device], reporter: Reporter) -> None:
+    """The one line for the other machines. A token that the user gave is known to the user, and is not repeated."""
+    token = f" --token {options.token}" if options.shows_token else ""
+    how_many = f"{options.fewest - 1}" if options.fewest == options.most else f"{options.fewest - 1}-{options.most - 1}"
+    lines = [f"uneven: {host_label()} leads with {','.join(map(str, devices))} at {door.address}"]
+    if not options.hosts:
+        known = "" if options.shows_token else " (with the token that was given here)"
+        lines += [f"on {how_many} other machines, in the script's folder{known}:", f"  uneven join {door.place}{token}"]
+    reporter.say(lines)

@@ -1,0 +1,215 @@
+"""`uneven join`: this machine takes part in a run that another one leads. It never loads torch; its ranks do.
+
+Script, arguments and settings come from the leader, devices are this machine's own. From the start to the end of the
+run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended.
+"""
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
+from uneven.hardware.preflight import refuse_unsupported
+from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.local_ranks import Placement, local_ranks, own_devices
+from uneven.launch.processes import RankProcesses
+from uneven.launch.requests import GRACE_S
+from uneven.launch.signals import SIGNALS, Stoppable
+from uneven.machines import ship
+from uneven.machines.addresses import host_label, interface_of
+from uneven.machines.door import knock, split_place
+from uneven.machines.facts import collect_facts, stamped
+from uneven.machines.links import Listener, Peer, reach
+from uneven.machines.session import RUNNING_S, Session
+from uneven.machines.wire import WireError
+from uneven.version import __version__
+
+T = TypeVar("T")
+
+WAIT_S = 5.0  # for a leader that is not there yet
+ORDER_S = 30.0
+START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What `uneven join` was told."""
+
+    place: str
+    token: str
+    devices: str = "auto"
+    script: Path | None = None  # in place of the leader's path
+    allow_ship: bool = False
+    wait: float = WAIT_S
+
+
+def join_run(options: JoinOptions, say: Callable[[str], None]) -> None:
+    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses."""
+    refuse_unsupported()
+    address, port = split_place(options.place)
+    try:
+        session = Session(knock(address, port, options.token, options.wait))
+    except InputError as error:
+        raise RefusedError(str(error)) from error
+    folder = make_private_folder()
+    try:
+        Node(options, session, folder, (address, port), say).run()
+    except WireError as error:
+        raise RankError(f"the leader at {options.place} is lost: {error}") from error
+    except KeyboardInterrupt:
+        session.send(left="it was ended by Ctrl-C")
+        raise
+    finally:
+        session.close()
+        remove(folder)
+
+
+class Node:
+    """One machine in one run: `run` once. Everything that it writes is below `folder`."""
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        session: Session,
+        folder: Path,
+        place: tuple[str, int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._options, self._session, self._folder, self._say = options, session, folder, say
+        self._door = (*place, options.token)
+        self._order: Mapping[str, Any] = {}
+        self._leader = options.place
+
+    def run(self) -> None:
+        self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
+        self._order = self._hear("order", timeout_s=ORDER_S)["order"]
+        self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
+        script = self._options.script or Path(self._order["script"])
+        listener = self._try(self._listen)
+        try:
+            script, go = self._prepare(script, listener)
+        finally:
+            listener.close()
+        placement = Placement.from_json(go["go"], self._door, interface_of(self._session.own_address))
+        names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
+        self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
+        order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
+        self._train(placement, order)
+
+    def _prepare(self, script: Path, listener: Listener) -> tuple[Path, dict[str, Any]]:
+        """Answer the leader until it says go; the script, which it may have sent, and its message."""
+        facts = self._try(lambda: self._collect(script))
+        while True:
+            self._session.send(facts=stamped(facts), port=listener.port)
+            while "archive" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
+                if "go" in message:
+                    return script, message
+                if "show" in message:
+                    self._session.send(script=ship.read_script(script))
+                else:
+                    self._say(f"joined {self._leader}: {len(message['reach'])} machines")
+                    peers = [Peer(str(host), str(address), int(port)) for host, address, port in message["reach"]]
+                    report = reach(int(message["machine"]), peers, listener, self._options.token)
+                    self._session.send(reached=report)
+            script = self._receive_script(int(message["archive"]), script)
+            facts = self._try(lambda: self._collect(script))
+
+    def _listen(self) -> Listener:
+        ports = self._order["ports"]
+        allowed = range(ports[0], ports[1] + 1) if ports else ()
+        return Listener(self._session.own_address, self._options.token, allowed)
+
+    def _collect(self, script: Path) -> dict[str, Any]:
+        """This machine's facts, with devices that can train."""
+        names = [name.strip() for name in self._options.devices.split(",")]
+        facts = collect_facts(script if script.is_file() else None, names)
+        own_devices(facts)
+        return facts
+
+    def _try(self, read: Callable[[], T]) -> T:
+        """What this machine finds by itself; where it cannot, the leader is told and ends the run for all."""
+        try:
+            return read()
+        except (InputError, MachineError) as error:
+            self._session.send(cannot=str(error))
+            self._hear(timeout_s=ORDER_S)
+            raise
+
+    def _receive_script(self, pieces: int, script: Path) -> Path:
+        """The script's folder as the leader has it, below the private folder of this run."""
+        if not self._options.allow_ship:
+            raise WireError("it sent a script, which was not allowed here (--allow-ship)")
+        archive = ship.join_chunks(self._hear("piece", timeout_s=ORDER_S)["piece"] for _ in range(pieces))
+        folder = self._folder / "script"
+        folder.mkdir()
+        ship.unpack(archive, folder)
+        self._say(f"received the script's folder from {self._leader}")
+        return folder / script.name
+
+    def _train(self, placement: Placement, order: dict[str, Any]) -> None:
+        """Start the ranks, report how they do, and obey the leader to the end."""
+        grace_s = float(order["settings"].get("grace", GRACE_S))
+        stoppable = Stoppable(lambda: grace_s, lambda number: self._session.send(stop=number))
+        SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
+        try:
+            with local_ranks(
+                self._folder, placement, order, lambda lines: [self._say(line) for line in lines]
+            ) as ranks:
+                self._session.limit_s = RUNNING_S
+                end = self._watch(ranks, placement.ranks[0])
+        finally:
+            SIGNALS.discard(stoppable)
+        self._finish(end)
+
+    def _watch(self, ranks: RankProcesses, first: int) -> dict[str, Any]:
+        """Until the leader says that the run is over; WireError where it is gone."""
+        told: list[int | None] = []
+        while True:
+            codes = ranks.exit_codes()
+            if codes != told:
+                told = codes
+                self._session.send(codes=codes, errors=self._errors(), unused=self._unused(first))
+            message = self._session.take(POLL_S)
+            if message is None and self._session.why_lost is not None:
+                raise WireError(self._session.why_lost)
+            if message is not None and "end" in message:
+                return message
+
+    def _say_all(self, lines: list[str]) -> None:
+        for line in lines:
+            self._say(line)
+
+    def _errors(self) -> dict[str, Any]:
+        found = {}
+        for path in self._folder.glob("error-*.json"):
+            found[path.stem.removeprefix("error-")] = json.loads(path.read_text())
+        return found
+
+    def _unused(self, first: int) -> list[int]:
+        """Which of the ranks here have ended without calling uneven."""
+        return [int(path.name.removeprefix("unused-")) - first for path in self._folder.glob("unused-*")]
+
+    def _hear(self, *keys: str, timeout_s: float) -> dict[str, Any]:
+        """The leader's next message; its refusal is an error."""
+        message = self._session.expect(*keys, "refused", "end", timeout_s=timeout_s)
+        if "refused" in message:
+            raise RefusedError(f"refused by {self._leader}: {message['refused']}")
+        if "end" in message:
+            self._finish(message)
+        return message
+
+    def _finish(self, message: Mapping[str, Any]) -> None:
+        """As the leader ended: return, or raise what leads to the same exit code."""
+        reason, code = str(message["end"]), int(message["code"])
+        if code == 0:
+            self._say(f"trained; {self._leader} has the results")
+            return
+        if code in (130, 143):
+            self._say(reason)
+            raise Terminated if code == 143 else KeyboardInterrupt
+        kind = {2: InputError, 3: MachineError}.get(code, RankError)
+        raise kind(f"{self._leader} ended the run: {reason}")

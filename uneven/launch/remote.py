@@ -1,0 +1,95 @@
+"""A joined machine as the leader sees it: what it brings, and the ranks that run on it.
+
+Made at the leader's door (launch/gathering.py), used by launch/lead.py to the end of the run. `AllRanks` puts the
+ranks of all machines into one list, so that launch/watch.py need not know where a rank runs.
+"""
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.errors import RankError
+from uneven.launch.processes import RankProcesses
+from uneven.launch.requests import Requests
+from uneven.machines.session import Session
+
+ENDED_S = 5.0  # for a machine that was told to end its ranks
+
+
+@dataclass
+class RemoteNode:
+    """`host` is the name it gave itself, made unique among the machines of the run."""
+
+    session: Session
+    host: str
+    facts: Mapping[str, Any]
+    port: int  # of its listener for the reach test
+    ranks: tuple[int, ...] = ()
+    codes: list[int | None] = field(default_factory=list)
+    left: str | None = None  # why it went by itself
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(str(device["device"]) for device in self.facts["devices"])
+
+    @property
+    def name(self) -> str:
+        return f"{self.host} ({self.session.address})"
+
+    def place(self, ranks: Sequence[int]) -> None:
+        """Its ranks, which are about to start."""
+        self.ranks, self.codes = tuple(ranks), [None] * len(ranks)
+
+    def hear(self, folder: Path, requests: Requests) -> None:
+        """Take in what it has said: exit codes, reports of failed ranks, which go into `folder`, a request to stop."""
+        while (message := self.session.take()) is not None:
+            for number, report in dict(message.get("errors", {})).items():
+                _write_report(folder, self.ranks[int(number)], report)
+            for number in message.get("unused", ()):
+                (folder / f"unused-{self.ranks[int(number)]}").touch()
+            if "codes" in message:
+                self.codes = [None if code is None else int(code) for code in message["codes"]][: len(self.ranks)]
+            if "stop" in message:
+                requests.on_rank_terminated() if message["stop"] == signal.SIGTERM else requests.stop.set()
+            if "left" in message:
+                self.left = str(message["left"])
+
+    def check(self) -> None:
+        """RankError where it is gone while ranks of it run."""
+        if None in self.codes and (why := self.left or self.session.why_lost) is not None:
+            ranks = ", ".join(map(str, self.ranks))
+            raise RankError(f"{self.name} is lost with rank {ranks}: {why}; the run ends on all machines")
+
+
+class AllRanks:
+    """The processes of all machines in rank order: this machine's own first."""
+
+    def __init__(self, processes: RankProcesses, nodes: Sequence[RemoteNode], folder: Path, requests: Requests) -> None:
+        self._processes, self._nodes, self._folder, self._requests = processes, nodes, folder, requests
+
+    def exit_codes(self) -> list[int | None]:
+        codes = self._processes.exit_codes()
+        for node in self._nodes:
+            node.hear(self._folder, self._requests)
+            node.check()
+            codes += node.codes
+        return codes
+
+
+def end_nodes(nodes: Sequence[RemoteNode], reason: str, code: int) -> None:
+    """Tell all machines that the run is over, and wait until they have ended their ranks."""
+    for node in nodes:
+        node.session.send(end=reason, code=code)
+    for node in nodes:
+        node.session.wait_closed(ENDED_S)
+        node.session.close()
+
+
+def _write_report(folder: Path, rank: int, report: Any) -> None:
+    """As a rank of this machine leaves it, complete from the first moment that it can be seen."""
+    temporary = folder / f".error-{rank}"
+    temporary.write_text(json.dumps(report))
+    temporary.rename(folder / f"error-{rank}.json")
