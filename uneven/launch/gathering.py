@@ -110,9 +110,9 @@ class Gathering:
     def _too_few(self, count: int) -> str:
         strangers = "".join(f"; {address} had a wrong token" for address in sorted(self._seen_strangers)[:3])
         return (
-            f"{count} of {self._options.fewest} machines were there after --wait {self._options.wait_s:g} s{strangers}; "
-            f"type on the others: uneven join {self._door.place}, and let port {self._door.port} in by the firewall of "
-            f"{host_label()}"
+            f"{count} of {self._options.fewest} machines were there after {self._options.wait_s:g} s (--wait)"
+            f"{strangers}; type on the others: uneven join {self._door.place}, and let port {self._door.port} in by the "
+            f"firewall of {host_label()}"
         )
 
     def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
@@ -127,9 +127,8 @@ class Gathering:
             return
         try:
             if (version := str(first.get("version"))[:40]) != __version__:
-                raise RefusedError(
-                    f"{host}: uneven is {version}, the leader's is {__version__}; pip install uneven=={__version__} there"
-                )
+                fix = f"pip install uneven=={__version__} there"
+                raise RefusedError(f"{host}: uneven is {version}, the leader's is {__version__}; {fix}")
             self._arrived.put(self._compare(session, host, bool(first.get("allow_ship"))))
         except RefusedError as error:
             self._arrived.put(error)

@@ -124,12 +124,7 @@ class Leader:
             for number, node in enumerate(nodes, 1):
                 as_json = [[peer.host, peer.address, peer.port] for peer in peers]
                 node.session.send(reach=as_json, machine=number)
-            reports = [reach(0, peers, listener, self._options.token)]
-            for node in nodes:
-                try:
-                    reports.append(node.session.expect("reached", timeout_s=REACH_S)["reached"])
-                except WireError as error:
-                    raise RefusedError(f"{node.name} was lost before the start: {error}") from error
+            reports = [reach(0, peers, listener, self._options.token), *(_reached(node) for node in nodes)]
         finally:
             listener.close()
         if differences := judge(peers, reports, self._options.skip):
@@ -163,6 +158,14 @@ class Leader:
         finally:
             remove(folder)
             del store
+
+
+def _reached(node: RemoteNode) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = node.session.expect("reached", timeout_s=REACH_S)["reached"]
+    except WireError as error:
+        raise RefusedError(f"{node.name} was lost before the start: {error}") from error
+    return found
 
 
 def _announce(door: Door, options: LeadOptions, devices: Sequence[Device], reporter: Reporter) -> None:

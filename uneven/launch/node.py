@@ -102,21 +102,22 @@ class Node:
 
     def _prepare(self, script: Path, listener: Listener) -> tuple[Path, dict[str, Any]]:
         """Answer the leader until it says go; the script, which it may have sent, and its message."""
-        facts = self._try(lambda: self._collect(script))
-        while True:
-            self._session.send(facts=stamped(facts), port=listener.port)
-            while "archive" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
-                if "go" in message:
-                    return script, message
-                if "show" in message:
-                    self._session.send(script=ship.read_script(script))
-                else:
-                    self._say(f"joined {self._leader}: {len(message['reach'])} machines")
-                    peers = [Peer(str(host), str(address), int(port)) for host, address, port in message["reach"]]
-                    report = reach(int(message["machine"]), peers, listener, self._options.token)
-                    self._session.send(reached=report)
-            script = self._receive_script(int(message["archive"]), script)
-            facts = self._try(lambda: self._collect(script))
+        self._tell_facts(script, listener)
+        while "go" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
+            if "show" in message:
+                self._session.send(script=ship.read_script(script))
+            elif "archive" in message:
+                script = self._receive_script(int(message["archive"]), script)
+                self._tell_facts(script, listener)
+            else:
+                self._say(f"joined {self._leader}: {len(message['reach'])} machines")
+                peers = [Peer(str(host), str(address), int(port)) for host, address, port in message["reach"]]
+                report = reach(int(message["machine"]), peers, listener, self._options.token)
+                self._session.send(reached=report)
+        return script, message
+
+    def _tell_facts(self, script: Path, listener: Listener) -> None:
+        self._session.send(facts=stamped(self._try(self._collect, script)), port=listener.port)
 
     def _listen(self) -> Listener:
         ports = self._order["ports"]
@@ -130,10 +131,10 @@ class Node:
         own_devices(facts)
         return facts
 
-    def _try(self, read: Callable[[], T]) -> T:
+    def _try(self, read: Callable[..., T], *args: Any) -> T:
         """What this machine finds by itself; where it cannot, the leader is told and ends the run for all."""
         try:
-            return read()
+            return read(*args)
         except (InputError, MachineError) as error:
             self._session.send(cannot=str(error))
             self._hear(timeout_s=ORDER_S)
@@ -156,9 +157,7 @@ class Node:
         stoppable = Stoppable(lambda: grace_s, lambda number: self._session.send(stop=number))
         SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
         try:
-            with local_ranks(
-                self._folder, placement, order, lambda lines: [self._say(line) for line in lines]
-            ) as ranks:
+            with local_ranks(self._folder, placement, order, self._say_all) as ranks:
                 self._session.limit_s = RUNNING_S
                 end = self._watch(ranks, placement.ranks[0])
         finally:

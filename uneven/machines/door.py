@@ -30,14 +30,14 @@ Handler = Callable[[Connection, dict[str, Any]], None]  # it closes the connecti
 
 
 def listen(address: str, ports: Ports | None = None) -> socket.socket:
-    """A listening socket on one address, on the first free port of a range or on any; InputError where there is none."""
+    """A listening socket on one address, on the first free port of a range or on any; InputError without one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = ports or (0, 0)
     error: OSError | None = None
     for port in range(first, last + 1):
         try:
             return socket.create_server((address, port), family=family, backlog=128)
-        except OSError as found:
+        except OSError as found:  # noqa: PERF203  ports are tried one after the other
             error = found
     where = address if ports is None else f"{address}, ports {first}-{last}"
     raise InputError(f"cannot listen on {where} ({error}); choose another address by --bind, or other --ports")

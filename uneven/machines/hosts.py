@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,8 +53,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     if unknown or not isinstance(entries, list) or not entries:
         found = f" and not {', '.join(sorted(unknown))}" if unknown else ""
         raise InputError(f'--hosts {path}: it must hold a list of [[hosts]]{found}, each with an address = "..."')
-    hosts = tuple(_read_host(entry, f"--hosts {path}, entry {number}") for number, entry in enumerate(entries, 1))
-    return hosts
+    return tuple(_read_host(entry, f"--hosts {path}, entry {number}") for number, entry in enumerate(entries, 1))
 
 
 def join_command(host: Host, place: str, ssh: str, python: str | None = None) -> list[str]:
@@ -99,12 +99,12 @@ class StartedHosts:
 
     def end(self, seconds: float = END_S) -> None:
         """Wait for them, then end what is left of ssh; the machines notice by themselves that the leader is gone."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and any(process.poll() is None for process in self._processes):
+            time.sleep(0.02)
         for process in self._processes:
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         for thread in self._threads:
             thread.join(1.0)
 

@@ -68,7 +68,9 @@ def parse_ports(ports: str | None, flag: str = "--ports") -> Ports | None:
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last <= 65535:
-        raise InputError(f"{flag} {ports} must be within 1 and 65535, as in {flag} 29400{'-29419' * (flag == '--ports')}")
+        raise InputError(
+            f"{flag} {ports} must be within 1 and 65535, as in {flag} 29400{'-29419' * (flag == '--ports')}"
+        )
     return first, last
 
 

@@ -39,8 +39,8 @@ def pack(folder: Path) -> bytes:
             if sum(sizes.values()) > MOST_BYTES or len(sizes) > MOST_FILES:
                 largest = max(sizes, key=lambda name: sizes[name])
                 raise InputError(
-                    f"--ship: the text files of {folder} are more than {MOST_BYTES >> 20} MB or {MOST_FILES} files (the "
-                    f"largest is {largest}); move the script into a folder of its own"
+                    f"--ship: the text files of {folder} are more than {MOST_BYTES >> 20} MB or {MOST_FILES} files "
+                    f"(the largest is {largest}); move the script into a folder of its own"
                 )
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
@@ -120,9 +120,9 @@ def _files(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not (Path(place) / name / "pyvenv.cfg").exists()]
         for name in sorted(files):
             path = Path(place) / name
-            if not name.startswith(".") and path.suffix.lower() not in PICKLES and path.is_file():
-                if not path.is_symlink() or path.resolve().is_relative_to(folder.resolve()):
-                    yield path
+            is_hidden = name.startswith(".") or path.suffix.lower() in PICKLES
+            if not is_hidden and path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+                yield path
 
 
 def _text_of(path: Path) -> bytes | None:

@@ -1,0 +1,70 @@
+"""`uneven run --nodes` and `uneven join` on machines that are network namespaces."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from tests.network.joined_script import BATCH, RANKS, train
+from tests.network.namespaces import ROOT, Machine, needs_namespaces, network
+
+pytestmark = needs_namespaces
+SCRIPT = "tests/network/joined_script.py"
+TOKEN = "a-token-of-the-tests"
+UNEVEN = ("-m", "uneven")
+
+
+def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path = ROOT) -> "subprocess.Popen[str]":
+    env = {"UNEVEN_TOKEN": TOKEN}
+    return machine.python(*UNEVEN, "run", "--nodes", nodes, "--port", "29400", *args, env=env, cwd=cwd)
+
+
+def join(
+    machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path = ROOT
+) -> "subprocess.Popen[str]":
+    place = f"{leader.address or f'[{leader.address6}]'}:29400"
+    return machine.python(*UNEVEN, "join", place, "--wait", "60", *args, env={"UNEVEN_TOKEN": token}, cwd=cwd)
+
+
+def listeners(machine: Machine) -> list[str]:
+    """The local addresses that something in the namespace listens on."""
+    lines = machine.output("ss", "-ltnH").splitlines()
+    return [line.split()[3] for line in lines]
+
+
+def read_results(folder: Path) -> list[dict[str, dict[str, object]]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_three_machines_train_as_one(tmp_path: Path) -> None:
+    """Names that resolve to loopback or to nothing, 1+2+1 devices, three policies in one script."""
+    seen: set[str] = set()
+    with network(tmp_path, 3, names=["debian", "debian", "unresolvable"]) as machines:
+        first, second, third = machines
+        results = tmp_path / "results"
+        results.mkdir()
+        processes = [
+            lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3"),
+            join(second, first, "--devices", "cpu,cpu@0.5"),
+            join(third, first, "--devices", "cpu"),
+        ]
+        while any(process.poll() is None for process in processes):
+            seen.update(address for machine in machines for address in listeners(machine))
+            time.sleep(0.2)
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], outputs
+        assert [machine.pids() for machine in machines] == [[], [], []]
+    assert TOKEN not in "".join(outputs)
+    assert "node2 (10.77.0.2) has joined with cpu,cpu@0.5" in outputs[0]
+    found = read_results(results)
+    assert len(found) == RANKS
+    assert all(other == found[0] for other in found[1:]), "replicas differ in some bit"
+    alone = train("balanced", batch_size=BATCH * RANKS)
+    for name, value in alone.params.items():
+        other = torch.tensor(found[0]["balanced"]["params"][name], dtype=torch.float64)  # type: ignore[index]
+        torch.testing.assert_close(other, value, rtol=1e-10, atol=1e-10)
+    assert seen, "nothing was seen listening"
+    everywhere = [address for address in seen if address.rpartition(":")[0] in ("0.0.0.0", "[::]", "*")]
+    assert not everywhere, f"listens on all interfaces: {seen}"
