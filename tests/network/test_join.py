@@ -11,7 +11,7 @@ from tests.network.joined_script import BATCH, RANKS, train
 from tests.network.namespaces import ROOT, Machine, needs_namespaces, network
 
 pytestmark = needs_namespaces
-SCRIPT = "tests/network/joined_script.py"
+SCRIPT = str(ROOT / "tests" / "network" / "joined_script.py")
 TOKEN = "a-token-of-the-tests"
 UNEVEN = ("-m", "uneven")
 

@@ -111,8 +111,8 @@ class Gathering:
         strangers = "".join(f"; {address} had a wrong token" for address in sorted(self._seen_strangers)[:3])
         return (
             f"{count} of {self._options.fewest} machines were there after {self._options.wait_s:g} s (--wait)"
-            f"{strangers}; type on the others: uneven join {self._door.place}, and let port {self._door.port} in by the "
-            f"firewall of {host_label()}"
+            f"{strangers}; type on the others: uneven join {self._door.place}, and let port {self._door.port} in by "
+            f"the firewall of {host_label()}"
         )
 
     def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:

@@ -1,0 +1,109 @@
+"""Runs over machines that go wrong: what each side says, its exit code, and that no process is left on any of them."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.network.namespaces import Machine, needs_namespaces, network
+from tests.network.test_join import SCRIPT, join, lead
+
+pytestmark = [needs_namespaces, pytest.mark.soak]
+FOR_EVER = "100000"
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+    with network(tmp_path, 2, names="debian") as found:
+        yield found
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> str:
+    """What it has printed up to the line with this text."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            break
+    assert text in "".join(lines), "".join(lines)
+    return "".join(lines)
+
+
+def train(machines: list[Machine], tmp_path: Path) -> tuple["subprocess.Popen[str]", "subprocess.Popen[str]"]:
+    """A run that does not end by itself, and has begun."""
+    first, second = machines
+    leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER)
+    node = join(second, first, "--devices", "cpu")
+    read_until(leader, "epoch 2/")
+    return leader, node
+
+
+def end(process: "subprocess.Popen[str]", limit_s: float = 30.0) -> tuple[int, str]:
+    output = process.communicate(timeout=limit_s)[0]
+    return process.returncode, output
+
+
+def assert_empty(machines: list[Machine]) -> None:
+    end_s = time.monotonic() + 5.0
+    while time.monotonic() < end_s and any(machine.pids() for machine in machines):
+        time.sleep(0.1)
+    assert [machine.pids() for machine in machines] == [[] for _ in machines]
+
+
+def test_a_pulled_cable_ends_the_run_on_both_sides(machines: list[Machine], tmp_path: Path) -> None:
+    leader, node = train(machines, tmp_path)
+    began_s = time.monotonic()
+    machines[1].pull_cable()
+    code, output = end(leader)
+    node_code, node_output = end(node)
+    assert time.monotonic() - began_s < 20.0
+    assert (code, node_code) == (1, 1)
+    assert "node2 (10.77.0.2) is lost" in output
+    assert "is lost" in node_output
+    assert "10.77.0.1" in node_output
+    assert_empty(machines)
+
+
+@pytest.mark.parametrize("who", ["leader", "node"])
+def test_a_launcher_that_is_killed_ends_the_run(machines: list[Machine], tmp_path: Path, who: str) -> None:
+    leader, node = train(machines, tmp_path)
+    killed, left = (leader, node) if who == "leader" else (node, leader)
+    killed.kill()
+    began_s = time.monotonic()
+    code, output = end(left)
+    assert time.monotonic() - began_s < 10.0
+    assert code == 1
+    assert "is lost" in output
+    assert ("node2" if who == "node" else "10.77.0.1") in output
+    assert_empty(machines)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("who", ["leader", "node"])
+def test_a_signal_on_either_side_stops_and_saves(
+    machines: list[Machine], tmp_path: Path, who: str, number: int, code: int
+) -> None:
+    leader, node = train(machines, tmp_path)
+    os.kill((leader if who == "leader" else node).pid, number)
+    ended, output = end(leader, 60.0)
+    node_ended, node_output = end(node)
+    assert (ended, node_ended) == (code, code), (output, node_output)
+    assert "stopped after" in output
+    assert_empty(machines)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_host(machines: list[Machine], tmp_path: Path) -> None:
+    leader, node = train(machines, tmp_path)
+    ranks = [pid for pid in machines[1].pids() if pid != node.pid]
+    os.kill(ranks[-1], signal.SIGKILL)
+    code, output = end(leader)
+    node_code, node_output = end(node)
+    assert (code, node_code) == (1, 1)
+    assert "rank 1 (cpu on node2) was ended by SIGKILL" in output
+    assert "rank 1 (cpu on node2) was ended by SIGKILL" in node_output
+    assert_empty(machines)
