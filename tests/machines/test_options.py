@@ -117,7 +117,7 @@ def test_the_address_of_the_default_route_else_of_the_only_interface() -> None:
 def test_an_address_or_an_interface_can_be_chosen() -> None:
     assert choose_address("198.51.100.10", [LOOPBACK, WIRED, WIFI]) == "198.51.100.10"
     assert choose_address("eth0", [LOOPBACK, WIRED, WIFI]) == "192.0.2.10"
-    with pytest.raises(InputError, match="--bind 203.0.113.9: no address of this machine; it has"):
+    with pytest.raises(InputError, match=r"--bind 203.0.113.9: no address of this machine; it has"):
         choose_address("203.0.113.9", [LOOPBACK, WIRED])
     for everywhere in ("0.0.0.0", "::", "*"):
         with pytest.raises(InputError, match="all interfaces is refused"):

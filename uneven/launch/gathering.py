@@ -8,6 +8,7 @@ same line: half a cluster that waits for somebody who will not come helps nobody
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Gathering:
         self._door, self._options, self._order, self._facts, self._say = door, options, order, facts, say
         self._archive = archive
         self._arrived: queue.SimpleQueue[RemoteNode | RefusedError] = queue.SimpleQueue()
-        self._sessions: list[Session] = []  # of machines that are not nodes yet
+        self.sessions: list[Session] = []  # of all machines that have come, and are told about the end
         self._has_ended = False
         self._seen_strangers: set[str] = set()
         door.handlers["node"] = self._receive
@@ -59,32 +60,29 @@ class Gathering:
         options = self._options
         began_s, enough_s = time.monotonic(), None
         while True:
-            try:
+            with suppress(queue.Empty):
                 self._take(self._arrived.get(timeout=POLL_S))
-            except queue.Empty:
-                self._drop_lost()
+            self._drop_lost()
             self._show_strangers()
             now_s, count = time.monotonic(), len(self.nodes) + 1
             if started is not None and count < options.fewest and (failure := started.failure()) is not None:
                 raise RefusedError(failure)
             enough_s = None if count < options.fewest else enough_s or now_s
             if count == options.most or (enough_s is not None and now_s - enough_s > options.more_s):
-                self._has_ended = True
+                self.close()
                 return self.nodes
             if enough_s is None and now_s - began_s > options.wait_s:
                 raise RefusedError(self._too_few(count))
 
-    def refuse(self, reason: str) -> None:
-        """Tell those who have not been taken in yet, too."""
+    def close(self) -> None:
+        """Whoever comes from now on is refused."""
         self._has_ended = True
-        for session in self._sessions:
-            session.send(refused=reason)
 
     def _take(self, found: "RemoteNode | RefusedError") -> None:
         if isinstance(found, RefusedError):
             raise found
         if len(self.nodes) + 1 == self._options.most:
-            found.session.send(refused=f"the run has its {self._options.most} machines already")
+            found.session.send(end=f"the run has its {self._options.most} machines already", code=1)
             return
         self.nodes.append(found)
         for note in notes(self._facts, found.facts):
@@ -118,13 +116,13 @@ class Gathering:
     def _receive(self, connection: Connection, first: Mapping[str, Any]) -> None:
         """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
         session = Session(connection)
-        self._sessions.append(session)
         host = str(first.get("host", ""))[:64] or session.address
         if self._has_ended:
             session.send(refused=STARTED)
             session.wait_closed(1.0)
             session.close()
             return
+        self.sessions.append(session)
         try:
             if (version := str(first.get("version"))[:40]) != __version__:
                 fix = f"pip install uneven=={__version__} there"
@@ -134,8 +132,6 @@ class Gathering:
             self._arrived.put(error)
         except (WireError, KeyError, TypeError, ValueError):
             session.close()  # it has gone again, or speaks another language: nobody waits for it
-        finally:
-            self._sessions.remove(session)
 
     def _compare(self, session: Session, host: str, allows_ship: bool) -> RemoteNode:
         """RefusedError where its facts do not fit."""

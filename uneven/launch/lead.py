@@ -15,7 +15,7 @@ from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.gathering import Gathering
 from uneven.launch.local_ranks import Placement, local_ranks, own_devices
-from uneven.launch.remote import AllRanks, RemoteNode, end_nodes
+from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
 from uneven.machines import ship
@@ -54,10 +54,10 @@ def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
         leader.run(gathering.wait(hosts), devices)
     except BaseException as error:
         reason, code = describe_end(error)
-        gathering.refuse(reason)
         raise
     finally:
-        end_nodes(gathering.nodes, reason, code)
+        gathering.close()
+        end_sessions(gathering.sessions, reason, code)
         door.close()
         if hosts is not None:
             hosts.end()

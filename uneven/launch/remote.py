@@ -6,6 +6,7 @@ ranks of all machines into one list, so that launch/watch.py need not know where
 
 import json
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,13 +80,14 @@ class AllRanks:
         return codes
 
 
-def end_nodes(nodes: Sequence[RemoteNode], reason: str, code: int) -> None:
+def end_sessions(sessions: Sequence[Session], reason: str, code: int) -> None:
     """Tell all machines that the run is over, and wait until they have ended their ranks."""
-    for node in nodes:
-        node.session.send(end=reason, code=code)
-    for node in nodes:
-        node.session.wait_closed(ENDED_S)
-        node.session.close()
+    for session in sessions:
+        session.send(end=reason, code=code)
+    end_s = time.monotonic() + ENDED_S
+    for session in sessions:
+        session.wait_closed(end_s - time.monotonic())
+        session.close()
 
 
 def _write_report(folder: Path, rank: int, report: Any) -> None:

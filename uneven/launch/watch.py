@@ -30,8 +30,7 @@ STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the
 
 
 class Ranks(Protocol):
-    """The processes of all ranks in rank order, wherever they run. A failed one leaves error-RANK.json in the folder.
-    """
+    """The processes of all ranks in rank order, wherever they run. One that failed leaves error-RANK.json."""
 
     def exit_codes(self) -> list[int | None]:
         """None for a rank that runs; RankError where a machine with ranks is lost."""

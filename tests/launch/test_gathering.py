@@ -1,0 +1,223 @@
+"""The leader at its door: who is taken in, who is refused, when the run starts. One process, sockets on loopback."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uneven.errors import RankError, RefusedError
+from uneven.launch.gathering import Gathering
+from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
+from uneven.launch.requests import Requests
+from uneven.machines.door import Door, knock, listen
+from uneven.machines.facts import stamped
+from uneven.machines.options import LeadOptions
+from uneven.machines.wire import Connection
+from uneven.version import __version__
+
+TOKEN = "the-right-token"
+FACTS: dict[str, Any] = {
+    "host": "lead", "python": "3.11.7", "torch": "2.13.0", "numpy": "2.0.0", "code": {"train.py": "aa"},
+    "uneven": {"version": __version__, "digest": "d"}, "devices": [{"device": "cpu", "precisions": ["fp32"]}],
+}  # fmt: skip
+OPTIONS = LeadOptions(2, 2, TOKEN, wait=30.0)
+
+
+class Leader:
+    """A door with a gathering behind it, and what it has printed."""
+
+    def __init__(self) -> None:
+        self.door = Door(listen("127.0.0.1"), TOKEN)
+        self.said: list[str] = []
+
+    def gather(self, options: LeadOptions = OPTIONS, script: str = "train.py") -> Gathering:
+        order = {"script": script, "args": [], "settings": {"precision": "bf16"}, "host": "lead", "ports": None}
+        return Gathering(self.door, options, order, FACTS, b"archive", self.said.append)
+
+    def join(self, host: str = "node", version: str = __version__, *, allow_ship: bool = False) -> Connection:
+        connection = knock("127.0.0.1", self.door.port, TOKEN, 10.0)
+        connection.send(role="node", version=version, host=host, allow_ship=allow_ship)
+        return connection
+
+
+@pytest.fixture
+def leader() -> Iterator[Leader]:
+    made = Leader()
+    yield made
+    made.door.close()
+
+
+def read(connection: Connection) -> dict[str, Any]:
+    while "alive" in (message := connection.read(20.0)):
+        pass
+    return message
+
+
+def bring(connection: Connection, **changes: Any) -> None:
+    """Answer the order with facts."""
+    assert read(connection)["order"]["script"] == "train.py"
+    send_facts(connection, {**FACTS, **changes})
+
+
+def send_facts(connection: Connection, facts: Mapping[str, Any]) -> None:
+    connection.send(facts=stamped(facts), port=7000)
+
+
+def test_a_machine_that_fits_is_taken_in(leader: Leader) -> None:
+    gathering = leader.gather()
+    connection = leader.join("pc")
+    bring(connection, devices=[{"device": name, "precisions": ["fp32"]} for name in ("cpu", "cpu@0.5")])
+    (node,) = gathering.wait()
+    assert node.devices == ("cpu", "cpu@0.5")
+    assert "pc (127.0.0.1) has joined with cpu,cpu@0.5: all are there" in leader.said[-1]
+    late = leader.join("late")
+    assert "started already" in read(late)["refused"]
+    connection.close()
+    end_sessions([node.session], "enough", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"torch": "2.8.0"}, r"pc: torch is 2.8.0, the leader's is 2.13.0; pip install torch==2.13.0 there"),
+        ({"python": "3.12.1"}, r"pc: Python is 3.12.1"),
+        ({}, None),
+        ({"code": {}}, r"pc: train.py is not there; copy"),
+    ],
+)
+def test_a_machine_that_does_not_fit_ends_the_run(leader: Leader, changes: dict[str, Any], message: str | None) -> None:
+    gathering = leader.gather()
+    connection = leader.join("pc")
+    if message is None:  # a clock that is a minute off
+        read(connection)
+        connection.send(facts={**stamped(FACTS), "clock": stamped(FACTS)["clock"] - 60.0}, port=7000)
+        message = r"pc: the clock is \d+ s behind.*timedatectl"
+    else:
+        bring(connection, **changes)
+    with pytest.raises(RefusedError, match=message):
+        gathering.wait()
+    assert RefusedError.exit_code == 1
+    connection.close()
+
+
+def test_a_script_that_differs_is_shown(leader: Leader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("lr = 3\n")
+    gathering = leader.gather()
+    connection = leader.join("pc")
+
+    def answer() -> None:
+        bring(connection, code={"train.py": "bb"})
+        assert "show" in read(connection)
+        connection.send(script="lr = 1\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(RefusedError, match=r"(?s)pc: train.py differs; copy .*--ship.*-lr = 1\n\+lr = 3"):
+        gathering.wait()
+    thread.join()
+    connection.close()
+
+
+def test_a_script_that_differs_is_sent_where_both_sides_want_it(leader: Leader) -> None:
+    gathering = leader.gather(replace(OPTIONS, ship=True))
+    connection = leader.join("pc", allow_ship=True)
+
+    def answer() -> None:
+        bring(connection, code={})
+        assert read(connection) == {"archive": 1}
+        assert read(connection) == {"piece": "YXJjaGl2ZQ=="}
+        send_facts(connection, FACTS)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert len(gathering.wait()) == 1
+    thread.join()
+    other = leader.gather(replace(OPTIONS, ship=True))
+    refusing = leader.join("pc")
+    bring(refusing, code={})
+    with pytest.raises(RefusedError, match=r"add --allow-ship to uneven join there"):
+        other.wait()
+    connection.close()
+    refusing.close()
+
+
+def test_another_version_is_refused_before_anything_else(leader: Leader) -> None:
+    gathering = leader.gather()
+    connection = leader.join("pc", version="0.0.1")
+    with pytest.raises(RefusedError, match=rf"pc: uneven is 0.0.1, the leader's is {__version__}; pip install"):
+        gathering.wait()
+    connection.close()
+
+
+def test_what_a_machine_cannot_do_is_said_on_all(leader: Leader) -> None:
+    gathering = leader.gather()
+    connection = leader.join("pc")
+    read(connection)
+    connection.send(cannot="device 'cuda:0': this machine has cpu")
+    with pytest.raises(RefusedError, match="pc: device 'cuda:0'"):
+        gathering.wait()
+    connection.close()
+
+
+def test_too_few_machines_in_time(leader: Leader) -> None:
+    gathering = leader.gather(replace(OPTIONS, fewest=3, most=3, wait=0.5))
+    with pytest.raises(RefusedError, match=r"1 of 3 machines.*0.5 s \(--wait\).*uneven join 127.0.0.1:"):
+        gathering.wait()
+
+
+def test_a_range_starts_with_who_is_there(leader: Leader) -> None:
+    gathering = leader.gather(replace(OPTIONS, fewest=2, most=4, wait=0.5))
+    connection = leader.join("pc")
+    bring(connection)
+    assert [node.host for node in gathering.wait()] == ["pc"]
+    connection.close()
+
+
+def test_a_machine_that_leaves_before_the_start_is_not_counted(leader: Leader) -> None:
+    gathering = leader.gather(replace(OPTIONS, fewest=3, most=3, wait=60.0))
+    found: list[list[RemoteNode]] = []
+    thread = threading.Thread(target=lambda: found.append(gathering.wait()))
+    thread.start()
+    gone = leader.join("gone")
+    bring(gone)
+    gone.close()
+    while not any("gone (127.0.0.1) has left again" in line for line in leader.said):
+        time.sleep(0.01)
+    kept = [leader.join(host) for host in ("a", "b")]
+    for connection in kept:
+        bring(connection)
+    thread.join(60.0)
+    assert sorted(node.host for node in found[0]) == ["a", "b"]
+    for connection in kept:
+        connection.close()
+
+
+class NoProcesses:
+    def exit_codes(self) -> list[int | None]:
+        return [None]
+
+
+def test_what_a_machine_says_about_its_ranks(leader: Leader, tmp_path: Path) -> None:
+    gathering = leader.gather()
+    connection = leader.join("pc")
+    bring(connection, devices=[{"device": "cpu", "precisions": ["fp32"]}] * 2)
+    (node,) = gathering.wait()
+    node.place((1, 2))
+    requests = Requests()
+    processes: Any = NoProcesses()
+    ranks = AllRanks(processes, [node], tmp_path, requests)
+    connection.send(codes=[None, 1], errors={"1": {"what": "broken"}}, unused=[0], stop=2)
+    while ranks.exit_codes() != [None, None, 1]:
+        time.sleep(0.01)
+    assert requests.stop.is_set()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["error-2.json", "unused-1"]
+    connection.close()
+    while node.session.why_lost is None:
+        time.sleep(0.01)
+    with pytest.raises(RankError, match=r"pc \(127.0.0.1\) is lost with rank 1, 2: the other side has closed"):
+        ranks.exit_codes()
