@@ -66,7 +66,7 @@ def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
 def describe_end(error: BaseException) -> tuple[str, int]:
     """What the other machines are told: why the run is over, and the exit code that they share with the leader."""
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C on the leader", 130
+        return "stopped by Ctrl-C", 130
     if isinstance(error, Terminated):
         return "stopped by SIGTERM", 143
     code = error.exit_code if isinstance(error, InputError | MachineError) else 1

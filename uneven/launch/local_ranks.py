@@ -86,8 +86,11 @@ def local_ranks(
         "script": script,
     }
     (folder / "plan.json").write_text(json.dumps(plan))
+    network = interface_variables(placement)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if (given := os.environ.get(name, "").removeprefix("=")) not in ("", placement.interface) and network:
+            say([f"  {name}={given} is not used: the leader is reached by {placement.interface}"])
     with sliced(devices) as slices:
-        network = interface_variables(placement)
         processes = RankProcesses(folder, list(cores.threads), [network | own for own in slices])
         try:
             yield processes

@@ -29,10 +29,11 @@ from uneven.version import __version__
 
 T = TypeVar("T")
 
-WAIT_S = 5.0  # for a leader that is not there yet
+WAIT_S = 10.0  # for a leader that is not there yet
 ORDER_S = 30.0
 START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
 POLL_S = 0.05
+MOST_TEXT = 20_000  # of a failed rank's message or traceback
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,10 @@ class Node:
     def _errors(self) -> dict[str, Any]:
         found = {}
         for path in self._folder.glob("error-*.json"):
-            found[path.stem.removeprefix("error-")] = json.loads(path.read_text())
+            report = json.loads(path.read_text())
+            # Far below what a line may hold: a message of megabytes would look like a machine that is lost.
+            short = {name: value[-MOST_TEXT:] if isinstance(value, str) else value for name, value in report.items()}
+            found[path.stem.removeprefix("error-")] = short
         return found
 
     def _unused(self, first: int) -> list[int]:
