@@ -126,6 +126,7 @@ class HierarchicalGroup:
     def __init__(self, formed: "_Formed", up: Group | None, down: Group | None, network: GlooGroup | None) -> None:
         """`up` and `down`: None where this rank is alone on its machine. `network`: of a speaker alone."""
         self.rank, self.world_size = formed.rank, len(formed.machines)
+        self.machines = list(formed.machines)  # of the ranks: the order of sums, which a replay must have
         self.traffic = Traffic()
         self.network_traffic = Traffic() if network is None else network.traffic  # what this rank has on the network
         self._formed, self._up, self._down, self._network = formed, up, down, network
