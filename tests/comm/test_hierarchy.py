@@ -4,6 +4,9 @@ The ranks are threads with real transports, where nothing is said; what happens 
 """
 
 import random
+import signal
+import subprocess
+import sys
 import zlib
 from itertools import product
 from typing import Any
@@ -14,9 +17,11 @@ from torch import Tensor
 
 from tests.comm.machine_ranks import on_machines
 from tests.comm.shared_ranks import SMALL
-from uneven.comm import segment
+from tests.forked import ForkedPopen
+from uneven.comm import form, segment
 from uneven.comm.gloo import GlooGroup
 from uneven.comm.hierarchy import HierarchicalGroup
+from uneven.comm.store import open_store
 from uneven.comm.work import Traffic, Work
 
 MACHINES = (0, 1, 1, 2)
@@ -207,3 +212,63 @@ def test_when_a_rank_leaves_all_others_fail_and_none_waits_for_ever(leaver: int)
         assert said[2] == "rank 1 has left: connection closed by peer (shared memory)"
     for other in {0, 1, 3} - {leaver} - ({1} if leaver == 2 else set()):
         assert "onnection closed by peer" in said[other]
+
+
+@pytest.mark.parametrize(
+    ("backend", "machines", "formed"),
+    [
+        ("cpu", (0, 1, 1), "over machines"),
+        ("cpu", (0, 1, 2), "gloo"),
+        ("cpu", (0, 0, 0), "shared"),
+        ("cpu", None, "shared"),
+        ("shm", (0, 0, 0), "shared"),
+        ("gloo", (0, 1, 1), "gloo"),
+    ],
+)
+def test_which_group_is_formed(
+    monkeypatch: pytest.MonkeyPatch, backend: str, machines: tuple[int, ...] | None, formed: str
+) -> None:
+    for name, kind in (("TorchGroup", "gloo"), ("share", "shared"), ("join_machines", "over machines")):
+        monkeypatch.setattr(form, name, lambda *_, kind=kind, **__: kind)
+    store: Any = None
+    assert form.form_group(store, 0, 3, torch.device("cpu"), backend, False, machines=machines) == formed
+
+
+# Between processes.
+
+RANK = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from uneven.comm.form import form_group
+from uneven.comm.gather import gather_checksums
+from uneven.comm.store import reach_store
+
+rank, store = int(sys.argv[2]), reach_store("127.0.0.1", int(sys.argv[1]))
+torch.set_num_threads(1)
+group = form_group(store, rank, 4, torch.device("cpu"), "cpu", False, machines=(0, 1, 1, 2))
+total = group.all_reduce(torch.randn(1000, generator=torch.Generator().manual_seed(rank))).wait()
+everyone = torch.tensor([1.0])
+dist.all_reduce(everyone)  # torch's default group is that of all ranks
+print(type(group).__name__, group.backend, everyone.item(), len(set(gather_checksums(group, [total]))), flush=True)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.all_reduce(torch.ones(5)).wait()
+except RuntimeError as error:
+    print(error, flush=True)
+group.close()
+os._exit(0)
+"""
+
+
+def test_processes_get_the_same_bits_and_all_fail_when_one_is_killed() -> None:
+    store, port = open_store()
+    command = [sys.executable, "-c", RANK, str(port)]
+    ranks = [ForkedPopen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(4)]
+    said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    del store
+    assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL, 0]
+    assert [lines[0] for lines in said] == ["HierarchicalGroup cpu 4.0 1"] * 4
+    assert said[1][1] == "rank 2 has left: connection closed by peer (shared memory)"
+    assert all("onnection closed by peer" in said[rank][1] for rank in (0, 3))
