@@ -1,4 +1,4 @@
-"""Groups over Gloo, through shared memory and over machines, on two processes. The last test of each takes rank 1's life."""
+"""Groups over Gloo, in shared memory and over machines, on two processes. The last test of each takes rank 1's life."""
 
 from collections.abc import Iterator
 

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from itertools import product
 from typing import Any
@@ -116,20 +117,44 @@ def test_a_machines_ranks_are_summed_in_rank_order_before_the_network() -> None:
     assert on_machines((0, 1, 1, 2), rank)[1:] == on_machines((0, 1, 1, 2), rank)[:-1]
 
 
-def test_ranks_wait_for_two_groups_in_different_orders() -> None:
-    """Both tensors are larger than a ring, so that each needs whoever waits for the other."""
+@pytest.mark.parametrize("machines", [(0, 0, 1, 1), MACHINES])
+def test_ranks_wait_for_two_groups_in_different_orders(machines: tuple[int, ...]) -> None:
+    """All tensors are larger than a ring, so that no stage is over when it has begun: who waits in one group must go on
+    in the other."""
 
     def rank(group: HierarchicalGroup) -> list[float]:
         twin = group.new_group()
         tensors = [torch.full((100_000,), 10.0 * number + group.rank) for number in range(4)]
         works = [twin.all_reduce(tensors[0]), group.all_reduce(tensors[1])]
         works += [group.broadcast(tensors[2], 2), twin.all_reduce_max(tensors[3])]
-        for number in (0, 1, 2, 3) if group.rank % 2 else (3, 2, 1, 0):
+        for number in (0, 3, 2, 1) if machines[group.rank] else (2, 1, 0, 3):
             works[number].wait()
         assert twin.traffic.collectives == group.traffic.collectives == 2
         return [tensor.mean().item() for tensor in tensors]
 
-    assert on_machines(MACHINES, rank, SMALL) == [[6.0, 46.0, 22.0, 33.0]] * 4
+    assert on_machines(machines, rank, SMALL) == [[6.0, 46.0, 22.0, 33.0]] * 4
+
+
+def test_a_speaker_that_sleeps_in_one_group_brings_the_network_of_the_other_to_its_machine() -> None:
+    """Rank 2 begins a sum of the first group when it has that of the second, which rank 0 joins last."""
+    asleep = threading.Event()
+
+    def rank(group: HierarchicalGroup) -> list[float]:
+        twin, own, other = group.new_group(), torch.ones(2), torch.ones(2)
+        if group.rank == 1:
+            exchange = group._up._exchange  # type: ignore[union-attr]
+            meanwhile = exchange.meanwhile
+            exchange.meanwhile = lambda: (asleep.set(), meanwhile())
+            works = [twin.all_reduce(other), group.all_reduce(own)]
+            works[1].wait()
+            works[0].wait()
+        else:
+            assert group.rank == 2 or asleep.wait(100)
+            twin.all_reduce(other).wait()
+            group.all_reduce(own).wait()
+        return [*own.tolist(), *other.tolist()]
+
+    assert on_machines((0, 1, 1), rank) == [[3.0] * 4] * 3
 
 
 def test_a_tensor_with_gaps_is_summed_in_place() -> None:
