@@ -19,6 +19,7 @@ def on_machines(
     function: Callable[[HierarchicalGroup], T],
     sizes: Sizes | None = None,
     after_end: bool = True,
+    device: str = "cpu",
 ) -> list[T]:
     """function(group) on every rank at once, each on the machine of that number; the results in rank order.
 
@@ -29,7 +30,7 @@ def on_machines(
     def run(rank: int) -> T:
         own = reach_store("127.0.0.1", port)
         world = GlooGroup(under("world", own), rank, len(machines))  # for claims alone: it is not connected
-        group = join_machines(world, own, torch.device("cpu"), machines, sizes=sizes)
+        group = join_machines(world, own, torch.device(device), machines, sizes=sizes)
         try:
             found = function(group)
             if after_end:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -257,6 +258,24 @@ def test_which_group_is_formed(
         monkeypatch.setattr(form, name, lambda *_, kind=kind, **__: kind)
     store: Any = None
     assert form.form_group(store, 0, 3, torch.device("cpu"), backend, False, machines=machines) == formed
+
+
+@pytest.mark.cuda
+def test_cuda_tensors_of_a_stream_get_the_bits_of_host_tensors() -> None:
+    """What follows in the stream sees the result, and what comes before it in the stream is in the sum."""
+    cases = [case for case in random.Random(2).sample(CASES, 200) if case[0] != "reduce"]
+
+    def rank(group: HierarchicalGroup, device: str) -> list[int]:
+        found: list[Tensor] = []
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            for kind, dtype, size, owner in cases:
+                tensor = torch.zeros(size, dtype=dtype, device=device)
+                tensor += values(group.rank, dtype, size).to(device, non_blocking=True)
+                found.append(start(group, kind, tensor, owner).wait() + 1)
+            return [checksum(one.cpu()) for one in found]
+
+    on_host = on_machines(MACHINES, lambda group: rank(group, "cpu"))
+    assert on_machines(MACHINES, lambda group: rank(group, "cuda"), device="cuda") == on_host
 
 
 # Between processes.

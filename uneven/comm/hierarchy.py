@@ -68,10 +68,10 @@ class _Collective:
 
     def sleep(self, seconds: float) -> None:
         """Until the stage has ended; over Gloo at most so long."""
-        if isinstance(self._running, GlooWork):
-            self._running.wait_for(seconds)
-        elif self._running is not None:
-            with on_stream(self._stream):
+        with on_stream(self._stream):
+            if isinstance(self._running, GlooWork):
+                self._running.wait_for(seconds)
+            elif self._running is not None:
                 self._running.wait()
 
     def wait(self) -> None:
