@@ -1,4 +1,4 @@
-"""One rank as a process: `python -m tests.rank_process PORT RANK SIZE MODULE:FUNCTION RESULT BACKEND`.
+"""One rank as a process: `python -m tests.rank_process PORT RANK SIZE MODULE:FUNCTION RESULT BACKEND MACHINES`.
 
 Backend 'nccl' puts all ranks on one GPU. See tests/ranks.py.
 """
@@ -13,11 +13,12 @@ from uneven.comm.form import form_group
 from uneven.comm.store import reach_store
 
 
-def main(port: str, rank: str, size: str, what: str, result: str, backend: str) -> None:
+def main(port: str, rank: str, size: str, what: str, result: str, backend: str, machines: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     store = reach_store("127.0.0.1", int(port))
-    group = form_group(store, int(rank), int(size), device, backend, is_crowded=True)
+    places = [int(machine) for machine in machines.split(",")]
+    group = form_group(store, int(rank), int(size), device, backend, is_crowded=True, machines=places)
     module, function = what.split(":")
     found = getattr(importlib.import_module(module), function)(group)
     torch.save(found, result)

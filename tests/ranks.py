@@ -6,7 +6,7 @@ The thread group sums in rank order, so a test's result does not depend on sched
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,17 +171,28 @@ def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def on_processes(size: int, what: str, folder: Path, backend: str = "cpu", limit_s: float = 200) -> list[Any]:
+def on_processes(
+    size: int,
+    what: str,
+    folder: Path,
+    backend: str = "cpu",
+    limit_s: float = 200,
+    machines: Sequence[int] | None = None,
+) -> list[Any]:
     """function(group) of `what` ("module:function") on every rank as a process; the results in rank order.
 
-    Through shared memory, with backend 'gloo' over Gloo, or with 'nccl' over NCCL, all on one GPU.
+    Through shared memory, with backend 'gloo' over Gloo, or with 'nccl' over NCCL, all on one GPU. With `machines` as
+    if each rank were on the machine of that number.
     """
     store, port = open_store()
     results = [folder / f"{rank}.pt" for rank in range(size)]
     command = [sys.executable, "-m", "tests.rank_process", str(port)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), str(size), what, str(result), backend], stderr=subprocess.PIPE, text=True, cwd=ROOT
+            [*command, str(rank), str(size), what, str(result), backend, ",".join(map(str, machines or [0] * size))],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for rank, result in enumerate(results)
     ]

@@ -9,20 +9,28 @@ import torch
 
 from tests.forked import ForkedPopen
 from uneven.comm.form import form_group
-from uneven.comm.store import open_store
+from uneven.comm.group import Group, TorchGroup
+from uneven.comm.hierarchy import join_machines
+from uneven.comm.store import Store, open_store
 
 RANK_1 = """
 import os, signal, sys
 import torch
-from uneven.comm.form import form_group
+from tests.comm.pair import form
 from uneven.comm.store import reach_store
 
-store = reach_store("127.0.0.1", int(sys.argv[1]))
-group = form_group(store, 1, 2, torch.device("cpu"), sys.argv[2], False)
+group = form(reach_store("127.0.0.1", int(sys.argv[1])), 1, sys.argv[2])
 twin = group.new_group()
 for line in sys.stdin:
     print(eval(line), flush=True)
 """
+
+
+def form(store: Store, rank: int, backend: str) -> Group:
+    """With 'cpu' the two are on one machine of a hierarchy, and pass through all of its stages."""
+    if backend == "cpu":
+        return join_machines(TorchGroup(store, rank, 2), store, torch.device("cpu"), (0, 0))
+    return form_group(store, rank, 2, torch.device("cpu"), backend, False)
 
 
 class Pair:
@@ -32,7 +40,7 @@ class Pair:
         store, port = open_store()
         command = [sys.executable, "-c", RANK_1, str(port), backend]
         self.process = ForkedPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.group = form_group(store, 0, 2, torch.device("cpu"), backend, False)
+        self.group = form(store, 0, backend)
         self.twin = self.group.new_group()
 
     def ask(self, expression: str) -> None:

@@ -1,4 +1,4 @@
-"""Groups over Gloo and through shared memory, on two processes. The last test of the pair takes the life of rank 1."""
+"""Groups over Gloo, in shared memory and over machines, on two processes. The last test of each takes rank 1's life."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from uneven.average.transport import make_transport
 from uneven.comm.group import SoloGroup
 
 
-@pytest.fixture(scope="module", params=["gloo", "shm"])
+@pytest.fixture(scope="module", params=["gloo", "shm", "cpu"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pair_over(request.param) as pair:
         assert pair.group.backend == request.param  # type: ignore[attr-defined]

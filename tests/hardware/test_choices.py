@@ -91,6 +91,21 @@ def test_ranks_that_cannot_share_memory_use_gloo_and_say_why() -> None:
         choose_backend("shm", devices, True, why_not_shared="two machines")
 
 
+def test_between_machines_one_rank_of_each_speaks_where_a_machine_has_several() -> None:
+    devices = parse_devices("cpu,cpu,cuda:0,cpu")
+    speaks = "; ranks of a machine share memory, and one of each machine speaks over Gloo"
+    for requested, why in (("cpu", "as requested"), ("auto", "NCCL needs a CUDA device for every rank")):
+        assert choose_backend(requested, devices, True, machines=(0, 1, 1, 2)) == ("cpu", why + speaks)
+        alone = choose_backend(requested, devices, True, machines=(0, 1, 2, 3))
+        assert alone == ("gloo", f"{why}; every rank is on another machine")
+        assert choose_backend(requested, devices, True, machines=(0, 0, 0, 0)) == ("shm", why)
+    assert choose_backend("gloo", devices, True, machines=(0, 1, 1, 2)) == ("gloo", "as requested")
+    whole = parse_devices("cuda:0,cuda:1,cuda:0")
+    assert choose_backend("auto", whole, True, crowded=False, machines=(0, 0, 1))[0] == "nccl"
+    with pytest.raises(InputError, match=r"backend='shm' with .*: the ranks are on several machines; use backend='aut"):
+        choose_backend("shm", devices, True, machines=(0, 1, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("devices", "gpus", "sentence"),
     [

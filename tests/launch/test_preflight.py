@@ -12,6 +12,7 @@ from uneven.config import RunConfig, Task
 from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import VisibleGpus
+from uneven.hardware.roster import Roster
 from uneven.launch import preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -166,9 +167,12 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             is_alone=False,
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
+            roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("one", "two")),
         )
         preflight.prepare(TASK, config, context)
         return capsys.readouterr().err
 
-    assert "2 devices on several machines: cpu, cpu (speeds are measured" in rank(0, "lines")
+    said = rank(0, "lines")
+    assert "2 devices on several machines: cpu, cpu (speeds are measured" in said
+    assert "  backend gloo: NCCL needs a CUDA device for every rank; every rank is on another machine\n" in said
     assert rank(1, "lines") == rank(0, "off") == ""

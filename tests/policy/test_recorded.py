@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from uneven import InputError
-from uneven.data.replay import Log, read_log
+from uneven.data.replay import Log, log_record, read_log
 from uneven.policy.axis import Axis
 from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.windows import RoundReport
@@ -197,3 +197,17 @@ def test_more_than_two_ranks_are_replayed_over_the_same_transport(tmp_path: Path
     with pytest.raises(InputError, match="that run had backend gloo, this one shm; pass backend='gloo'"):
         read_log(tmp_path, AXIS, 3, own, is_local=False)
     assert len(read_log(tmp_path, AXIS, 3, {**own, "backend": "gloo"}, is_local=False).parts) == 3
+
+
+def test_a_run_over_machines_is_replayed_with_as_many_ranks_on_each(tmp_path: Path) -> None:
+    """Ranks of a machine are summed first, so another division of the same ranks rounds differently."""
+    own = {"batch_size": 2, "backend": "cpu"}
+    ranks = [*RECORD["ranks"], []]
+    record = {**RECORD, "config": {**own, "machines": [0, 1, 1]}, "rounds": [], "ranks": ranks}
+    (tmp_path / "log.json").write_text(json.dumps(record))
+    assert len(read_log(tmp_path, AXIS, 3, own, False, machines=(0, 1, 1)).parts) == 3
+    for other in ((0, 0, 1), (), (0, 1, 2)):
+        with pytest.raises(InputError, match=r"that run had ranks on machines \[0, 1, 1\], this one .*; start as many"):
+            read_log(tmp_path, AXIS, 3, own, False, machines=other)
+    head = log_record(ranks, [], [], 4, 2, {**own, "machines": [0, 1, 1], "progress": "off"})
+    assert head["config"] == record["config"]

@@ -247,7 +247,7 @@ class Exchange:
         return has_sent
 
     def _put(self, piece: _Piece, lanes: tuple[int, ...]) -> bool:
-        with _on(piece.collective.stream):
+        with on_stream(piece.collective.stream):
             return self._outbox.send(piece.values, lanes, self._record)
 
     def _readers(self, piece: _Piece) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ class Exchange:
         lanes = self._writers(piece)
         if not all(self._inbox.has(lane) for lane in lanes):
             return False
-        with _on(piece.collective.stream):
+        with on_stream(piece.collective.stream):
             if piece.owner is not None and piece.owner != self.rank:
                 for lane in lanes:
                     piece.values.copy_(self._receive(piece, lane), non_blocking=True)
@@ -333,7 +333,7 @@ class Exchange:
         return event
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     """To make a stream current takes longer than to see that it is."""
     is_current = stream is None or stream == torch.cuda.current_stream(stream.device)
     return _NO_STREAM if is_current else torch.cuda.stream(stream)

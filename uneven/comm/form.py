@@ -1,10 +1,12 @@
-"""Form this rank's group from the rendezvous store: NCCL, shared memory, or Gloo. Called by launch/context.py."""
+"""Form this rank's group from the rendezvous store: NCCL, shared memory, Gloo, or both. Called by launch/context.py."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.hierarchy import join_machines
 from uneven.comm.shared_memory import share
 from uneven.comm.store import Store
 
@@ -17,11 +19,14 @@ def form_group(
     backend: str,
     is_crowded: bool,
     *,
+    machines: Sequence[int] | None = None,
     verify: bool = False,
 ) -> Group:
     """`backend` is 'nccl', 'shm', 'gloo', or 'cpu': shared memory where it is possible, else Gloo, as with 'shm'.
 
-    `is_crowded`: ranks of this machine share a GPU. `verify`: messages through shared memory carry checksums.
+    `machines` has each rank's machine; without it all are on one. On several, 'cpu' is shared memory on each machine
+    and Gloo between them. `is_crowded`: ranks of this machine share a GPU. `verify`: messages through shared memory
+    carry checksums.
     """
     if size == 1:
         return SoloGroup()
@@ -32,7 +37,10 @@ def form_group(
     gloo = TorchGroup(store, rank, size)
     if backend == "gloo":
         return gloo
-    return share(gloo, store, device, verify=verify)
+    num_machines = 1 if machines is None else len(set(machines))
+    if machines is None or num_machines == 1:
+        return share(gloo, store, device, verify=verify)
+    return gloo if num_machines == size else join_machines(gloo, store, device, machines, verify)
 
 
 def _allow_shared_gpu(rank: int) -> None:

@@ -23,7 +23,7 @@ class Peers:
     """The other ranks' processes. Nothing of it depends on who is a child of whom, or on signals."""
 
     def __init__(self, segment: Segment, layout: Layout, rank: int, timeout_s: float) -> None:
-        self.rank = rank
+        self.rank, self._name = rank, layout.name
         self._timeout_s = timeout_s
         self._states = [segment.numbers(layout.state(other), 2) for other in range(layout.world_size)]
         self._done = 0
@@ -57,10 +57,12 @@ class Peers:
             # Twice: what a rank posted just before it ended may be seen a moment later than its end.
             if lost := [other for other in gone if other in before]:
                 rank = awaited if awaited in lost else lost[0]
-                raise RuntimeError(f"rank {rank} has left: connection closed by peer (shared memory)")
+                raise RuntimeError(f"rank {self._name(rank)} has left: connection closed by peer (shared memory)")
             if time.monotonic() > end:
                 minutes = self._timeout_s / 60
-                raise RuntimeError(f"no answer from peer rank {awaited} for {minutes:g} minutes (shared memory)")
+                raise RuntimeError(
+                    f"no answer from peer rank {self._name(awaited)} for {minutes:g} minutes (shared memory)"
+                )
             meanwhile()
 
     def close(self) -> None:

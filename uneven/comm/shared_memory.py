@@ -1,17 +1,19 @@
 """The group of ranks on one machine: collectives through shared memory, and a group of Gloo beside it.
 
-Formed by comm/form.py. The group of Gloo is torch's default one: PyTorch's own strategies and the user's code may use
-it, and a group without shared memory is taken from it.
+Formed by comm/form.py, where the group of Gloo is torch's default one: PyTorch's own strategies and the user's code may
+use it, and a group without shared memory is taken from it. Where ranks are on several machines comm/hierarchy.py forms
+one of these on each.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Sizes
-from uneven.comm.group import TIMEOUT, Group, TorchGroup
+from uneven.comm.group import TIMEOUT, Group
 from uneven.comm.segment import share_segment
 from uneven.comm.shared_ring import Layout, create_semaphores
 from uneven.comm.store import Store, under
@@ -27,12 +29,12 @@ class SharedMemoryGroup:
     backend = "shm"
     generation = 0
 
-    def __init__(self, torch_group: TorchGroup, exchange: Exchange, formed: "_Formed") -> None:
-        self.rank, self.world_size = torch_group.rank, torch_group.world_size
+    def __init__(self, gloo: Group, exchange: Exchange, formed: "_Formed") -> None:
+        self.rank, self.world_size = gloo.rank, gloo.world_size
         self.traffic = Traffic()
         # On CPUs they ride with the gradients at no cost at all.
         self.has_cheap_host_sums = formed.has_cuda
-        self._torch, self._exchange, self._formed = torch_group, exchange, formed
+        self._gloo, self._exchange, self._formed = gloo, exchange, formed
         formed.exchanges.append(exchange)
         exchange.meanwhile = formed.progress
 
@@ -65,13 +67,13 @@ class SharedMemoryGroup:
         self._exchange = found._exchange
 
     def claim(self, count: int) -> int:
-        return self._torch.claim(count)
+        return self._gloo.claim(count)
 
     def close(self) -> None:
         for exchange in self._formed.exchanges:
             exchange.close()
         self._formed.exchanges.clear()
-        self._torch.close()
+        self._gloo.close()
 
     def _start(self, tensor: Tensor, combine: Combine | None, owner: int | None, has_result: bool = True) -> Work:
         return Work(self._exchange.start(tensor, combine, owner, has_result), tensor, self.traffic)
@@ -82,17 +84,20 @@ class _Formed:
 
     def __init__(
         self,
-        torch_group: TorchGroup,
+        gloo: Group,
         store: Store,
         device: torch.device,
         has_cuda: bool,
         sizes: Sizes,
         verify: bool,
         timeout: timedelta,
+        ranks: tuple[int, ...],
+        meanwhile: Callable[[], None],
     ) -> None:
         self.has_cuda = has_cuda
-        self._torch, self._store, self._device = torch_group, store, device
+        self._gloo, self._store, self._device = gloo, store, device
         self._sizes, self._verify, self._timeout = sizes, verify, timeout
+        self._ranks, self._meanwhile = ranks, meanwhile
         self._count = 0
         self.exchanges: list[Exchange] = []
 
@@ -100,11 +105,12 @@ class _Formed:
         """Ranks may wait for collectives of two groups in different order: whoever waits answers in both."""
         for exchange in self.exchanges:
             exchange.progress()
+        self._meanwhile()
 
     def form(self) -> Group:
         """A group with a segment of its own; over Gloo where that is not possible, which rank 0 says."""
-        rank, world_size = self._torch.rank, self._torch.world_size
-        layout = Layout(world_size, self._sizes.ring)
+        rank, world_size = self._gloo.rank, self._gloo.world_size
+        layout = Layout(world_size, self._sizes.ring, self._ranks)
         store = under(f"shared-memory/{self._count}", self._store)
         self._count += 1
         segment = share_segment(
@@ -112,27 +118,31 @@ class _Formed:
         )
         if isinstance(segment, str):
             if rank == 0:
-                print(f"uneven: ranks communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
-            return self._torch if self._count == 1 else self._torch.new_group()
+                who = f"ranks {', '.join(map(str, self._ranks))}" if self._ranks else "ranks"
+                print(f"uneven: {who} communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
+            return self._gloo if self._count == 1 else self._gloo.new_group()
         exchange = Exchange(segment, layout, rank, self._sizes, self._verify, self._timeout.total_seconds())
-        return SharedMemoryGroup(self._torch, exchange, self)
+        return SharedMemoryGroup(self._gloo, exchange, self)
 
 
 def share(
-    torch_group: TorchGroup,
+    gloo: Group,
     store: Store,
     device: torch.device,
     verify: bool = False,
     sizes: Sizes | None = None,
     timeout: timedelta = TIMEOUT,
+    ranks: Sequence[int] = (),
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Group:
     """Shared memory for the ranks of a group of Gloo; that group itself where it is not possible, on all ranks alike.
 
-    `device` is this rank's own. `verify`: every message carries a checksum, which its readers compare.
+    `device` is this rank's own. `verify`: every message carries a checksum, which its readers compare. `ranks` are
+    their numbers in the run, if that has more; `meanwhile` is called now and then by whoever waits.
     """
-    keys = [f"shared-memory/device/{rank}" for rank in range(torch_group.world_size)]
-    store.set(keys[torch_group.rank], device.type)
+    keys = [f"shared-memory/device/{rank}" for rank in range(gloo.world_size)]
+    store.set(keys[gloo.rank], device.type)
     store.wait(keys, timeout)
     has_cuda = any(store.get(key) == b"cuda" for key in keys)
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
-    return _Formed(torch_group, store, device, has_cuda, sizes, verify, timeout).form()
+    return _Formed(gloo, store, device, has_cuda, sizes, verify, timeout, tuple(ranks), meanwhile).form()

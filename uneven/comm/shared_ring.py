@@ -36,6 +36,10 @@ class Layout:
 
     world_size: int
     ring_bytes: int
+    ranks: tuple[int, ...] = ()  # their numbers in messages, where they are some of the ranks of a run
+
+    def name(self, rank: int) -> int:
+        return self.ranks[rank] if self.ranks else rank
 
     @property
     def size(self) -> int:
@@ -254,7 +258,7 @@ class Inbox:
         self._there = [Semaphore(address + layout.semaphore(*lane, False)) for lane in to]
         self._free = [Semaphore(address + layout.semaphore(*lane, True)) for lane in to]
         self._tables = [segment.numbers(layout.table(*lane), ENTRIES * FIELDS) for lane in to]
-        self._world_size = layout.world_size
+        self._world_size, self._name = layout.world_size, layout.name
         self._views, self._verify = views, verify
         self._posted, self._received = [0] * len(to), [0] * len(to)
 
@@ -273,7 +277,7 @@ class Inbox:
 
     def receive(self, lane: int, dtype: torch.dtype, count: int) -> Tensor:
         """The next message, of `count` elements; `has` said that it is there."""
-        writer = lane % self._world_size
+        writer = self._name(lane % self._world_size)
         self._received[lane] += 1
         number = self._received[lane]
         place = number % ENTRIES * FIELDS

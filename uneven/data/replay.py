@@ -5,7 +5,7 @@ setting that must be equal for the recorded parts to describe the same computati
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ _FIXED_SETTINGS = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
     *("shuffle", "drop_last", "max_grad_norm", "max_grad_value"),
     *("precision", "compile", "sync_batchnorm", "optimizer_state", "strategy", "bucket_mb", "backend"),
+    "machines",  # of the ranks, where sums are made machine by machine
 )
 
 
@@ -72,8 +73,13 @@ def read_saves(folder: Path) -> list[int]:
     return [int(slot) for slot in _read(folder).get("saves", [])]
 
 
-def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool) -> Log:
-    """Read the log of the run in `folder`; InputError if its settings, devices or data set differ from this run's."""
+def read_log(
+    folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is_local: bool, machines: Sequence[int] = ()
+) -> Log:
+    """Read the log of the run in `folder`; InputError if its settings, devices or data set differ from this run's.
+
+    `machines` has each rank's machine, where there are several.
+    """
     record = _read(folder)
     if len({len(segment["devices"]) for segment in record.get("segments", [])}) > 1:
         raise InputError(
@@ -89,6 +95,9 @@ def read_log(folder: Path, axis: Axis, ranks: int, config: Mapping[str, Any], is
     for name, value in record["config"].items():
         if name == "backend" and ranks <= 2:
             continue  # a sum of two numbers has the same bits in any order; with more, each transport has its own
+        if name == "machines":
+            _compare(folder, "ranks on machines", value, list(machines), "start as many ranks on each machine")
+            continue
         _compare(folder, name, value, config[name], f"pass {name}={value!r}")
     samples = record["dataset_samples"]
     _compare(folder, "samples in the data set", samples, axis.samples, "train on the same data set")

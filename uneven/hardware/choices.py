@@ -59,20 +59,31 @@ def choose_backend(
     has_nccl: bool,
     crowded: bool | None = None,
     why_not_shared: str = "",
+    machines: Sequence[int] = (),
 ) -> tuple[Backend, str]:
-    """The backend for gradient sums and averages, 'nccl', 'shm' (shared memory) or 'gloo', and the reason.
+    """The backend for gradient sums and averages, 'nccl', 'shm' (shared memory), 'gloo' or 'cpu', and the reason.
 
-    `devices` are those of all ranks. If they are on several machines, pass `crowded`: whether ranks of any machine
-    share a GPU. `why_not_shared`: why the ranks cannot share memory, '' if they can. InputError if what is requested
-    is not possible.
+    'cpu' is shared memory on each machine and Gloo between them. `devices` are those of all ranks. If they are on
+    several machines, pass `machines`, that of each rank, and `crowded`: whether ranks of any machine share a GPU.
+    `why_not_shared`: why ranks of one machine cannot share memory, '' if they can. InputError if what is requested is
+    not possible.
     """
     crowded = is_crowded(devices) if crowded is None else crowded
     names = ",".join(str(device) for device in devices)
+    num_machines = len(set(machines))
+    if requested == "shm" and num_machines > 1:
+        raise InputError(
+            f"backend='shm' with devices={names!r}: the ranks are on several machines; use backend='auto' or 'cpu': "
+            "shared memory on each machine, and Gloo between them"
+        )
     if requested == "shm" and why_not_shared:
         raise InputError(f"backend='shm' with devices={names!r}: {why_not_shared}; use backend='gloo' or 'auto'")
     if requested in ("shm", "gloo"):
         return requested, "as requested"
     host: tuple[Backend, str] = ("gloo", f"; {why_not_shared}") if why_not_shared else ("shm", "")
+    if num_machines > 1:
+        each = "; ranks of a machine share memory, and one of each machine speaks over Gloo"
+        host = ("gloo", "; every rank is on another machine") if num_machines == len(machines) else ("cpu", each)
     if requested == "cpu":
         return host[0], "as requested" + host[1]
     why_not = None

@@ -216,7 +216,7 @@ class ProcessContext:
     ) -> Group:
         self._runs += 1
         store = self.environment.connect(f"run/{self._runs}")
-        rank, world_size = rank_info.rank, rank_info.world_size
+        rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
         lines = list(data)
         given = {} if config is None else config.to_json()
         lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
@@ -224,10 +224,12 @@ class ProcessContext:
         agree(store, rank, world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))
-            return form_group(store, rank, world_size, device, "cpu", is_crowded=False)
+            return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
         device = torch.device(rank_info.device.torch_name)
         crowded = is_crowded(self.of_this_machine(rank_info.devices))
-        return form_group(store, rank, world_size, device, config.backend, crowded, verify=config.verify)
+        return form_group(
+            store, rank, world_size, device, config.backend, crowded, machines=machines, verify=config.verify
+        )
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:

@@ -53,7 +53,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     check_task(task)
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
-    config, notes = settle(config, devices, local)
+    machines = context.roster_of(devices).machines
+    config, notes = settle(config, devices, local, machines)
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
     finished: TrainedState | None = None
@@ -73,7 +74,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     check_batch(task, config, order)
     _check_evaluation(task, config)
     if config.replay is not None:
-        config = _check_replay(axis, config, len(devices))
+        config = _check_replay(axis, config, len(devices), machines)
     # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
@@ -94,18 +95,21 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
 
 
 def settle(
-    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...] | None = None
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    local: tuple[Device, ...] | None = None,
+    machines: Sequence[int] = (),
 ) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
 
-    `local` are the devices of this machine, where the others are elsewhere.
+    `local` are the devices of this machine, where the others are elsewhere, and `machines` has each rank's machine.
     InputError or MachineError where settings and devices do not fit together.
     """
     for device in devices:
         check_device(device)
     config, precision_notes = _resolve_precision(config, devices)
     _check_together(config, devices)
-    config, backend_notes = _resolve_backend(config, devices, devices if local is None else local)
+    config, backend_notes = _resolve_backend(config, devices, devices if local is None else local, machines)
     return config, [*precision_notes, *backend_notes]
 
 
@@ -194,12 +198,12 @@ def _check_evaluation(task: Task, config: RunConfig) -> None:
         )
 
 
-def _check_replay(axis: Axis, config: RunConfig, ranks: int) -> RunConfig:
+def _check_replay(axis: Axis, config: RunConfig, ranks: int, machines: Sequence[int]) -> RunConfig:
     """InputError where the log does not fit this run; the ranks read it again by themselves."""
     assert config.replay is not None, "called for a replay only"
     if config.out is not None and config.out.resolve() == config.replay.resolve():
         raise InputError(f"out={str(config.out)!r} is the run to be replayed and would be moved aside; choose another")
-    read_log(config.replay, axis, ranks, config.to_json(), config.is_local)
+    read_log(config.replay, axis, ranks, config.to_json(), config.is_local, machines)
     return replace(config, replay=config.replay.resolve())
 
 
@@ -234,14 +238,15 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 
 
 def _resolve_backend(
-    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...]
+    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...], machines: Sequence[int]
 ) -> tuple[RunConfig, list[str]]:
     """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
-    why_not_shared = why_impossible() if len(local) == len(devices) else "the ranks are on several machines"
-    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local), why_not_shared)
-    has_choice = why_not_shared or any(device.kind == "cuda" for device in devices)
+    is_one_machine = len(local) == len(devices)
+    why_not_shared = why_impossible() if is_one_machine else ""  # on each of several it shows when the group forms
+    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local), why_not_shared, machines)
+    has_choice = why_not_shared or not is_one_machine or any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 
 

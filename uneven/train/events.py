@@ -44,7 +44,8 @@ def make_slot_schedule(
     next_event = engine.events.next_event
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
-        log = read_log(config.replay, axis, engine.rank_info.world_size, config.to_json(), is_local=True)
+        info = engine.rank_info
+        log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
         recorded = RecordedWindows(
             log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(parts)) for parts in log.parts]
         )

@@ -375,7 +375,10 @@ class GradientSync:
     def _make_policy(self, costs: Sequence[Cost]) -> ExactPolicy:
         engine, config = self.engine, self.engine.config
         if config.replay is not None:
-            log = read_log(config.replay, engine.axis, engine.rank_info.world_size, config.to_json(), is_local=False)
+            info = engine.rank_info
+            log = read_log(
+                config.replay, engine.axis, info.world_size, config.to_json(), False, machines=info.roster.machines
+            )
             return log.shares(engine.axis.total)
         if config.shares is not None:
             return Fixed(config.shares)

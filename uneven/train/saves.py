@@ -207,10 +207,12 @@ class Saves:
                     "learning rate may be too high"
                 )
 
-    def _formed_backend(self) -> dict[str, str]:
-        """The transport that is used, for a replay: ranks that could not share memory after all took Gloo."""
-        backend = getattr(self._engine.rank_info.group, "backend", None)
-        return {} if backend is None else {"backend": backend}
+    def _formed_backend(self) -> dict[str, Any]:
+        """The transport that is used and the order of its sums, for a replay: ranks that could not share memory after
+        all took Gloo, and those on several machines sum machine by machine."""
+        group = self._engine.rank_info.group
+        found = {name: getattr(group, name, None) for name in ("backend", "machines")}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _state(
         self, tensors: dict[str, Any], best: dict[str, Any] | None = None, stopped: str | None = None

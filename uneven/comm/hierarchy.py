@@ -1,0 +1,350 @@
+"""The group of ranks on several machines: those of a machine sum among themselves, and one of them uses the network.
+
+Formed by comm/form.py. The first rank of every machine is its speaker. A sum has three stages:
+
+- up: the ranks of a machine sum at their speaker, through shared memory in rank order, or over Gloo where they cannot
+  share it;
+- network: the speakers sum over Gloo, whose ring sums each element at one place and hands the result on, so that all
+  speakers get the same bits, and the same in every run on the same machines;
+- down: the speaker copies its bits to the ranks of its machine; nothing is added again.
+
+So all ranks hold the same bits, and the bytes on the network do not grow with the ranks of a machine.
+
+[Note: stages] Nothing blocks before `wait`: a collective goes on to its next stage inside later calls of whatever rank
+waits, starts or asks, in any of the groups that were formed together. Up, network and down are groups of their own, in
+each of which all ranks must start collectives in one order: so a collective begins a stage only after all earlier ones
+have begun it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from uneven.comm.exchange import Sizes, on_stream
+from uneven.comm.gloo import GlooGroup, GlooWork
+from uneven.comm.group import Group
+from uneven.comm.shared_memory import share
+from uneven.comm.store import Store, under
+from uneven.comm.work import Traffic, Work
+
+SLICE_S = 0.05  # asleep at a time while the network works, so that signals are handled and other groups go on ...
+BUSY_SLICE_S = 0.002  # ... and where something else is in flight that may have come further meanwhile
+UP, NETWORK, DOWN, DONE = range(4)
+
+Start = Callable[[Tensor, Group], Work]
+Stage = tuple[Start, Group] | None  # None: this rank has no part in it
+
+
+class _Collective:
+    """A collective that was started, for `Work`; `stage` is the one it is in or has to begin."""
+
+    def __init__(self, group: "HierarchicalGroup", tensor: Tensor, stages: Sequence[Stage]) -> None:
+        self._group, self._tensor, self._stages = group, tensor, stages
+        values = tensor.detach()
+        self._flat = values.contiguous()
+        self._back = None if values.is_contiguous() else values
+        self.stage = UP
+        self._running: Work | None = None
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._done: torch.cuda.Event | None = None
+
+    @property
+    def begun(self) -> int:
+        """The last stage that has begun."""
+        return self.stage if self._running is not None or self.stage == DONE else self.stage - 1
+
+    def advance(self, until: int) -> bool:
+        """Begin and end stages, none after `until`, as far as possible without waiting; whether there were any."""
+        before = self.begun
+        with on_stream(self._stream):
+            while self.stage < DONE and self._passes(until):
+                self.stage += 1
+                if self.stage == DONE:
+                    self._end()
+        return self.begun != before
+
+    def sleep(self, seconds: float) -> None:
+        """Until the stage has ended; over Gloo at most so long."""
+        with on_stream(self._stream):
+            if isinstance(self._running, GlooWork):
+                self._running.wait_for(seconds)
+            elif self._running is not None:
+                self._running.wait()
+
+    def wait(self) -> None:
+        self._group.finish(self)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._tensor.device)
+            if current != self._stream and self._done is not None:
+                current.wait_event(self._done)
+
+    def is_completed(self) -> bool:
+        """Also when it has failed, which `wait` raises."""
+        self._group.progress()
+        if self.stage < DONE:
+            return self._group.has_failed
+        return self._done is None or self._done.query()
+
+    def _passes(self, until: int) -> bool:
+        """Whether the stage is over."""
+        stage = self._stages[self.stage]
+        if stage is None:
+            return self.stage <= until
+        if self._running is None:
+            if self.stage > until:
+                return False
+            start, group = stage
+            self._running = start(self._flat, group)
+        if not self._running.is_completed():
+            return False
+        self._running.wait()  # the stream goes on where that of Gloo ends; raises what the stage has failed with
+        self._running = None
+        return True
+
+    def _end(self) -> None:
+        if self._back is not None:
+            self._back.copy_(self._flat)
+        if self._stream is not None:
+            self._done = torch.cuda.Event()
+            self._done.record(self._stream)
+
+
+class HierarchicalGroup:
+    """Collectives of host and CUDA tensors over several machines, at least one of which has several ranks.
+
+    Life cycle: `join_machines` on all ranks at once, then `close`, which closes the groups made by `new_group` too. Any
+    thread may call it, one at a time. When a collective has failed, all later ones fail.
+    """
+
+    backend = "cpu"
+    generation = 0
+    has_cheap_host_sums = False
+
+    def __init__(self, formed: "_Formed", up: Group | None, down: Group | None, network: GlooGroup | None) -> None:
+        """`up` and `down`: None where this rank is alone on its machine. `network`: of a speaker alone."""
+        self.rank, self.world_size = formed.rank, len(formed.machines)
+        self.machines = list(formed.machines)  # of the ranks: the order of sums, which a replay must have
+        self.traffic = Traffic()
+        self.network_traffic = Traffic() if network is None else network.traffic  # what this rank has on the network
+        self._formed, self._up, self._down, self._network = formed, up, down, network
+        self._queue: deque[_Collective] = deque()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return self._start(tensor, lambda t, up: up.reduce(t, 0), lambda t, net: net.all_reduce(t), _from_speaker)
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return self._start(tensor, _max, _max, _from_speaker)
+
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
+        machine, place = self._formed.place(owner)
+        is_here = machine == self._formed.machine
+        return self._start(
+            tensor,
+            (lambda t, up: up.broadcast(t, place)) if is_here else None,
+            lambda t, net: net.broadcast(t, machine),
+            None if is_here else _from_speaker,
+        )
+
+    def reduce(self, tensor: Tensor, owner: int) -> Work:
+        machine, place = self._formed.place(owner)
+        is_here = machine == self._formed.machine
+        return self._start(
+            tensor,
+            lambda t, up: up.reduce(t, 0),
+            lambda t, net: net.reduce(t, machine),
+            _from_speaker if is_here and place else None,
+        )
+
+    def is_nccl(self, tensor: Tensor) -> bool:
+        del tensor
+        return False
+
+    def new_group(self) -> "HierarchicalGroup":
+        return self._formed.form()
+
+    def claim(self, count: int) -> int:
+        return self._formed.world.claim(count)
+
+    def close(self) -> None:
+        self._formed.close()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._queue)
+
+    def finish(self, collective: _Collective) -> None:
+        """Wait for a collective; those before it come first."""
+        with self._lock:
+            while collective.stage < DONE:
+                if self._error is not None:
+                    raise self._error
+                if not self._advance():
+                    self._formed.progress()  # [Note: stages]
+                    self._sleep()
+
+    def progress(self) -> None:
+        """Whatever can be done without waiting; nothing where a thread is at it. What fails is raised by `wait`."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._lock.release()
+
+    def abandon(self) -> None:
+        """The group is closed: a thread that waits in it raises a moment later."""
+        self._error = self._error or RuntimeError("the group was closed")
+        for group in (self._up, self._down, self._network):
+            if isinstance(group, GlooGroup):  # memory is left by all groups at once
+                group.close()
+
+    def _start(
+        self,
+        tensor: Tensor,
+        up: Start | None,
+        network: Start,
+        down: Start | None,
+    ) -> Work:
+        stages = ((up, self._up), (network, self._network), (down, self._down))
+        has_part = tensor.numel() > 0
+        collective = _Collective(
+            self,
+            tensor,
+            [
+                (start, group) if has_part and start is not None and group is not None else None
+                for start, group in stages
+            ],
+        )
+        with self._lock:
+            self._queue.append(collective)
+            self._advance()
+        return Work(collective, tensor, self.traffic)
+
+    def _advance(self) -> bool:
+        """Take all collectives as far as they come; whether that changed anything."""
+        if self._error is not None:
+            return False
+        has_moved, until = False, DONE
+        try:
+            for collective in self._queue:
+                has_moved |= collective.advance(until)
+                until = min(until, collective.begun)
+        except Exception as error:
+            self._error = error
+            return True
+        while self._queue and self._queue[0].stage == DONE:
+            self._queue.popleft()
+        return has_moved
+
+    def _sleep(self) -> None:
+        try:
+            self._queue[0].sleep(BUSY_SLICE_S if self._formed.outstanding > 1 else SLICE_S)
+        except Exception as error:
+            self._error = self._error or error
+
+
+def _max(tensor: Tensor, group: Group) -> Work:
+    return group.all_reduce_max(tensor)
+
+
+def _from_speaker(tensor: Tensor, down: Group) -> Work:
+    return down.broadcast(tensor, 0)
+
+
+class _Formed:
+    """What the groups of one set of ranks have in common; `form` forms one more, on all ranks at once."""
+
+    def __init__(
+        self,
+        world: Group,
+        store: Store,
+        device: torch.device,
+        machines: Sequence[int],
+        verify: bool,
+        sizes: Sizes | None,
+    ) -> None:
+        self.world, self.rank, self.machines = world, world.rank, tuple(machines)
+        numbers = sorted(set(machines), key=self.machines.index)
+        self._ranks = [[rank for rank, of in enumerate(machines) if of == number] for number in numbers]
+        self.machine, self._local_rank = self.place(world.rank)
+        self._store, self._device, self._verify, self._sizes = store, device, verify, sizes
+        self._local: Group | None = None  # the first that was formed
+        self._groups: list[HierarchicalGroup] = []
+        self._count = 0
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A rank's machine, and its number there; both counted from 0 in the order of ranks."""
+        return next((machine, ranks.index(rank)) for machine, ranks in enumerate(self._ranks) if rank in ranks)
+
+    @property
+    def outstanding(self) -> int:
+        """Collectives of this rank that are under way, in all groups."""
+        return sum(group.outstanding for group in self._groups)
+
+    def progress(self) -> None:
+        for group in self._groups:
+            group.progress()
+
+    def form(self) -> HierarchicalGroup:
+        is_alone = len(self._ranks[self.machine]) == 1
+        up, down = (None, None) if is_alone else (self._form_local(), self._form_local())
+        network = None
+        if self._local_rank == 0:
+            keys = under(f"hierarchy/network/{self._count}", self._store)
+            network = GlooGroup(keys, self.machine, len(self._ranks))
+            network.connect()
+        self._count += 1
+        group = HierarchicalGroup(self, up, down, network)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.abandon()
+        self._groups.clear()
+        if self._local is not None:
+            self._local.close()
+        self.world.close()
+
+    def _form_local(self) -> Group:
+        """One more group of the ranks of this machine."""
+        if self._local is not None:
+            return self._local.new_group()
+        ranks = self._ranks[self.machine]
+        keys = under(f"hierarchy/machine/{self.machine}", self._store)
+        self._local = share(
+            GlooGroup(keys, self._local_rank, len(ranks)),
+            keys,
+            self._device,
+            self._verify,
+            self._sizes,
+            ranks=ranks,
+            meanwhile=self.progress,
+        )
+        if isinstance(self._local, GlooGroup):
+            self._local.connect()
+        return self._local
+
+
+def join_machines(
+    world: Group,
+    store: Store,
+    device: torch.device,
+    machines: Sequence[int],
+    verify: bool = False,
+    sizes: Sizes | None = None,
+) -> HierarchicalGroup:
+    """The group over several machines. `world` is one of all ranks, for claims, and closed with it.
+
+    `machines` has each rank's machine, `device` is this rank's own. `verify`: messages through shared memory carry
+    checksums.
+    """
+    return _Formed(world, store, device, machines, verify, sizes).form()
