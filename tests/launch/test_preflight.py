@@ -12,6 +12,7 @@ from uneven.config import RunConfig, Task
 from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import VisibleGpus
+from uneven.hardware.roster import Roster
 from uneven.launch import preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
@@ -166,6 +167,9 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             is_alone=False,
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
+            roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("lab-a", "lab-b")),
+            environment=SimpleNamespace(rank=number, connect=lambda _: SimpleNamespace(set=lambda *_: None)),
+            starts=0,
         )
         preflight.prepare(TASK, config, context)
         return capsys.readouterr().err
