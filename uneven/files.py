@@ -43,7 +43,8 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    with suppress(FileNotFoundError):  # renamed by who waited for this file, and syncs what it renames
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

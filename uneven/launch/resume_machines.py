@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from uneven.comm.fingerprint import TIMEOUT, refuse_differences
+from uneven.comm.fingerprint import TIMEOUT, agree
 from uneven.comm.store import Store
 from uneven.config import RunConfig, Task
 from uneven.data.replay import LOG
@@ -49,10 +49,9 @@ def plan_over_machines(task: Task, config: RunConfig, context: ProcessContext, r
     context.starts += 1  # all ranks count alike
     store = context.environment.connect(f"start/{context.starts}")
     meeting = _Meeting(store, rank, roster)
-    meeting.say_what_is_given([name for name in ("resume", "replay") if getattr(config, name) is not None])
+    meeting.compare([f"{name} is given = {getattr(config, name) is not None}" for name in ("resume", "replay")])
     if config.resume is None and config.replay is None:
         return ResumePlan(config, [])
-    meeting.see_that_all_were_given_it()
     if rank == 0:
         plan, choice = meeting.tell(lambda: _choose(task, config, context, ranks))
         meeting.agree_to_go_on(None)
@@ -77,14 +76,10 @@ class _Meeting:
     def __init__(self, store: Store, rank: int, roster: Roster) -> None:
         self.rank, self.roster, self._store = rank, roster, store
 
-    def say_what_is_given(self, names: list[str]) -> None:
-        """Without waiting: most runs have nothing to read."""
-        self._store.set(f"given/{self.rank}", json.dumps({"names": names}))
-
-    def see_that_all_were_given_it(self) -> None:
-        """InputError where a rank was given nothing to read: it does not come to this meeting."""
-        given = [self._get(f"given/{rank}")["names"] for rank in range(len(self.roster.devices))]
-        refuse_differences([[f"given = {names}"] for names in given], "was given other settings", "settings")
+    def compare(self, lines: list[str]) -> None:
+        """InputError on all ranks where one was given another setting: it would not come to what follows."""
+        size = len(self.roster.devices)
+        agree(self._store, self.rank, size, lines, what="was given other settings", where="settings")
 
     def tell(self, choose: "Callable[[], tuple[ResumePlan, _Choice]]") -> tuple[ResumePlan, _Choice]:
         """Rank 0: what it has chosen, or why it could not."""
