@@ -37,7 +37,6 @@ class LaunchEnvironment:
     host: str = ""
     port: int = 0
     prefix: str = ""  # of all our keys: torchrun shares its store with other programs
-    door: tuple[str, int, str] | None = field(default=None, repr=False)  # the leader's: address, port and token
     hosts_store: bool = False  # the launcher has no store of its own: this rank must serve it
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
