@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.machines.plain_door import PlainDoor, plain_door
 from tests.results.checkpoints import make_part, make_whole
+from uneven.machines.file_service import FileService
 from uneven.machines.transfer import LeaderFiles
 from uneven.results import saver as module
 from uneven.results.checkpoint import RankPart, read_checkpoint
@@ -88,6 +90,34 @@ def test_a_failure_of_either_side_is_told_by_rank_0_with_the_host(
     save(savers, tmp_path / "a", tmp_path / "not here")  # the next one works
     close(savers, tmp_path)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["step-4"]
+
+
+def test_close_ends_a_part_that_is_under_way(door: PlainDoor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def never_answer(*_: object) -> None:
+        asked.set()
+        released.wait()
+
+    monkeypatch.setattr(FileService, "_put", never_answer)
+    savers = make_savers(door, tmp_path)
+    for rank, saver in enumerate(savers):
+        saver.start(tmp_path / "a/step-4", taking(rank))
+    asked.wait()
+    close(savers, tmp_path)
+    released.set()
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_part_that_grows_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    is_over = Saver(0, 2, "word", deadline_s=10.0)._patience(tmp_path)
+    found = []
+    for now_s, content in ((9.0, b""), (11.0, b"a"), (20.0, b"a"), (22.0, b"ab"), (31.0, b"ab"), (33.0, b"ab")):
+        (tmp_path / ".rank-1.safetensors.draft").write_bytes(content)
+        found.append(is_over())
+    assert found == [False, False, False, False, False, True]
 
 
 def test_a_rank_that_cannot_reach_the_leader_says_so_itself(door: PlainDoor, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from uneven.errors import InputError
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.resume import ResumePlan, crc32_of, follow_plan, plan_resume
+from uneven.machines.wire import WireError
 from uneven.results.record import RECORD, listed_files, read_record
 from uneven.results.state import TrainedState
 
@@ -144,7 +145,10 @@ def _choose(task: Task, config: RunConfig, context: ProcessContext, ranks: int) 
     key = None
     if context.leader is not None:
         key = secrets.token_hex(8)
-        context.leader.share(key, folder, names=names)
+        try:
+            context.leader.share(key, folder, names=names)
+        except WireError as error:
+            raise InputError(f"the leader does not share {folder} with the other machines: {error}") from error
     out = None if plan.config.out is None else str(plan.config.out.absolute())
     crc32 = crc32_of(folder / first)
     return plan, _Choice(kind, out, str(folder.absolute()), first, crc32, tuple(names), key)

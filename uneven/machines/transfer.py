@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,8 @@ CONNECT_S = 10.0
 ANSWER_S = 60.0  # a busy disk may take its time to sync
 STALL_S = 30.0  # without a byte from the other side
 MAX_FILE = 1 << 42
-_PIECE = 1 << 20
+SUMMING_S = 1800.0  # the other side reads a whole file before it sends it
+_PIECE, _SYNC = 1 << 20, 1 << 27
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -31,24 +33,36 @@ class RefusedError(WireError):
     """The other side does not do what was asked, and says why in one line; the connection can still be used."""
 
 
-def send_file(connection: Connection, path: Path) -> None:
-    """WireError where the connection is lost, OSError where the file cannot be read."""
+def sum_file(path: Path) -> tuple[int, str]:
+    """Length and checksum of a file; of a large one that takes a while."""
+    size = crc = 0
     with path.open("rb") as file:
-        size = crc = 0
         while piece := file.read(_PIECE):
             size, crc = size + len(piece), zlib.crc32(piece, crc)
-        file.seek(0)
-        connection.send_file(file, size, STALL_S, name=path.name, crc32=f"{crc:08x}")
+    return size, f"{crc:08x}"
 
 
-def receive_file(connection: Connection, folder: Path, expected: Collection[str], limit: int = MAX_FILE) -> Path:
-    """The next file into a folder, in place of one of its name there.
+def send_file(connection: Connection, path: Path, sums: tuple[int, str] | None = None) -> None:
+    """WireError where the connection is lost, OSError where the file cannot be read; `sums` where they are known."""
+    size, crc = sums or sum_file(path)
+    with path.open("rb") as file:
+        connection.send_file(file, size, STALL_S, name=path.name, crc32=crc)
+
+
+def receive_file(
+    connection: Connection,
+    folder: Path,
+    expected: Collection[str],
+    limit: int = MAX_FILE,
+    header_s: float = ANSWER_S,
+) -> Path:
+    """The next file into a folder, in place of one of its name there; its header comes within `header_s`.
 
     RefusedError where the file is not as announced or, with the reason, OSError where it cannot be written: its bytes
     were read nonetheless, so the connection can still be used. WireError where the connection is lost, or the other
     side sends what was not expected. Nothing is left in the folder then.
     """
-    header = connection.read(ANSWER_S)
+    header = connection.read(header_s)
     if "refused" in header:
         raise RefusedError(str(header["refused"])[:500])
     name, size, crc = header.get("name"), header.get("size"), header.get("crc32")
@@ -60,11 +74,15 @@ def receive_file(connection: Connection, folder: Path, expected: Collection[str]
     try:
         handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
         try:
-            found = 0
+            found = unsynced = 0
             with os.fdopen(handle, "wb") as file:
                 for piece in pieces:
                     file.write(piece)
-                    found = zlib.crc32(piece, found)
+                    found, unsynced = zlib.crc32(piece, found), unsynced + len(piece)
+                    if unsynced >= _SYNC:  # or the sender of a large file waits for its end too long
+                        file.flush()
+                        os.fsync(file.fileno())
+                        unsynced = 0
                 if f"{found:08x}" != crc:
                     raise RefusedError(f"{name} was damaged on its way: its crc32 is {found:08x} instead of {crc}")
                 file.flush()
@@ -97,6 +115,8 @@ class LeaderFiles:
         self._address, self._port, self._token = door
         self._make_scratch, self._remove = make_scratch, remove
         self._scratch: Path | None = None
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
 
     @property
     def scratch(self) -> Path:
@@ -109,6 +129,13 @@ class LeaderFiles:
         if self._scratch is not None:
             self._remove(self._scratch)
             self._scratch = None
+
+    def hang_up(self) -> None:
+        """End what is under way in another thread, which gets a WireError."""
+        with self._lock:
+            for sock in self._open:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def share(self, key: str, folder: Path, *, names: Sequence[str] = (), places: Sequence[str] = ()) -> None:
         """Called by rank 0: open a folder to the other machines, for reading (`names` of files in it) or for their
@@ -129,12 +156,12 @@ class LeaderFiles:
 
     def put(self, key: str, partial: str, paths: Sequence[Path]) -> None:
         """This rank's part of a checkpoint, the last file in one piece with the others; WireError where it failed."""
+        sums = {path: sum_file(path) for path in paths}  # before the leader waits for it
         with self._asking() as connection:
             for path in paths:
-                size = path.stat().st_size
-                connection.send(role="files", do="put", key=key, partial=partial, name=path.name, size=size)
+                connection.send(role="files", do="put", key=key, partial=partial, name=path.name, size=sums[path][0])
                 _answer(connection, "go")
-                send_file(connection, path)
+                send_file(connection, path, sums[path])
                 _answer(connection, "done")
 
     def give_up(self, key: str, partial: str, rank: int, why: str) -> None:
@@ -147,7 +174,7 @@ class LeaderFiles:
         with self._asking() as connection:
             for name in names:
                 connection.send(role="files", do="get", key=key, name=name)
-                receive_file(connection, into, {name})
+                receive_file(connection, into, {name}, header_s=SUMMING_S)
 
     @contextmanager
     def _asking(self, do: str | None = None, **request: Any) -> Iterator[Connection]:
@@ -155,6 +182,8 @@ class LeaderFiles:
             sock = socket.create_connection((self._address, self._port), CONNECT_S)
         except OSError as error:
             raise WireError(f"the leader at {self._address} port {self._port} is not reached: {error}") from error
+        with self._lock:
+            self._open.add(sock)
         try:
             connection = greet(sock, self._token)
             if do is not None:
@@ -163,8 +192,8 @@ class LeaderFiles:
         except InputError as error:
             raise WireError(str(error)) from error
         finally:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            with self._lock:
+                self._open.discard(sock)
             sock.close()
 
 

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -123,6 +124,8 @@ class Saver:
     def close(self) -> None:
         """End the thread. A save that still waits for other ranks is given up; call `finish` first to have it."""
         self._closing.set()
+        if self._leader is not None:
+            self._leader.hang_up()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -165,12 +168,22 @@ class Saver:
         write_rank_part(save.partial, self._rank, part)
         if self._rank == 0:
             assert whole is not None, "rank 0 gives what is everybody's"
-            end = time.monotonic() + self._deadline_s
-            is_over = lambda: self._closing.is_set() or time.monotonic() > end  # noqa: E731
-            seal(save.partial, save.folder, self._world_size, whole, is_over, self._places)
+            seal(save.partial, save.folder, self._world_size, whole, self._patience(save.partial), self._places)
             self.saved.append(save.folder)
         elif mark.exists():  # it may have come after this rank's look, and the folder been made again
             raise SaveGivenUpError(OTHER_RANK)
+
+    def _patience(self, partial: Path) -> Callable[[], bool]:
+        """Whether rank 0 waits no longer: nothing came for `deadline_s`. Over a slow link a part takes its time."""
+        end_s, seen = time.monotonic() + self._deadline_s, 0
+
+        def is_over() -> bool:
+            nonlocal end_s, seen
+            if not self._closing.is_set() and time.monotonic() > end_s and (size := _bytes_in(partial)) > seen:
+                end_s, seen = time.monotonic() + self._deadline_s, size
+            return self._closing.is_set() or time.monotonic() > end_s
+
+        return is_over
 
     def _send(self, save: _Save, part: RankPart, leader: LeaderFiles) -> None:
         """Of a rank on another machine: the part is written here and put where rank 0 waits for it."""
@@ -184,6 +197,8 @@ class Saver:
     def _give_up(self, save: _Save, reason: str) -> None:
         """Remove what was written, tell the other ranks why, and the user once: through rank 0 where it can be told."""
         if self._leader is not None:
+            if self._closing.is_set():
+                return  # rank 0 ends as well, and the network may be what has failed
             try:
                 self._leader.give_up(self._token, save.partial.name, self._rank, reason)
             except RefusedError:
@@ -235,6 +250,14 @@ def _reason(error: Exception) -> str:
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):  # renamed meanwhile
+            total += entry.stat().st_size
+    return total
 
 
 def _seems_whole(folder: Path) -> bool:
