@@ -110,11 +110,12 @@ def test_close_ends_a_part_that_is_under_way(door: PlainDoor, tmp_path: Path, mo
 
 
 def test_a_part_that_grows_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[-1])
     is_over = Saver(0, 2, "word", deadline_s=10.0)._patience(tmp_path)
     found = []
     for now_s, content in ((9.0, b""), (11.0, b"a"), (20.0, b"a"), (22.0, b"ab"), (31.0, b"ab"), (33.0, b"ab")):
+        clock.append(now_s)
         (tmp_path / ".rank-1.safetensors.draft").write_bytes(content)
         found.append(is_over())
     assert found == [False, False, False, False, False, True]
