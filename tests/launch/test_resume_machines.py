@@ -27,7 +27,8 @@ from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.requests import Requests
 from uneven.launch.training import collect
-from uneven.results.checkpoint import read_checkpoint
+from uneven.results import saver
+from uneven.results.checkpoint import RankPart, read_checkpoint
 from uneven.results.state import TrainedState
 
 SAME = {"balanced": {**EXACT, "shares": (5, 2, 2)}, "cadence": {**CADENCE, "shares": (3, 1, 1)}}
@@ -136,6 +137,13 @@ def hide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return act
 
+    write = saver.write_rank_part
+
+    def write_where_it_belongs(partial: Path, rank: int, part: RankPart) -> None:
+        assert partial.absolute().is_relative_to(folder) == (rank == 0), f"rank {rank} writes to {partial}"
+        write(partial, rank, part)
+
+    monkeypatch.setattr(saver, "write_rank_part", write_where_it_belongs)  # called by threads of the saver
     monkeypatch.setattr(Path, "exists", lambda path, **o: not is_hidden(path) and exists(path, **o))
     for name, action in {"read_bytes": read_bytes, "open": open_file, "mkdir": mkdir}.items():
         monkeypatch.setattr(Path, name, guarded(action))
