@@ -43,7 +43,8 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    with suppress(FileNotFoundError):  # renamed by who waited for this file, and syncs what it renames
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -54,6 +55,39 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def partial_folder(folder: Path, token: str) -> Path:
+    """Where a checkpoint is written until it is whole; all ranks of a run share the token."""
+    return folder.with_name(f".{folder.name}.partial-{token}")
+
+
+def failure_mark(partial: Path) -> Path:
+    """The file by which a rank that could not write its part tells the others; its text says why."""
+    return partial.with_name(partial.name.replace(".partial-", ".failed-"))
+
+
+def leave_mark(mark: Path, why: str, writer: str) -> None:
+    """Write a failure mark, as far as the disk lets us; `writer` is a name that no other writer of it has."""
+    # In one piece: another rank reads it as soon as it is there, and an empty one would not tell it why.
+    draft = mark.with_name(f"{mark.name}_{writer.replace('.', '_').replace('-', '_')}")
+    try:
+        draft.write_text(why)
+        draft.rename(mark)
+    except OSError:
+        with suppress(OSError):  # on a full disk often an empty file fits, and that is enough
+            draft.unlink(missing_ok=True)
+            mark.touch()
+
+
+def read_mark(mark: Path) -> str | None:
+    """Why a save was given up: empty where nobody could write that; None where it was not."""
+    try:
+        return mark.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return ""
 
 
 def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:

@@ -158,6 +158,8 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     devices = (Device("cpu"), Device("cpu"))
+    lines = '["resume is given = False", "replay is given = False"]'  # as the other rank posts them
+    store = SimpleNamespace(set=lambda *_: None, wait=lambda *_: None, get=lambda _: lines)
 
     def rank(number: int, progress: str) -> str:
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
@@ -167,7 +169,9 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             is_alone=False,
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
-            roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("one", "two")),
+            roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("lab-a", "lab-b")),
+            environment=SimpleNamespace(rank=number, connect=lambda _: store),
+            starts=0,
         )
         preflight.prepare(TASK, config, context)
         return capsys.readouterr().err

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uneven.results.checkpoint import RankPart, Whole, partial_folder, seal, write_rank_part
+from uneven.files import partial_folder
+from uneven.results.checkpoint import RankPart, Whole, seal, write_rank_part
 
 RECORD: dict[str, Any] = {
     "slot": 4,

@@ -15,8 +15,9 @@ import torch
 
 from tests.results.checkpoints import RECORD, flip_byte, make_part, make_whole, write_checkpoint
 from uneven import InputError, TrainedState
+from uneven.files import partial_folder
 from uneven.results import checkpoint as module
-from uneven.results.checkpoint import partial_folder, read_checkpoint, seal, write_rank_part
+from uneven.results.checkpoint import read_checkpoint, seal, write_rank_part
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, prune, remove_partial
 from uneven.results.record import encode, read_record
 from uneven.results.tensor_file import open_tensors, write_tensors

@@ -98,6 +98,8 @@ class CheckpointCalls(LoopView):
         self._check_usable()
         if self.worker.saves.out is None:
             raise InputError("ddp.checkpoint() needs a folder to write to: pass out='runs/my-run' to Ddp.setup")
+        if self.worker.saves.why_not is not None:
+            raise InputError(f"ddp.checkpoint(): {self.worker.saves.why_not}")
         self.worker.wishes.requested.set()
 
     def _check_usable(self) -> None:

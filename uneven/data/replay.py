@@ -16,6 +16,7 @@ from uneven.errors import InputError
 from uneven.policy.axis import Axis
 from uneven.policy.recorded import RecordedShares, Round
 
+LOG = "log.json"
 # Settings that determine the slots and the arithmetic; with another value the replay would be a different run.
 _FIXED_SETTINGS = (
     *("batch_size", "accumulate", "global_batch_size", "memory_cap", "epochs", "max_steps", "seed"),
@@ -132,7 +133,7 @@ def _check_rounds(rounds: list[list[Round]], parts: list[list[tuple[int, int, in
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads((folder / "log.json").read_text())
+        record: dict[str, Any] = json.loads((folder / LOG).read_text())
         if record["version"] != 1:
             raise ValueError(f"version {record['version']}")
         if missing := {"ranks", "config", "dataset_samples", "slots"} - record.keys():

@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from uneven.machines.transfer import LeaderFiles
+
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.25
 _NAME = re.compile(r"uneven-(\d+)-(\d+)-")
@@ -21,16 +23,24 @@ _NAME = re.compile(r"uneven-(\d+)-(\d+)-")
 _live: set[Path] = set()  # the folders of this process's runs
 
 
-def make_private_folder() -> Path:
-    """A folder only this user can read, in shared memory where there is room; `remove` it in the end."""
+def make_private_folder(is_on_disk: bool = False) -> Path:
+    """A folder only this user can read, in shared memory where there is room; `remove` it in the end.
+
+    With `is_on_disk` it is for files that may be larger than memory, such as those of a checkpoint.
+    """
     has_room = (
         SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1 << 30
     )
-    home = SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
+    home = SHARED_MEMORY if has_room and not is_on_disk else Path(tempfile.gettempdir())
     remove_stale_runs(home)
     folder = Path(tempfile.mkdtemp(prefix=f"uneven-{_pid_namespace()}-{os.getpid()}-", dir=home))
     _live.add(folder)
     return folder
+
+
+def reach_leader(door: tuple[str, int, str] | None) -> LeaderFiles | None:
+    """The leader's file service, where this run has a leader; copies of its files go to a private folder."""
+    return None if door is None else LeaderFiles(door, lambda: make_private_folder(is_on_disk=True), remove)
 
 
 def remove(folder: Path) -> None:

@@ -27,10 +27,12 @@ from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
+from uneven.launch.cleanup import reach_leader
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
 from uneven.launch.requests import GRACE_S, Requests
+from uneven.launch.resume import content_lines
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
@@ -38,8 +40,9 @@ from uneven.train.worker import Worker
 _contexts: list["ProcessContext"] = []
 
 TELL_S = 2.0  # for a store that is there; a rank whose store is gone must not wait for it
-# Settings that may differ between ranks: only the first rank writes and prints.
-PER_RANK_SETTINGS = ("out", "overwrite", "progress")
+# Settings that may differ between ranks: only the first rank writes and prints, and the folders that others read may
+# have other paths on other machines; what is in them is compared (`content_lines`).
+PER_RANK_SETTINGS = ("out", "overwrite", "progress", "resume", "replay")
 
 
 def process_context() -> "ProcessContext":
@@ -91,6 +94,8 @@ class ProcessContext:
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the run that is on
         self._runs = 0
+        self.starts = 0  # runs that were to begin over several machines
+        self.leader = reach_leader(environment.door)
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under torchrun
 
@@ -180,6 +185,7 @@ class ProcessContext:
         def join(model: nn.Module) -> Group:
             axis, order = worker.engine.axis, worker.engine.order
             data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
+            data += content_lines(config)
             return self.join(model, rank_info, config, data)
 
         stop, save = requests.stop, requests.save
@@ -193,7 +199,9 @@ class ProcessContext:
         if devices is None:
             placed = None if self._roster is None else self._roster.devices
             devices = placed or (Device("cpu"),) * self.environment.world_size
-        return RankInfo(self.environment.rank, devices, roster=self.roster_of(devices), member=self.member)
+        roster = self.roster_of(devices)
+        leader = None if roster.is_one_machine else self.leader
+        return RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
 
     def join(
         self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, data: Sequence[str] = ()
@@ -249,6 +257,8 @@ class ProcessContext:
         if self._peers is not None:
             self._peers.close()
             self._peers = None
+        if self.leader is not None:
+            self.leader.close()
         rank_info, self._rank_info = self._rank_info, None
         self._worker = None
         if rank_info is not None:

@@ -21,6 +21,7 @@ from uneven.launch.script import check_script, refuse_plain_script, run_stoppabl
 from uneven.machines import ship
 from uneven.machines.addresses import choose_address, host_label, interface_of, unique_labels
 from uneven.machines.door import Door, listen
+from uneven.machines.file_service import FileService
 from uneven.machines.facts import collect_facts
 from uneven.machines.hosts import StartedHosts
 from uneven.machines.links import Listener, Peer, judge, reach
@@ -43,6 +44,7 @@ def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
     archive = ship.pack(script.resolve().parent) if options.ship else b""
     reporter = Reporter("lines")
     door = Door(listen(address, options.door_ports), options.token)
+    door.handlers["files"] = FileService().handle
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
     hosts: StartedHosts | None = None

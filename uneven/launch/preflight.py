@@ -27,7 +27,8 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
-from uneven.launch.resume import check_data, check_length, go_on_in_folder, plan_resume
+from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
+from uneven.launch.resume_machines import plan_over_machines
 from uneven.launch.streams import check_streams
 from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
@@ -57,11 +58,12 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     config, notes = settle(config, devices, local, machines)
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
-    finished: TrainedState | None = None
-    if config.resume is not None:
-        plan = plan_resume(task, config, len(devices))
-        config, finished = plan.config, plan.finished
-        notes += plan.notes
+    if len(local) < len(devices):
+        plan = plan_over_machines(task, config, context, context.roster_of(devices))
+    else:
+        plan = plan_resume(task, config, len(devices)) if config.resume is not None else ResumePlan(config, [])
+    config, finished = plan.config, plan.finished
+    notes += plan.notes
     if config.global_batch_size == "auto":
         config = _check_global_batch(task, config, len(devices))
     order = make_order(task, config)

@@ -5,6 +5,7 @@ by itself (train/resume.py). The data order, the samples of a slot and the seed 
 their number, policy and strategy may be others.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from torch import nn
 
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import EpochOrder, random_states_preserved
+from uneven.data.replay import LOG
 from uneven.errors import InputError
 from uneven.files import check_resumed_folder, folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole
-from uneven.results.record import read_record
+from uneven.results.record import RECORD, read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model, learn_sizes
 
@@ -72,6 +74,13 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     return ResumePlan(replace(config, resume=checkpoint.folder), notes)
 
 
+def follow_plan(task: Task, config: RunConfig, ranks: int, rank: int, folder: Path) -> RunConfig:
+    """The settings of another rank than 0, for a checkpoint that rank 0 has chosen, or a copy of it."""
+    checkpoint = read_checkpoint(folder, rank)
+    _model_check(task)(checkpoint)
+    return replace(_freeze(config, checkpoint, ranks), resume=folder)
+
+
 def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
     """Go on writing to a run's folder; checkpoints after the one that is resumed, and the result of a run that went to
     its end, are moved aside, or they would be taken for this run's. Returns lines to print."""
@@ -120,6 +129,18 @@ def check_data(config: RunConfig, axis: Axis, order: EpochOrder) -> None:
             f"checkpoint {config.resume}: {record['ledger']['trained']:,} steps are trained, and this run has only "
             f"{axis.total:,}; pass more epochs or max_steps"
         )
+
+
+def content_lines(config: RunConfig) -> list[str]:
+    """What a rank goes on from or repeats, by its content: other machines may hold a copy of it elsewhere."""
+    files = {"checkpoint": (config.resume, RECORD), "log to replay": (config.replay, LOG)}
+    return [
+        f"{what} = crc32 {crc32_of(folder / name):08x}" for what, (folder, name) in files.items() if folder is not None
+    ]
+
+
+def crc32_of(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
 
 
 def check_length(what: str, samples: int, axis: Axis) -> None:

@@ -243,6 +243,8 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
         yield start
     except BaseException as error:
         SIGNALS.discard(start.stoppable)
+        if context.leader is not None:
+            context.leader.close()
         if isinstance(error, Terminated):
             print(f"uneven: {NOTHING_TRAINED}", file=sys.stderr, flush=True)
             if config.out is not None and context.rank == 0:

@@ -11,9 +11,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
-from typing import Any
+from typing import Any, BinaryIO
 
 from uneven.errors import InputError
 
@@ -65,6 +66,37 @@ class Connection:
         if length > limit:
             raise WireError(f"a line of more than {limit} bytes")
         return parse_line(line)
+
+    def send_file(self, file: BinaryIO, size: int, stall_s: float, **header: Any) -> None:
+        """A line that says `size`, then so many bytes of a file, a piece at a time; no other line comes between.
+
+        WireError where the other side is gone, takes nothing for `stall_s`, or the file has become shorter; the
+        connection is then of no use, because the bytes that were promised are missing.
+        """
+        try:
+            with self._lock:
+                self._sock.settimeout(stall_s)
+                self._sock.sendall(json.dumps({**header, "size": size}).encode() + b"\n")
+                while size:
+                    if not (piece := file.read(min(size, CHUNK))):
+                        self.close()
+                        raise WireError(f"{size} bytes of the file are gone")
+                    self._sock.sendall(piece)
+                    size -= len(piece)
+        except WireError:
+            raise
+        except OSError as error:
+            raise WireError(f"the connection is lost: {error}") from error
+
+    def pieces(self, size: int, stall_s: float) -> Iterator[bytes]:
+        """The next `size` bytes, as they come; WireError where none comes for `stall_s`."""
+        while size:
+            if not self._received:
+                self._receive(time.monotonic() + stall_s, size)
+            piece = bytes(self._received[:size])
+            del self._received[: len(piece)]
+            size -= len(piece)
+            yield piece
 
     def close(self) -> None:
         """Ends a read in another thread too."""

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.files import sync_folder, write_atomically
+from uneven.files import failure_mark, sync_folder, write_atomically
 from uneven.results.record import RECORD, check_files, describe, encode, listed_files, read_record, record_head
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 
@@ -62,16 +62,6 @@ class Checkpoint:
     best: Mapping[str, Tensor] | None = None
 
 
-def partial_folder(folder: Path, token: str) -> Path:
-    """Where a checkpoint is written until it is whole; all ranks of a run share the token."""
-    return folder.with_name(f".{folder.name}.partial-{token}")
-
-
-def failure_mark(partial: Path) -> Path:
-    """The file by which a rank that could not write its part tells the others; its text says why."""
-    return partial.with_name(partial.name.replace(".partial-", ".failed-"))
-
-
 def write_rank_part(partial: Path, rank: int, part: RankPart) -> None:
     """Write this rank's files; its JSON comes last and in one piece, so rank 0 may rely on what it sees."""
     partial.mkdir(parents=True, exist_ok=True)
@@ -80,23 +70,30 @@ def write_rank_part(partial: Path, rank: int, part: RankPart) -> None:
     write_atomically(partial / f"rank-{rank}.json", content)
 
 
+def part_files(folder: Path, rank: int) -> list[Path]:
+    """What `write_rank_part` wrote, the JSON last: where it is, the part is whole."""
+    return [folder / f"rank-{rank}.safetensors", folder / f"rank-{rank}.json"]
+
+
 def seal(
     partial: Path,
     folder: Path,
     world_size: int,
     whole: Whole,
     is_cancelled: Callable[[], bool] = lambda: False,
+    places: Sequence[str] = (),
 ) -> None:
     """Rank 0: add what is everybody's, wait for the other ranks' parts, and give the folder its name.
 
     SaveGivenUpError where a part is still missing when `is_cancelled`, or where another rank has removed the folder.
+    `places` is how messages name each rank.
     """
     partial.mkdir(parents=True, exist_ok=True)
     files = {STATE: write_tensors(partial / STATE, whole.tensors)}
     if whole.best is not None:
         files[BEST] = write_tensors(partial / BEST, whole.best)
     for rank in range(world_size):
-        files.update(_wait_for_part(partial, rank, is_cancelled))
+        files.update(_wait_for_part(partial, rank, is_cancelled, places[rank] if places else f"rank {rank}"))
     record = {**record_head("checkpoint", files), "world_size": world_size}
     content = encode({**record, **{key: value for key, value in whole.record.items() if key not in record}})
     write_pieces(partial / RECORD, [content])
@@ -104,13 +101,13 @@ def seal(
     _put_in_place(partial, folder)
 
 
-def _wait_for_part(partial: Path, rank: int, is_cancelled: Callable[[], bool]) -> dict[str, FileSum]:
+def _wait_for_part(partial: Path, rank: int, is_cancelled: Callable[[], bool], place: str) -> dict[str, FileSum]:
     path = partial / f"rank-{rank}.json"
     while not path.exists():
         if not partial.exists() or failure_mark(partial).exists():
             raise SaveGivenUpError(OTHER_RANK)
         if is_cancelled():
-            raise SaveGivenUpError(f"rank {rank} has not written its part")
+            raise SaveGivenUpError(f"{place} has not written its part")
         time.sleep(POLL_S)
     content = path.read_bytes()
     return {f"rank-{rank}.safetensors": FileSum.from_json(json.loads(content)["file"]), path.name: FileSum.of(content)}

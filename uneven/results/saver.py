@@ -7,12 +7,15 @@ writes (results/checkpoint.py); rank 0's also waits for the other ranks' parts a
 Invariants: at most one save at a time. A save that fails costs nothing but itself: it never raises into training, the
 older checkpoints are not touched, nothing half-written stays, and one line tells the user. All ranks start the same
 saves in the same order, so the number of a save is the same on all of them.
+
+A rank on another machine than rank 0 writes its part to a private folder there and sends it to rank 0's folder through
+the leader (machines/transfer.py); the leader tells it whether another rank has given up, and tells the others.
 """
 
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +24,15 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from uneven.errors import InputError
-from uneven.files import why_not_written
+from uneven.files import failure_mark, leave_mark, partial_folder, read_mark, why_not_written
+from uneven.machines.transfer import LeaderFiles, RefusedError
+from uneven.machines.wire import WireError
 from uneven.results.checkpoint import (
     OTHER_RANK,
     RankPart,
     SaveGivenUpError,
     Whole,
-    failure_mark,
-    partial_folder,
+    part_files,
     seal,
     write_rank_part,
 )
@@ -49,12 +53,26 @@ class _Save:
 
 
 class Saver:
-    """The saves of one rank. `token` is a random word that all ranks of the run share and other runs do not."""
+    """The saves of one rank. `token` is a random word that all ranks of the run share and other runs do not.
 
-    def __init__(self, rank: int, world_size: int, token: str, deadline_s: float = 600.0) -> None:
+    `places` is how messages name each rank; `leader` is given on ranks of other machines than rank 0's.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        token: str,
+        deadline_s: float = 600.0,
+        *,
+        places: Sequence[str] = (),
+        leader: LeaderFiles | None = None,
+    ) -> None:
         self.saved: list[Path] = []  # on rank 0: the checkpoints written, in order
         self.notes: list[str] = []  # lines for the user, until `take_notes`
         self._rank, self._world_size, self._token = rank, world_size, token
+        self._places = tuple(places) or tuple(f"rank {number}" for number in range(world_size))
+        self._leader = leader
         self._deadline_s = deadline_s  # how long rank 0 waits for the other ranks' parts
         self._jobs: SimpleQueue[_Save | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -62,7 +80,7 @@ class Saver:
         self._taken, self._idle, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._taken.set()
         self._idle.set()
-        self._marks: list[Path] = []
+        self._homes: set[Path] = set()  # the folders in which there may be marks of failed saves
         self._count = 0
 
     def start(self, folder: Path, take: Take, after: Callable[[], None] | None = None) -> None:
@@ -74,6 +92,7 @@ class Saver:
         self.finish()
         partial = partial_folder(folder, f"{self._token}_{self._count}")
         self._count += 1
+        self._homes.add(folder.parent)
         self._idle.clear()
         self._taken.clear()
         if self._thread is None:
@@ -105,12 +124,15 @@ class Saver:
     def close(self) -> None:
         """End the thread. A save that still waits for other ranks is given up; call `finish` first to have it."""
         self._closing.set()
+        if self._leader is not None:
+            self._leader.hang_up()
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
-        for mark in self._marks if self._rank == 0 else ():
-            mark.unlink(missing_ok=True)
+        for home in self._homes if self._rank == 0 else ():
+            for mark in home.glob(f".*.failed-{self._token}_*"):
+                mark.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         while (save := self._jobs.get()) is not None:
@@ -137,44 +159,67 @@ class Saver:
         save.needed = _size(part.tensors) * self._world_size
         if whole is not None:
             save.needed += _size(whole.tensors) + _size(whole.best or {})
+        if self._leader is not None:
+            self._send(save, part, self._leader)
+            return
         mark = failure_mark(save.partial)
         if mark.exists():
             raise SaveGivenUpError(OTHER_RANK)
         write_rank_part(save.partial, self._rank, part)
         if self._rank == 0:
             assert whole is not None, "rank 0 gives what is everybody's"
-            end = time.monotonic() + self._deadline_s
-            is_over = lambda: self._closing.is_set() or time.monotonic() > end  # noqa: E731
-            seal(save.partial, save.folder, self._world_size, whole, is_over)
+            seal(save.partial, save.folder, self._world_size, whole, self._patience(save.partial), self._places)
             self.saved.append(save.folder)
         elif mark.exists():  # it may have come after this rank's look, and the folder been made again
             raise SaveGivenUpError(OTHER_RANK)
 
+    def _patience(self, partial: Path) -> Callable[[], bool]:
+        """Whether rank 0 waits no longer: nothing came for `deadline_s`. Over a slow link a part takes its time."""
+        end_s, seen = time.monotonic() + self._deadline_s, 0
+
+        def is_over() -> bool:
+            nonlocal end_s, seen
+            if not self._closing.is_set() and time.monotonic() > end_s and (size := _bytes_in(partial)) > seen:
+                end_s, seen = time.monotonic() + self._deadline_s, size
+            return self._closing.is_set() or time.monotonic() > end_s
+
+        return is_over
+
+    def _send(self, save: _Save, part: RankPart, leader: LeaderFiles) -> None:
+        """Of a rank on another machine: the part is written here and put where rank 0 waits for it."""
+        own = leader.scratch / save.partial.name
+        try:
+            write_rank_part(own, self._rank, part)
+            leader.put(self._token, save.partial.name, part_files(own, self._rank))
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
     def _give_up(self, save: _Save, reason: str) -> None:
         """Remove what was written, tell the other ranks why, and the user once: through rank 0 where it can be told."""
+        if self._leader is not None:
+            if self._closing.is_set():
+                return  # rank 0 ends as well, and the network may be what has failed
+            try:
+                self._leader.give_up(self._token, save.partial.name, self._rank, reason)
+            except RefusedError:
+                pass  # rank 0 has ended its saves
+            except WireError:
+                self._note(f"checkpoint {save.folder} is not saved: {reason}, on {self._place}; training goes on")
+            return
         mark = failure_mark(save.partial)
         is_told = mark.exists()
         if is_told:
-            with suppress(OSError):
-                reason = mark.read_text() or reason
+            reason = read_mark(mark) or reason
         else:
-            self._tell_others(mark, f"{reason}, on rank {self._rank}")
+            leave_mark(mark, f"{reason}, on {self._place}", str(self._rank))
             is_told = mark.exists()
-        self._marks.append(mark)
         shutil.rmtree(save.partial, ignore_errors=True)
         if self._rank == 0 or not is_told:
             self._note(self._failure_line(save, reason))
 
-    def _tell_others(self, mark: Path, text: str) -> None:
-        # In one piece: another rank reads it as soon as it is there, and an empty one would not tell it why.
-        draft = mark.with_name(f"{mark.name}_{self._rank}")
-        try:
-            draft.write_text(text)
-            draft.rename(mark)
-        except OSError:
-            with suppress(OSError):  # on a full disk often an empty file fits, and that is enough
-                draft.unlink(missing_ok=True)
-                mark.touch()
+    @property
+    def _place(self) -> str:
+        return self._places[self._rank]
 
     def _failure_line(self, save: _Save, reason: str) -> str:
         parent = save.folder.parent
@@ -205,6 +250,14 @@ def _reason(error: Exception) -> str:
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):  # renamed meanwhile
+            total += entry.stat().st_size
+    return total
 
 
 def _seems_whole(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from uneven.comm.group import Group
 from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
+from uneven.machines.transfer import LeaderFiles
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.timeline.timeline import Timeline
@@ -41,14 +42,19 @@ class RankInfo:
         roster: Roster | None = None,
         member: str | None = None,
         generation: int = 0,
+        leader: LeaderFiles | None = None,
     ) -> None:
-        """`roster` says on which machines the devices are; without one they are all on this machine."""
+        """`roster` says on which machines the devices are; without one they are all on this machine.
+
+        `leader` reaches rank 0's folders from other machines, where the run has a leader that serves them.
+        """
         self.rank = rank
         self.devices = tuple(devices)  # of all ranks, in rank order
         self.roster = roster or Roster.on_one_machine(self.devices)
         assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
+        self.leader = leader
         self._group: Group | None = None
 
     @property
@@ -58,6 +64,18 @@ class RankInfo:
     @property
     def world_size(self) -> int:
         return len(self.devices)
+
+    @property
+    def is_with_first(self) -> bool:
+        """Whether this rank is on the machine of rank 0, which writes the results."""
+        return self.roster.machines[self.rank] == self.roster.machines[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """How messages name each rank: with its host, where there are several."""
+        if self.roster.is_one_machine:
+            return tuple(f"rank {rank}" for rank in range(self.world_size))
+        return tuple(f"rank {rank} on {self.roster.host(rank)}" for rank in range(self.world_size))
 
     @property
     def has_cuda(self) -> bool:

@@ -25,7 +25,7 @@ from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.config import MonitorMode, read_every
-from uneven.errors import NotFiniteError
+from uneven.errors import InputError, NotFiniteError
 from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import RankPart, Whole
@@ -36,6 +36,7 @@ from uneven.results.state_tree import split_tree
 from uneven.train.engine import Engine
 from uneven.train.random_state import capture_random
 from uneven.train.run_record import RunRecord
+from uneven.train.shared_folder import open_to_machines
 from uneven.train.user_state import user_state
 
 Take = Callable[[], dict[str, Tensor]]
@@ -48,20 +49,51 @@ class Saves:
         self._engine, self._run = engine, run
         self._saver: Saver | None = None
         self._last: Path | None = None
+        self._token = ""
+        self._notes: list[str] = []
         self.out: Path | None = None  # rank 0's: others need not have been given any
+        self.why_not: str | None = None  # no checkpoint can be taken of ranks on several machines; all know the same
 
     def connect(self) -> None:
         """When the group has formed; a collective: all ranks write to one folder, under a name no other run has."""
         info, out = self._engine.rank_info, self._engine.config.out
         own = {"out": None if out is None else str(out.absolute()), "token": secrets.token_hex(4)}
         agreed = json.loads(gather_bytes(info.group, json.dumps(own if info.rank == 0 else None).encode())[0])
-        self.out = None if agreed["out"] is None else Path(agreed["out"])
-        self._saver = Saver(info.rank, info.world_size, agreed["token"])
+        self.out, self._token = None if agreed["out"] is None else Path(agreed["out"]), agreed["token"]
+        leader = None if info.is_with_first else info.leader
+        self._saver = Saver(info.rank, info.world_size, self._token, places=info.places, leader=leader)
         if self.out is not None and info.rank == 0:
             remove_partial(self.out)
+        if self.out is not None and (why_not := self._open(self.out)) is not None:
+            if (save_every := self._engine.config.save_every) is not None:
+                raise InputError(f"save_every={save_every!r}: {why_not}")
+            self._note(f"Ctrl-C and SIGTERM will save the state, and no checkpoint to go on from: {why_not}")
         if self._copies_late:
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
                 optimizer.register_step_pre_hook(lambda *_: self.wait_taken())
+
+    def _open(self, folder: Path) -> str | None:
+        """Let all ranks bring their parts to a folder of rank 0's; why they cannot, the same on all; a collective."""
+        self.why_not = open_to_machines(self._engine.rank_info, folder, self._token)
+        return self.why_not
+
+    def folder_when_stopped(self) -> Path | None:
+        """Where a run that stops is saved: a new folder if it has no `out`; None where it cannot be; a collective."""
+        folder = self.out
+        if folder is None:
+            folder = folder_of_stopped_run(self._engine.rank_info.group)
+            self._open(folder)
+        return folder if self.can_save() else None
+
+    def can_save(self) -> bool:
+        """The same on all ranks; where not, rank 0 says why."""
+        if self.why_not is not None:
+            self._note(f"no checkpoint is saved: {self.why_not}")
+        return self.why_not is None
+
+    def _note(self, line: str) -> None:
+        if self._engine.rank_info.rank == 0:
+            self._notes.append(line)
 
     def name_at(self, slot: int) -> str:
         """The folder's name of a checkpoint at this slot."""
@@ -176,11 +208,15 @@ class Saves:
             self._saver.finish()
 
     def close(self) -> None:
+        info = self._engine.rank_info
+        if info.rank == 0 and info.leader is not None and self._token:
+            info.leader.withdraw(self._token)
         if self._saver is not None:
             self._saver.close()
 
     def take_notes(self) -> list[str]:
-        return [] if self._saver is None else self._saver.take_notes()
+        notes, self._notes = self._notes, []
+        return notes if self._saver is None else notes + self._saver.take_notes()
 
     def result(self, stopped: str | None) -> TrainedState:
         """What the run returns: its last tensors, or those that a callback has kept."""
@@ -271,9 +307,10 @@ class Saves:
 
 
 def folder_of_stopped_run(group: Group) -> Path:
-    """A new folder for a run without `out`, the same on all ranks; a collective."""
-    name = time.strftime("interrupted-%Y%m%d-%H%M%S")
-    return Path("runs") / gather_bytes(group, name.encode())[0].decode()
+    """A new folder for a run without `out`, that of rank 0 on all ranks; a collective."""
+    own = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
+    first = Path(gather_bytes(group, str(own.absolute()).encode())[0].decode())
+    return own if group.rank == 0 else first
 
 
 def param_names(engine: Engine) -> list[str]:

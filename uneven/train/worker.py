@@ -38,7 +38,7 @@ from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
 from uneven.train.run_record import RunRecord
-from uneven.train.saves import Saves, folder_of_stopped_run
+from uneven.train.saves import Saves
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
 
@@ -361,7 +361,7 @@ class Worker:
         self.recorder.enter("checkpoint")
         self.synchronizer.average_buffers()
         self.run.saves.append(slot)
-        if self.saves.out is None:
+        if self.saves.out is None or not self.saves.can_save():
             return False  # a replay without a folder: only what a checkpoint changes is repeated
         folder = self.saves.out / self.saves.name_at(slot)
         self._save(folder, "request" if self.wishes.requested.is_set() else "interval")
@@ -391,5 +391,5 @@ class Worker:
             self.run.stop_rounds.append(len(self.engine.rounds) - 1)
         else:
             self.run.saves.append(ledger.trained)
-        folder = self.saves.out or folder_of_stopped_run(self.group)
-        self._save(folder / f"step-{ledger.trained}", "stop")
+        if (folder := self.saves.folder_when_stopped()) is not None:
+            self._save(folder / f"step-{ledger.trained}", "stop")
