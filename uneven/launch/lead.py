@@ -21,8 +21,8 @@ from uneven.launch.script import check_script, refuse_plain_script, run_stoppabl
 from uneven.machines import ship
 from uneven.machines.addresses import choose_address, host_label, interface_of, unique_labels
 from uneven.machines.door import Door, listen
-from uneven.machines.file_service import FileService
 from uneven.machines.facts import collect_facts
+from uneven.machines.file_service import FileService
 from uneven.machines.hosts import StartedHosts
 from uneven.machines.links import Listener, Peer, judge, reach
 from uneven.machines.options import LeadOptions
