@@ -32,6 +32,7 @@ from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
+from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
@@ -205,6 +206,9 @@ class ProcessContext:
         self._refuse_second_group()
         is_single = rank_info.world_size == 1
         rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data))
+        if not rank_info.roster.is_one_machine:
+            store = self.environment.connect(f"run/{self._runs}/clock")
+            rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
         self._rank_info = rank_info
         if self.environment.launcher == "torchrun" and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
