@@ -31,6 +31,7 @@ from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
 from uneven.launch.requests import GRACE_S, Requests
+from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
@@ -94,6 +95,7 @@ class ProcessContext:
         self._runs = 0
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under torchrun
+        self._progress: SharedProgress | None = None  # of the run that is on, over several machines
 
     @property
     def is_alone(self) -> bool:
@@ -177,6 +179,8 @@ class ProcessContext:
     ) -> Worker:
         """The Worker of this rank: the only place where one is made. Its group forms when the worker joins."""
         rank_info = self.make_rank_info(devices)
+        if not rank_info.roster.is_one_machine:
+            report = self._progress = SharedProgress(report, rank_info.roster, rank_info.rank)
 
         def join(model: nn.Module) -> Group:
             axis, order = worker.engine.axis, worker.engine.order
@@ -209,6 +213,8 @@ class ProcessContext:
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
+        if self._progress is not None:
+            self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
         self._rank_info = rank_info
         if self.environment.launcher == "torchrun" and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
@@ -251,6 +257,9 @@ class ProcessContext:
         if self._peers is not None:
             self._peers.close()
             self._peers = None
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         rank_info, self._rank_info = self._rank_info, None
         self._worker = None
         if rank_info is not None:

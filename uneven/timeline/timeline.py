@@ -195,6 +195,12 @@ class RankRound:
     steps_late: int
     divergence: float
 
+    @property
+    def mb_per_s(self) -> float | None:
+        """What was summed over the time that it took, once all ranks had joined; None where one is not known."""
+        summed_ns = self.averaged_ns - self.joined_ns
+        return None if not self.wire_bytes or summed_ns <= 0 else 1e3 * self.wire_bytes / summed_ns
+
 
 def rank_rounds(events: Iterable[Event]) -> list[RankRound]:
     """The rounds among the events, in the order of the events."""
