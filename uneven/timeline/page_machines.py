@@ -138,7 +138,7 @@ def machine_table(timeline: Timeline) -> str:
 def _cells(link: Link) -> list[str]:
     machine = link.machine
     error = "" if machine.error_ns is None else f"<small>+-{format_ns(machine.error_ns)}</small>"
-    clock = "reference" if machine.number == 0 else f"{machine.offset_ns / 1e9:+,.3f} s{error}"
+    clock = "reference" if machine.number == 0 else f"{_signed(machine.offset_ns)}{error}"
     clock = clock if machine.readings or machine.number == 0 else "not compared"
     size = link.round_bytes if link.rounds else link.step_bytes
     time_ms = link.round_ms if link.rounds else link.step_ms
@@ -152,3 +152,7 @@ def _cells(link: Link) -> list[str]:
         "" if link.mb_per_s is None else f"{short(link.mb_per_s)} MB/s",
         format_bytes(link.total_bytes) if size is not None else "",
     ]
+
+
+def _signed(ns: int) -> str:
+    return f"{ns / 1e9:+,.3f} s" if abs(ns) >= 1e9 else f"{'-' if ns < 0 else '+'}{format_ns(abs(ns))}"
