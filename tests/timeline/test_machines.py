@@ -88,6 +88,24 @@ def test_a_cold_start_names_the_host() -> None:
     assert [start.device for start in cold_starts(make_machines(9))][3] == "cpu@3 on laptop"
 
 
+def test_a_table_and_a_chart_show_clocks_and_links() -> None:
+    pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
+    from uneven.timeline.charts import TimeAxis
+    from uneven.timeline.page_machines import link_chart, machine_table
+
+    table = machine_table(make_machines(9)).partition("<tbody>")[2]
+    assert re.findall(r"<tr><th>(.*?)</th>", table) == HOSTS
+    bert = re.findall(r"<td>(.*?)</td>", table)[8:16]
+    assert bert[:2] == ["1, 2", "+60.000 s<small>+-0.21 ms</small>"]
+    assert bert[3:] == ["8", "178.5 kB", "4 ms", "44.6 MB/s", "1.4 MB"]
+    chart = link_chart(make_machines(9), {}, TimeAxis.until(1.0, ["0: cpu"]))
+    assert chart is not None
+    assert [key.label for key in chart.keys] == HOSTS
+    assert machine_table(make_run(steps=9)) == ""
+    assert link_chart(make_run(steps=9), {}, TimeAxis.until(1.0, ["0: cpu"])) is None
+
+
+@pytest.mark.soak
 def test_a_page_groups_the_lanes_by_machine(tmp_path: Path) -> None:
     pytest.importorskip("bokeh", reason="pages need bokeh: pip install -e '.[pages]'")
     from uneven.timeline.page import write_page

@@ -24,15 +24,16 @@ class ClockSample(NamedTuple):
 
 def ask_clock(store: Store, name: str, clock: Clock) -> list[ClockSample]:
     """Called by one rank while another calls `serve_clock` with the same name; a name is used once."""
-    samples = []
-    for number in range(ROUND_TRIPS):
-        answer = f"{name}/{number}/answer"
+    answers = [f"{name}/{number}/answer" for number in range(ROUND_TRIPS)]
+    times = []
+    for number, answer in enumerate(answers):
         sent_ns = clock()
         store.set(f"{name}/{number}/ask", "")
         store.wait([answer])
-        received_ns = clock()  # before `get`, which takes a round trip more
-        samples.append(ClockSample(sent_ns, int(store.get(answer)), received_ns))
-    return samples
+        times.append((sent_ns, clock()))
+    # Read together and afterwards: each reading would be a round trip more.
+    served = [int(text) for text in store.multi_get(answers)]
+    return [ClockSample(sent, there, received) for (sent, received), there in zip(times, served, strict=True)]
 
 
 def serve_clock(store: Store, name: str, clock: Clock) -> None:
