@@ -8,6 +8,8 @@ from torch import nn
 from uneven import TensorData, fit
 from uneven.hardware.interference import Counters, Interference
 from uneven.launch.run import summary_lines
+from uneven.results.state import TrainedState
+from uneven.timeline.clock import ClockReading, Machine
 from uneven.timeline.record import Event
 
 IDLE = Counters(
@@ -23,9 +25,9 @@ IDLE = Counters(
 CALM = replace(IDLE, time_s=10.0, busy_s=18.0, own_cpu_s=18.0)
 
 
-def lines_of(end: Counters) -> str:
+def trained() -> TrainedState:
     x = torch.randn(32, 4)
-    state = fit(
+    return fit(
         model=lambda: nn.Linear(4, 2),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         step=lambda model, batch: model(batch[0]).square().mean(),
@@ -35,10 +37,27 @@ def lines_of(end: Counters) -> str:
         devices="cpu",
         progress="off",
     )
+
+
+def lines_of(end: Counters) -> str:
+    state = trained()
     assert state.timeline is not None
     measured = Event(0, 0, "shares", {"slot": 0, "shares": [8], "alone": [100.0]})
     timeline = replace(state.timeline, events=[measured, *state.timeline.events])
     return "\n".join(summary_lines(state, timeline, Interference.between(IDLE, end)))
+
+
+def test_several_machines_are_named_with_their_ranks() -> None:
+    state = trained()
+    assert state.timeline is not None
+    first, second = Machine(0, "pc-anna"), Machine(1, "pc-bert", (ClockReading(0, 5, 5),))
+    round_ = {"round": 1, "met_ms_ago": 4.0, "back_ms_ago": 2.0, "left_ms_ago": 5.0, "bytes": 3_000_000}
+    timeline = replace(state.timeline, machines=(first, second), events=[Event(10**9, 0, "round", round_)])
+    _, rank, network, *_ = summary_lines(state, timeline, Interference.between(IDLE, CALM))
+    assert rank.startswith("  cpu on pc-anna: compute ")
+    assert network == "  network: 3 MB a round, 1,500 MB/s (slowest: pc-anna)"
+    alone, *_ = summary_lines(state, state.timeline, Interference.between(IDLE, CALM))[1:]
+    assert alone.startswith("  cpu: ")
 
 
 def test_an_undisturbed_run_is_put_beside_what_its_devices_do_alone() -> None:

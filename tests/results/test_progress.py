@@ -1,6 +1,7 @@
 """What the launcher shows of its ranks' heartbeats. Not on a terminal, rich draws them once, at the end."""
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,23 @@ def test_an_evaluation_is_named(last_frame) -> None:  # type: ignore[no-untyped-
 def test_devices_of_one_name_are_told_apart_by_rank(last_frame) -> None:  # type: ignore[no-untyped-def]
     _, *devices = last_frame([status(1000, "cpu"), status(1000, "cpu"), status(500, "cpu@0.5")])
     assert [line.split("\u2501")[0].strip() for line in devices] == ["cpu #0", "cpu #1", "cpu@0.5"]
+
+
+def test_devices_of_several_machines_stand_below_the_name_of_theirs(last_frame) -> None:  # type: ignore[no-untyped-def]
+    anna, bert = {"machine": 0, "host": "pc-anna"}, {"machine": 1, "host": "pc-bert"}
+    ranks = [status(2000, "cuda:0", **anna), status(800, "cpu", **bert), status(1000, "cpu@0.4", **anna)]
+    ranks.append(status(200, "cpu", **bert))
+    whole, *rows = last_frame(ranks)
+    assert "40 %" in whole
+    names = [re.split(r"\u2501|share", row)[0].rstrip() for row in rows]
+    assert names == ["  pc-anna", "    cuda:0", "    cpu@0.4", "  pc-bert", "    cpu #1", "    cpu #3"]
+    assert [row.split("share ")[1].split()[0] for row in rows] == ["75", "50", "25", "25", "20", "5"]
+    assert [row.split()[-1] for row in rows] == ["750", "500", "250", "250", "200", "50"]
+    # The section of a machine is that of its devices together.
+    line = "\u2501"
+    anna_row, *of_anna = rows[:3]
+    assert anna_row.count(line) == sum(row.count(line) for row in of_anna)
+    assert rows[3].index(line) == anna_row.rindex(line) + 1
 
 
 def test_a_rank_that_trained_nothing_yet_is_shown_too(last_frame) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,10 @@
 """Synthetic timelines of any size, with everything that a page can show."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
+from uneven.timeline.clock import ClockReading, Machine
 from uneven.timeline.record import Event, account_of
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Lane, Timeline
@@ -42,6 +44,29 @@ def make_run(ranks: int = 2, steps: int = 120, epochs: int = 3, seed: int = 0) -
         for t in range(100 * MS, end, 100 * MS)
     ]
     return Timeline(timeline.lanes, timeline.accounts, sorted(events, key=lambda event: event.t_ns), samples)
+
+
+def make_machines(steps: int = 120) -> Timeline:
+    """A run on three machines with 1 + 2 + 1 devices, whose clocks were compared at its start and its end."""
+    run = make_run(ranks=4, steps=steps)
+    places = (0, 1, 1, 2)
+    end = run.lanes[0].spans[-1][2]
+    machines = (
+        Machine(0, "pc-anna"),
+        Machine(
+            1, "pc-bert", (ClockReading(-60_000 * MS, 60_000 * MS, 180_000), ClockReading(end, 60_001 * MS, 210_000))
+        ),
+        Machine(2, "laptop", (ClockReading(0, -3_600_000 * MS, 2 * MS), ClockReading(end, -3_600_000 * MS - 40, MS))),
+    )
+    lanes = [replace(lane, machine=places[lane.rank]) for lane in run.lanes]
+    events = []
+    for event in run.events:
+        if event.kind == "round":  # the laptop is on a slow link
+            slow = {"met_ms_ago": 11.0 + event.fields["round"], "left_ms_ago": 20.0} if event.rank == 3 else {}
+            event = replace(event, fields=event.fields | slow)
+        events.append(event)
+    samples = [replace(sample, machine=machine) for sample in run.samples for machine in range(3)]
+    return Timeline(lanes, run.accounts, events, samples, machines)
 
 
 def _events(rank: int, ranks: int, end: int, epochs: int) -> list[Event]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.timeline.synthetic import lanes_of, make_run
+from tests.timeline.synthetic import lanes_of, make_machines, make_run
 from uneven.timeline.export import save_timeline, to_trace
 from uneven.timeline.record import Event
 from uneven.timeline.timeline import Timeline
@@ -72,7 +72,9 @@ def no_constant(text: str) -> float:
     raise AssertionError(f"{text} is not JSON")
 
 
-@pytest.mark.parametrize("timeline", [make_run(), make_run(ranks=1, epochs=1), lanes_of([("compute", 5)])])
+@pytest.mark.parametrize(
+    "timeline", [make_run(), make_run(ranks=1, epochs=1), make_machines(9), lanes_of([("compute", 5)])]
+)
 def test_every_event_follows_the_rules_of_the_format(timeline: Timeline, tmp_path: Path) -> None:
     save_timeline(timeline, tmp_path)
     trace = json.loads((tmp_path / "trace.json").read_text(), parse_constant=no_constant)
@@ -114,7 +116,7 @@ def test_a_round_in_the_background_has_a_lane_of_its_own() -> None:
         ("sum", 15_000, 3_000),
         ("waiting for its merge", 18_000, 2_000),
     ]
-    assert rounds[0]["args"] == {"bytes": 1000, "cost_ms": 0.5, "steps_late": 0}
+    assert rounds[0]["args"] == {"bytes": 1000, "cost_ms": 0.5, "steps_late": 0, "mb_per_s": pytest.approx(1 / 3)}
     assert {entry["tid"] for entry in entries if entry["ph"] == "X"} == {10, 20, 21}  # rank 0's round has no stages
 
 

@@ -33,7 +33,9 @@ from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
+from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
+from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
@@ -98,6 +100,7 @@ class ProcessContext:
         self.leader = reach_leader(environment.door)
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under torchrun
+        self._progress: SharedProgress | None = None  # of the run that is on, over several machines
 
     @property
     def is_alone(self) -> bool:
@@ -181,6 +184,8 @@ class ProcessContext:
     ) -> Worker:
         """The Worker of this rank: the only place where one is made. Its group forms when the worker joins."""
         rank_info = self.make_rank_info(devices)
+        if not rank_info.roster.is_one_machine:
+            report = self._progress = SharedProgress(report, rank_info.roster, rank_info.rank)
 
         def join(model: nn.Module) -> Group:
             axis, order = worker.engine.axis, worker.engine.order
@@ -213,6 +218,11 @@ class ProcessContext:
         self._refuse_second_group()
         is_single = rank_info.world_size == 1
         rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data))
+        if not rank_info.roster.is_one_machine:
+            store = self.environment.connect(f"run/{self._runs}/clock")
+            rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
+        if self._progress is not None:
+            self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
         self._rank_info = rank_info
         if self.environment.launcher == "torchrun" and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
@@ -259,6 +269,9 @@ class ProcessContext:
             self._peers = None
         if self.leader is not None:
             self.leader.close()
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         rank_info, self._rank_info = self._rank_info, None
         self._worker = None
         if rank_info is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
 from uneven.timeline.cold_start import cold_starts, describe_cold_starts
 from uneven.timeline.export import save_timeline
+from uneven.timeline.links import describe_links, machine_links
+from uneven.timeline.page import write_page
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
 
@@ -311,10 +314,19 @@ def save_results(
     state.save(config.out)
     try:
         save_timeline(state.timeline, config.out)
+        _write_machines_page(state, state.timeline, config.out)
     except OSError as error:
         raise folder_error(config.out, error) from error
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
+
+
+def _write_machines_page(state: TrainedState, timeline: Timeline, out: Path) -> None:
+    """All ranks of several machines on one page, where bokeh is installed: no machine alone can show them."""
+    if timeline.is_one_machine or find_spec("bokeh") is None:
+        return
+    facts = {"machines": ", ".join(machine.host for machine in timeline.machines), "samples": f"{state.samples:,}"}
+    write_page(out / "timeline.html", timeline, state.history, f"Run {out.name}", facts)
 
 
 def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
@@ -346,10 +358,9 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
         own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
         own = state.rank_samples[lane.rank]
         share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
-        lines.append(
-            f"  {lane.device}: {share}{spent}; outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
-        )
-    lines += describe_cold_starts(cold_starts(timeline))
+        outside = f"outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
+        lines.append(f"  {timeline.name(lane)}: {share}{spent}; {outside}")
+    lines += describe_cold_starts(cold_starts(timeline)) + describe_links(machine_links(timeline))
     alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
     if interference.is_disturbed:
         lines.append(f"  {interference.describe()} Do not compare this speed with another.")

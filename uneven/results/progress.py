@@ -3,8 +3,8 @@
 A Reporter gets its figures in one of two ways: a process that trains calls it directly (it is a Report, see
 train/rank_info.py), and the launcher hands it the heartbeats of its ranks. On several devices the first bar is the run
 as a whole, from 0 to 100 %. Below it each device has a section of that bar, as long as the samples it has trained,
-with its share, its speed and, where params are averaged, its round. All of it goes to stderr: a script's own output
-stays clean.
+with its share, its speed and, where params are averaged, its round. Devices of several machines stand below the name
+of theirs, which has the section of them all. All of it goes to stderr: a script's own output stays clean.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress import Progress, ProgressColumn, Task
+from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Column
@@ -60,6 +60,7 @@ class Reporter:
         self._title = title
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
+        self._headings: dict[int, TaskID] = {}  # of machines, where there are several
         self._epochs = 0
         self._shown_epochs = 0  # of the history in rank 0's heartbeats
         self._shown_notes = 0
@@ -96,13 +97,20 @@ class Reporter:
         if self._bar is None:
             self._open(None, [self._title])
         if all("own" in status for status in statuses):
-            self._draw_ranks(statuses)
+            assert self._bar is not None, "opened above"
+            self._draw_ranks(self._bar, statuses)
         if self._block is not None:
             self._block.update()
 
+    def devices(self, statuses: Sequence[dict[str, Any]]) -> None:
+        """For a rank that trains and is told of the others: their sections, as `ranks` draws them. On any thread."""
+        bar = self._bar
+        if bar is not None and all("own" in status for status in statuses):
+            self._draw_ranks(bar, statuses)
+
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
         del own_samples
-        if self._bar is None:
+        if self._bar is None or len(self._tasks) > 1:  # `devices` draws the bar of the run, too
             return
         before, then_s = self._last
         if training_s - then_s >= 0.5:
@@ -152,35 +160,59 @@ class Reporter:
         assert self._bar is not None, "opened by the caller"
         self._bar.update(self._tasks[0], steps=steps)
 
-    def _draw_ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
-        assert self._bar is not None, "opened by the caller"
+    def _draw_ranks(self, bar: Progress, statuses: Sequence[dict[str, Any]]) -> None:
         total, trained = statuses[0]["total"], sum(status["own"] for status in statuses)
+        machines = _machines(statuses)
         if len(self._tasks) == 1:
-            self._bar.reset(self._tasks[0], total=total)  # the time until now was the start's
-            self._bar_steps(statuses[0]["steps"] if statuses[0].get("has_max_steps") else None)
-            names = _names([status.get("device", "rank") for status in statuses])
-            self._tasks += [self._bar.add_task(f"  {name}", total=total, speed="", part=(0.0, 0.0)) for name in names]
+            bar.reset(self._tasks[0], total=total)  # the time until now was the start's
+            bar.update(self._tasks[0], steps=statuses[0]["steps"] if statuses[0].get("has_max_steps") else None)
+            self._tasks += self._add_ranks(bar, statuses, machines, total)
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
         last = statuses[0].get("history", [{}])[-1]
         is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
         done = trained if total is None else total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
-        self._bar.update(
-            self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses)
-        )
+        bar.update(self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses))
         begin = 0.0
-        for place, (task, status) in enumerate(zip(self._tasks[1:], statuses, strict=True)):
-            share = status["own"] / max(1, trained)
-            end = begin + (share if total is None else share * done / total)
-            self._bar.update(
-                task,
-                part=(begin, end),
-                colour=_COLOURS[place % len(_COLOURS)],
-                share=share,
-                speed=_speed(status["own"], status["seconds"]),
-                rest=describe_rounds(status.get("rounds", {})),
-            )
-            begin = end
+        for machine, ranks in machines.items():
+            first = begin
+            for rank in ranks:
+                status = statuses[rank]
+                share = status["own"] / max(1, trained)
+                end = begin + (share if total is None else share * done / total)
+                bar.update(
+                    self._tasks[1 + rank],
+                    part=(begin, end),
+                    colour=_COLOURS[rank % len(_COLOURS)],
+                    share=share,
+                    speed=_speed(status["own"], status["seconds"]),
+                    rest=describe_rounds(status.get("rounds", {})),
+                )
+                begin = end
+            if (heading := self._headings.get(machine)) is not None:
+                own = sum(statuses[rank]["own"] for rank in ranks)
+                speed = _speed(own, max(statuses[rank]["seconds"] for rank in ranks))
+                bar.update(heading, part=(first, begin), colour="default", share=own / max(1, trained), speed=speed)
+
+    def _add_ranks(
+        self,
+        bar: Progress,
+        statuses: Sequence[dict[str, Any]],
+        machines: Mapping[int, Sequence[int]],
+        total: int | None,
+    ) -> list[TaskID]:
+        """A bar per rank, those of a machine below its name; returned in rank order."""
+        found: dict[int, TaskID] = {}
+        for machine, ranks in machines.items():
+            indent = "  "
+            if len(machines) > 1:
+                host = statuses[ranks[0]].get("host", f"machine {machine}")
+                self._headings[machine] = bar.add_task(f"  {host}", total=total, speed="", part=(0.0, 0.0))
+                indent = "    "
+            names = _names([statuses[rank].get("device", "rank") for rank in ranks], ranks)
+            for rank, name in zip(ranks, names, strict=True):
+                found[rank] = bar.add_task(indent + name, total=total, speed="", part=(0.0, 0.0))
+        return [found[rank] for rank in range(len(statuses))]
 
     def _loss_or_phase(self, statuses: Sequence[dict[str, Any]]) -> str:
         """The loss, or the phase where no rank trains. A rank that has just merged a round has no loss yet."""
@@ -289,9 +321,15 @@ def _remaining_columns(task: Task) -> str:
     return "  ".join([word for word in words if word] + [f"ETA {_clock(task.time_remaining)}"] * has_eta)
 
 
-def _names(devices: Sequence[str]) -> list[str]:
-    """The devices by name; those that share a name, with their rank."""
-    return [name if devices.count(name) == 1 else f"{name} #{rank}" for rank, name in enumerate(devices)]
+def _machines(statuses: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """The ranks of each machine, in the order of their numbers."""
+    places = [int(status.get("machine", 0)) for status in statuses]
+    return {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
+
+
+def _names(devices: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    """The devices of a machine by name; those that share a name, with their rank."""
+    return [name if devices.count(name) == 1 else f"{name} #{rank}" for rank, name in zip(ranks, devices, strict=True)]
 
 
 def _speed(samples: int, seconds: float) -> str:

@@ -45,7 +45,8 @@ def cold_starts(timeline: Timeline) -> list[RankStart]:
         steps = tuple((event.fields["slot"], event.fields["ms"] / 1e3) for event in events if "slot" in event.fields)
         is_waiting = slowest is not None and lane.rank in ready and lane.rank != slowest
         waited_s = (ready[slowest] - ready[lane.rank]) / 1e9 if is_waiting and slowest is not None else 0.0
-        found.append(RankStart(lane.rank, lane.device, phases, waited_s, slowest if is_waiting else None, steps))
+        name = timeline.name(lane)
+        found.append(RankStart(lane.rank, name, phases, waited_s, slowest if is_waiting else None, steps))
     return found
 
 

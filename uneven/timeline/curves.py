@@ -30,7 +30,6 @@ from uneven.timeline.charts import (
 )
 from uneven.timeline.idle import mean_sampled
 from uneven.timeline.record import Event
-from uneven.timeline.sample import Sample
 from uneven.timeline.thin import busy_shares, evenly_spaced, thin_samples
 from uneven.timeline.timeline import Lane, Timeline
 
@@ -42,8 +41,8 @@ BIN_NS = 100_000_000  # the interval of the sampler
 
 def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
     """How busy each device was according to its lane, and the sampled utilisation of the machine."""
-    samples = thin_samples(timeline.samples, MAX_POINTS)
-    top = max([100.0, *(sample.process_cpu for sample in samples)])
+    samples = timeline.samples
+    top = max([100.0, *(sample.process_cpu for sample in thin_samples(samples, MAX_POINTS))])
     fig = time_figure("busy", 260, axis, "% busy", Range1d(start=0.0, end=1.06 * top))
     chart = Chart(fig)
     mark_epochs(fig, epochs)
@@ -60,13 +59,17 @@ def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
         name = f"rank {lane.rank}: {lane.device} computes"
         line = _Line(f"busy-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
         _draw_steps(chart, line, table, f"rank-{lane.rank}", _mean_busy(lane))
-    _draw_samples(chart, samples, mean_sampled(timeline))
+    for number in sorted({sample.machine for sample in samples}):
+        _draw_samples(chart, timeline, number)
     return chart
 
 
-def _draw_samples(chart: Chart, samples: Sequence[Sample], means: Mapping[str, float]) -> None:
-    if not samples:
-        return
+def _draw_samples(chart: Chart, timeline: Timeline, number: int) -> None:
+    """What a machine sampled of itself; its lines carry its name where there are several."""
+    samples = thin_samples([sample for sample in timeline.samples if sample.machine == number], MAX_POINTS)
+    means = mean_sampled(timeline, machine=number)
+    ranks = [lane.rank for lane in timeline.lanes if lane.machine == number]
+    of, own = ("", "") if timeline.is_one_machine else (f"{timeline.machines[number].host}: ", f"-{number}")
     gpus = sorted({gpu[0] for sample in samples for gpu in sample.gpus})
     utilisations = [{index: used for index, used, _ in sample.gpus} for sample in samples]
     table = source(
@@ -77,10 +80,12 @@ def _draw_samples(chart: Chart, samples: Sequence[Sample], means: Mapping[str, f
             **{f"gpu {index}": _float32([by_gpu.get(index) for by_gpu in utilisations]) for index in gpus},
         }
     )
-    lines = {"cpu": _Line("busy-cpu", "all cores", "ink", "dotted", 1.2)}
-    lines["process"] = _Line("busy-process", "rank 0's process (100 per core)", "faint", "dashdot", 1.2)
+    process = f"{of}rank {min(ranks, default=0)}'s process (100 per core)"
+    lines = {"cpu": _Line(f"busy-cpu{own}", f"{of}all cores", "ink", DASHES[(2 + number) % len(DASHES)], 1.2)}
+    lines["process"] = _Line(f"busy-process{own}", process, "faint", DASHES[(3 + number) % len(DASHES)], 1.2)
     for index in gpus:
-        lines[f"gpu {index}"] = _Line(f"busy-gpu-{index}", f"GPU {index} (NVML)", rank_colour(index), "dotted", 1.2)
+        name = f"{of}GPU {index} (NVML)"
+        lines[f"gpu {index}"] = _Line(f"busy-gpu-{index}{own}", name, rank_colour(index), "dotted", 1.2)
     for name, line in lines.items():
         # A sample covers the time before it.
         _draw_steps(chart, line, table, name, means.get(name), "before")

@@ -4,15 +4,20 @@ launch/run.py calls `save_timeline` at the end of a run, and users read the file
 
 JSON, version 1:
   version, unit ("ns since the run's start"), states,
-  ranks: [{rank, device, end, starts: [...], states: [...codes into `states`]}],
+  machines: [{machine, host, offset_ns, error_ns, drift_ppm, readings: [[at_ns, offset_ns, error_ns]]}],
+  ranks: [{rank, device, machine, host, end, starts: [...], states: [...codes into `states`]}],
   accounts: [{rank, seconds, shares, training_s, wall_s}],
   events: [{t, rank, kind, ...fields}],
   cold_start: [{rank, device, phases: {name: seconds}, waited_s, waited_for, steps: [[slot, seconds]]}],
-  samples: [{t, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
-CSV columns: t_ms, rank, kind, ms, fields (JSON). `kind` is a state, an event's kind or "sample".
+  links: [{machine, host, ranks, rounds, round_bytes, round_ms, mb_per_s, steps, step_bytes, step_ms, total_bytes}],
+  samples: [{t, machine, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
+All times are on the clock of machine 0. `offset_ns` was added to those of another machine, more or less as it drifted
+(`readings`, on its own clock); they may be off by `error_ns`. Files of earlier versions have no machines and no links.
+CSV columns: t_ms, rank, kind, ms, fields (JSON), machine, host. `kind` is a state, an event's kind, "sample", or
+"clock": a row for each of several machines, with its offset_ms, error_ms and drift_ppm in the fields.
 trace.json is in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process
-per rank, with a thread for its lane and one for its rounds in the background, and one more process whose counters are
-the machine samples. Its times are in microseconds.
+per rank, with a thread for its lane and one for its rounds in the background, and one more process per machine whose
+counters are its samples. Its times are in microseconds. `otherData` holds the machines.
 """
 
 import csv
@@ -22,8 +27,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from uneven.timeline.clock import Machine
 from uneven.timeline.cold_start import cold_starts
-from uneven.timeline.timeline import RankRound, Timeline, rank_rounds
+from uneven.timeline.links import machine_links
+from uneven.timeline.timeline import HERE, RankRound, Timeline, rank_rounds
 
 MAX_TRACE_SPANS = 200_000  # of the whole trace
 
@@ -32,7 +39,11 @@ TraceEvent = dict[str, Any]
 
 def save_timeline(timeline: Timeline, folder: Path) -> None:
     """Write the three files into a folder that exists."""
-    record = {**timeline.to_json(), "cold_start": [start.to_json() for start in cold_starts(timeline)]}
+    record = {
+        **timeline.to_json(),
+        "cold_start": [start.to_json() for start in cold_starts(timeline)],
+        "links": [link.to_json() for link in machine_links(timeline)],
+    }
     (folder / "timeline.json").write_text(json.dumps(record))
     (folder / "timeline.csv").write_text(to_csv(timeline))
     (folder / "trace.json").write_text(json.dumps(to_trace(timeline), separators=(",", ":")))
@@ -40,27 +51,41 @@ def save_timeline(timeline: Timeline, folder: Path) -> None:
 
 def to_csv(timeline: Timeline) -> str:
     """All spans, events and samples, ordered by time."""
-    rows: list[tuple[int, int | str, str, int, dict[str, Any]]] = []
+    hosts = {machine.number: machine.host for machine in timeline.machines or (HERE,)}
+    place_of = {lane.rank: lane.machine for lane in timeline.lanes}
+    rows: list[tuple[int, int | str, str, int, dict[str, Any], int]] = []
+    if not timeline.is_one_machine:
+        rows += [(0, "", "clock", 0, _clock_fields(machine), machine.number) for machine in timeline.machines]
     for lane in timeline.lanes:
-        rows += [(start, lane.rank, state, stop - start, {}) for state, start, stop in lane.spans]
-    rows += [(e.t_ns, e.rank, e.kind, 0, e.fields) for e in timeline.events]
-    rows += [(s.t_ns, "", "sample", 0, s.fields()) for s in timeline.samples]
+        rows += [(start, lane.rank, state, stop - start, {}, lane.machine) for state, start, stop in lane.spans]
+    rows += [(e.t_ns, e.rank, e.kind, 0, e.fields, place_of[e.rank]) for e in timeline.events]
+    rows += [(s.t_ns, "", "sample", 0, s.fields(), s.machine) for s in timeline.samples]
     rows.sort(key=lambda row: row[0])
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["t_ms", "rank", "kind", "ms", "fields"])
-    for t_ns, rank, kind, length, fields in rows:
-        writer.writerow([f"{t_ns / 1e6:.4f}", rank, kind, f"{length / 1e6:.4f}", json.dumps(fields) if fields else ""])
+    writer.writerow(["t_ms", "rank", "kind", "ms", "fields", "machine", "host"])
+    for t_ns, rank, kind, length, fields, machine in rows:
+        text = json.dumps(fields) if fields else ""
+        writer.writerow([f"{t_ns / 1e6:.4f}", rank, kind, f"{length / 1e6:.4f}", text, machine, hosts[machine]])
     return out.getvalue()
+
+
+def _clock_fields(machine: Machine) -> dict[str, Any]:
+    error_ms = None if machine.error_ns is None else machine.error_ns / 1e6
+    return {"offset_ms": machine.offset_ns / 1e6, "error_ms": error_ms, "drift_ppm": round(machine.drift_ppm, 3)}
 
 
 def to_trace(timeline: Timeline, max_spans: int = MAX_TRACE_SPANS) -> dict[str, Any]:
     """The whole trace. Only the `max_spans` longest spans are kept; `otherData` records how many were left out."""
     shortest_ns, facts = _min_length(timeline, max_spans)
+    facts["machines"] = [
+        {"machine": machine.number, "host": machine.host, **_clock_fields(machine)} for machine in timeline.machines
+    ]
+    order = sorted(timeline.lanes, key=lambda lane: (lane.machine, lane.rank))
     entries: list[TraceEvent] = []
     for lane in timeline.lanes:
         pid, tid = _pid(lane.rank), _tid(lane.rank)
-        entries += _process_metadata(pid, f"rank {lane.rank}: {lane.device}", lane.rank)
+        entries += _process_metadata(pid, f"rank {lane.rank}: {timeline.name(lane)}", order.index(lane))
         entries += _thread_metadata(pid, tid, "lane", 0)
         entries += [
             {"ph": "X", "name": state, "pid": pid, "tid": tid, "ts": first / 1e3, "dur": (last - first) / 1e3}
@@ -133,6 +158,7 @@ def _round_entries(round_: RankRound) -> list[TraceEvent]:
     assert round_.snapshot_ns is not None, "only rounds that were recorded with the times of their stages"
     whole = {"ph": "X", "pid": _pid(round_.rank), "tid": _tid(round_.rank) + 1}
     args = {"bytes": round_.wire_bytes, "cost_ms": round_.cost_ms, "steps_late": round_.steps_late}
+    args |= {} if round_.mb_per_s is None else {"mb_per_s": round_.mb_per_s}
     stages = [
         ("waiting for the others", round_.snapshot_ns, round_.joined_ns),
         ("sum", round_.joined_ns, round_.averaged_ns),
@@ -147,11 +173,13 @@ def _round_entries(round_: RankRound) -> list[TraceEvent]:
 
 
 def _counters(timeline: Timeline) -> list[TraceEvent]:
-    if not timeline.samples:
-        return []
-    pid = max((_pid(lane.rank) for lane in timeline.lanes), default=0) + 1
-    entries = _process_metadata(pid, "machine", pid)
+    first = max((_pid(lane.rank) for lane in timeline.lanes), default=0) + 1
+    entries: list[TraceEvent] = []
+    for machine in sorted({sample.machine for sample in timeline.samples}):
+        name = "machine" if timeline.is_one_machine else f"machine {timeline.machines[machine].host}"
+        entries += _process_metadata(first + machine, name, first + machine)
     for sample in timeline.samples:
+        pid = first + sample.machine
         counters: list[tuple[str, dict[str, float]]] = [
             ("cpu %", {"all cores": sample.cpu}),
             ("process %", {"100 per core": sample.process_cpu}),

@@ -68,17 +68,18 @@ def mean_utilisation(lane: Lane) -> float:
     return account.shares["compute"]
 
 
-def mean_sampled(timeline: Timeline, between_ns: tuple[int, int] | None = None) -> dict[str, float]:
-    """The time-weighted mean of each sampled utilisation in percent: "cpu", "process" (100 per core), "gpu 0" ...
+def mean_sampled(timeline: Timeline, between_ns: tuple[int, int] | None = None, machine: int = 0) -> dict[str, float]:
+    """The time-weighted mean of what a machine sampled, in percent: "cpu", "process" (100 per core), "gpu 0" ...
 
     A sample covers the time since the previous one, so the first sample only marks where that time begins. A device
     without samples in the interval has no entry.
     """
-    first_ns, last_ns = between_ns or (0, max((sample.t_ns for sample in timeline.samples), default=0))
+    samples = [sample for sample in timeline.samples if sample.machine == machine]
+    first_ns, last_ns = between_ns or (0, max((sample.t_ns for sample in samples), default=0))
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
     previous_ns: int | None = None
-    for sample in timeline.samples:
+    for sample in samples:
         weight = 0 if previous_ns is None else min(sample.t_ns, last_ns) - max(previous_ns, first_ns)
         previous_ns = sample.t_ns
         if weight <= 0:

@@ -16,16 +16,21 @@ from uneven.timeline.charts import (
     Level,
     TimeAxis,
     add_tooltip,
+    format_bytes,
+    format_ns,
     mark_epochs,
     paint,
     source,
     thin_epochs,
     time_figure,
 )
+from uneven.timeline.clock import Machine
 from uneven.timeline.idle import Gap
+from uneven.timeline.links import short
+from uneven.timeline.page_machines import HEADING, draw_headings
 from uneven.timeline.record import NOT_TRAINING, STATES, TRAINING, Event
 from uneven.timeline.thin import Piece, bin_spans, evenly_spaced, thin_spans
-from uneven.timeline.timeline import Lane, RankRound, Timeline
+from uneven.timeline.timeline import HERE, Lane, RankRound, Timeline
 
 # Limits on what is drawn, so that a browser stays fluid and the page small.
 MAX_PIECES = 16_000  # of all lanes together, zoomed in
@@ -41,25 +46,26 @@ MAX_LABELS = 10  # of epochs
 IDLE = (0.82, 0.92)
 LANE = (0.30, 0.78)
 ROUNDS = (0.10, 0.22)
+Bases = dict[int, float]  # rank -> the bottom of its lane
 
 # Events that are drawn elsewhere and get no marker of their own.
-_DRAWN_ELSEWHERE = {"epoch", "evaluated", "round", "shares", "share", "counts", "anchor", "memory"}
+_DRAWN_ELSEWHERE = {"epoch", "evaluated", "round", "shares", "share", "counts", "anchor", "memory", "traffic"}
 
 
 def lane_chart(
     timeline: Timeline, gaps: Sequence[Gap], rounds: Sequence[RankRound], epochs: Epochs, axis: TimeAxis
 ) -> Chart:
-    """A lane per rank, rank 0 on top."""
-    count = len(timeline.lanes)
-    fig = time_figure("lanes", 100 + 74 * count, axis, "", Range1d(start=-0.02, end=count + 0.25))
-    base = {lane.rank: count - 1 - place for place, lane in enumerate(timeline.lanes)}
+    """A lane per rank, rank 0 on top; those of one machine together, below its name."""
+    base, headings, top = _place_lanes(timeline)
+    fig = time_figure("lanes", round(100 + 74 * top), axis, "", Range1d(start=-0.02, end=top + 0.25))
     ticks = {base[lane.rank] + sum(LANE) / 2: lane_label(lane) for lane in timeline.lanes}
     fig.yaxis.update(ticker=FixedTicker(ticks=list(ticks)), major_label_overrides=ticks)
     fig.ygrid.update(visible=False)
     chart = Chart(fig)
     chart.notes.append("Above a lane: its idle gaps of 1 ms or more. Hover over a gap to see its causes.")
     mark_epochs(fig, epochs)
-    _label_epochs(fig, epochs, count)
+    _label_epochs(fig, epochs, top)
+    draw_headings(chart, timeline, headings, axis)
     _draw_states(chart, timeline, base)
     _draw_gaps(chart, gaps, base)
     _draw_rounds(chart, rounds, base)
@@ -67,11 +73,27 @@ def lane_chart(
     return chart
 
 
+def _place_lanes(timeline: Timeline) -> tuple[Bases, list[tuple[Machine, float]], float]:
+    """The bottom of every lane, that of every machine's heading where there are several, and the top of all."""
+    base: Bases = {}
+    headings: list[tuple[Machine, float]] = []
+    at = 0.0
+    groups = [(machine, timeline.lanes_of(machine)) for machine in timeline.machines or (HERE,)]
+    for machine, lanes in reversed(groups):  # from the bottom to the top
+        for lane in reversed(lanes):
+            base[lane.rank] = at
+            at += 1.0
+        if len(groups) > 1:
+            headings.append((machine, at))
+            at += HEADING
+    return base, headings, at
+
+
 def lane_label(lane: Lane) -> str:
     return f"{lane.rank}: {lane.device}"
 
 
-def _label_epochs(fig: figure, epochs: Epochs, top: int) -> None:
+def _label_epochs(fig: figure, epochs: Epochs, top: float) -> None:
     shown = thin_epochs(epochs, MAX_LABELS)
     columns = {"x": list(shown.values()), "y": [top] * len(shown), "name": [f"epoch {number}" for number in shown]}
     # To the left of the line, since the line of the last epoch is at the end of the chart.
@@ -80,7 +102,7 @@ def _label_epochs(fig: figure, epochs: Epochs, top: int) -> None:
     paint(text, "epoch-names", "faint")
 
 
-def _draw_states(chart: Chart, timeline: Timeline, base: dict[int, int]) -> None:
+def _draw_states(chart: Chart, timeline: Timeline, base: Bases) -> None:
     """Long lanes are drawn at two levels of detail, since pieces narrower than a pixel blend with the background."""
     thinned = [(lane.rank, *thin_spans(lane.spans, max(100, MAX_PIECES // len(base)))) for lane in timeline.lanes]
     fine = [(rank, piece) for rank, pieces, _ in thinned for piece in pieces]
@@ -108,19 +130,19 @@ def _draw_states(chart: Chart, timeline: Timeline, base: dict[int, int]) -> None
     if grain:
         spans = sum(len(lane.spans) for lane in timeline.lanes)
         chart.notes.append(
-            f"Of {spans:,} spans, those shorter than about {_time(grain)} stay stacked at every zoom; timeline.json "
-            "has them all."
+            f"Of {spans:,} spans, those shorter than about {format_ns(grain)} stay stacked at every zoom; "
+            "timeline.json has them all."
         )
 
 
-def _draw_level(fig: figure, level: Level, pieces: Sequence[tuple[int, Piece]], base: dict[int, int]) -> None:
+def _draw_level(fig: figure, level: Level, pieces: Sequence[tuple[int, Piece]], base: Bases) -> None:
     for state in STATES:
         own = [(rank, piece) for rank, piece in pieces if piece.state == state]
         if own:
             _draw_state(fig, state, level, own, base)
 
 
-def _draw_state(fig: figure, state: str, level: Level, own: Sequence[tuple[int, Piece]], base: dict[int, int]) -> None:
+def _draw_state(fig: figure, state: str, level: Level, own: Sequence[tuple[int, Piece]], base: Bases) -> None:
     low, height = LANE[0], LANE[1] - LANE[0]
     # Neighbouring columns overlap slightly, or the background would show between them.
     overlap = 0.3 * min(piece.end_ns - piece.start_ns for _, piece in own) if level == "coarse" else 0.0
@@ -143,7 +165,7 @@ def _draw_state(fig: figure, state: str, level: Level, own: Sequence[tuple[int, 
     )
 
 
-def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: dict[int, int]) -> None:
+def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: Bases) -> None:
     shown = sorted(gaps, key=lambda gap: -gap.length_ns)[:MAX_GAPS]
     if not shown:
         return
@@ -154,7 +176,7 @@ def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: dict[int, int]) -> None:
         "top": np.array([base[gap.rank] + IDLE[1] for gap in shown], dtype=np.float32),
         "ms": np.array([gap.length_ns / 1e6 for gap in shown], dtype=np.float32),
         "rank": np.array([gap.rank for gap in shown], dtype=np.uint16),
-        "causes": ["<br>".join(f"{cause} {_time(ns)}" for cause, ns in gap.parts) for gap in shown],
+        "causes": ["<br>".join(f"{cause} {format_ns(ns)}" for cause, ns in gap.parts) for gap in shown],
     }
     fig = chart.figure
     boxes = fig.quad(left="left", right="right", bottom="bottom", top="top", source=source(columns), fill_alpha=0.75)
@@ -168,7 +190,7 @@ def _draw_gaps(chart: Chart, gaps: Sequence[Gap], base: dict[int, int]) -> None:
         )
 
 
-def _draw_rounds(chart: Chart, rounds: Sequence[RankRound], base: dict[int, int]) -> None:
+def _draw_rounds(chart: Chart, rounds: Sequence[RankRound], base: Bases) -> None:
     shown = evenly_spaced(rounds, MAX_ROUNDS)
     if not shown:
         return
@@ -200,8 +222,8 @@ def _draw_rounds(chart: Chart, rounds: Sequence[RankRound], base: dict[int, int]
 
 
 _ROUND_TOOLTIP = (
-    "<b>round @number</b>, rank @rank<br>@bytes sent<br>@cost{0.[00]} ms of its own time, @wait{0.[00]} ms of waiting"
-    "<br>merged @late steps late, divergence @divergence{0.0000}"
+    "<b>round @number</b>, rank @rank<br>@bytes sent@speed<br>@cost{0.[00]} ms of its own time, @wait{0.[00]} ms of "
+    "waiting<br>merged @late steps late, divergence @divergence{0.0000}"
 )
 
 
@@ -209,7 +231,10 @@ def _round_columns(rounds: Sequence[RankRound]) -> dict[str, object]:
     return {
         "number": np.array([round_.number for round_ in rounds], dtype=np.int32),
         "rank": np.array([round_.rank for round_ in rounds], dtype=np.uint16),
-        "bytes": ["bytes unknown" if round_.wire_bytes is None else _bytes(round_.wire_bytes) for round_ in rounds],
+        "bytes": [
+            "bytes unknown" if round_.wire_bytes is None else format_bytes(round_.wire_bytes) for round_ in rounds
+        ],
+        "speed": ["" if round_.mb_per_s is None else f", {short(round_.mb_per_s)} MB/s" for round_ in rounds],
         "cost": np.array([round_.cost_ms for round_ in rounds], dtype=np.float32),
         "wait": np.array([round_.wait_ms for round_ in rounds], dtype=np.float32),
         "late": np.array([round_.steps_late for round_ in rounds], dtype=np.int32),
@@ -223,7 +248,7 @@ def _draw_stage(
     colour: str,
     rounds: Sequence[RankRound],
     ends: Sequence[tuple[int, int]],
-    base: dict[int, int],
+    base: Bases,
 ) -> None:
     columns = {
         "left": [start / 1e9 for start, _ in ends],
@@ -239,7 +264,7 @@ def _draw_stage(
     add_tooltip(fig, [paint(boxes, name, colour)], f"<b>round @number</b> {texts[name]}<br>@ms{{0.[00]}} ms")
 
 
-def _draw_events(chart: Chart, events: Sequence[Event], base: dict[int, int]) -> None:
+def _draw_events(chart: Chart, events: Sequence[Event], base: Bases) -> None:
     shown = evenly_spaced(events, MAX_EVENTS)
     if not shown:
         return
@@ -258,11 +283,3 @@ def _draw_events(chart: Chart, events: Sequence[Event], base: dict[int, int]) ->
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _time(ns: float) -> str:
-    return f"{ns / 1e9:.2f} s" if ns >= 1e9 else f"{ns / 1e6:.3g} ms" if ns >= 1e4 else f"{ns / 1e3:.3g} us"
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"

@@ -24,6 +24,7 @@
       }
       for (const thing of fig.center) {
         if (thing.grid_line_color !== undefined) thing.grid_line_color = colour("line");
+        if (thing.text_color !== undefined && thing.tags.length) thing.text_color = colour(thing.tags[0]);
       }
       for (const tool of fig.toolbar.tools) {
         if (tool.overlay?.tags?.length) tool.overlay.line_color = colour(tool.overlay.tags[0]);

@@ -65,6 +65,7 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     from uneven.timeline.charts import Chart, TimeAxis
     from uneven.timeline.curves import anchor_chart, busy_chart, entry_key, metric_charts, shares_chart
     from uneven.timeline.lanes import lane_chart, lane_label
+    from uneven.timeline.page_machines import link_chart, machine_table
 
     axis = TimeAxis.until(
         max(lane.spans[-1][2] for lane in timeline.lanes) / 1e9, [lane_label(lane) for lane in timeline.lanes]
@@ -74,18 +75,27 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
     long_gaps = [gap for gap in gaps if gap.length_ns >= MIN_GAP_NS]
     lanes = lane_chart(timeline, long_gaps, rank_rounds(timeline.events), ends, axis)
     busy = busy_chart(timeline, ends, axis)
+    links = link_chart(timeline, ends, axis)
     shares_and_anchor = [shares_chart(timeline, ends, axis), anchor_chart(timeline, ends, axis)]
     entries = [event for event in timeline.events if event.kind in ENTRIES and "epoch" in event.fields]
     metrics = metric_charts(history, {entry_key(event.fields): event.t_ns / 1e9 for event in entries}, axis)
-    charts = [lanes, busy, *(chart for chart in shares_and_anchor if isinstance(chart, Chart)), *metrics]
+    charts = [
+        lanes,
+        *([links] if links else []),
+        busy,
+        *(chart for chart in shares_and_anchor if isinstance(chart, Chart)),
+        *metrics,
+    ]
     document = Document()
     with document.models.freeze():  # bokeh would look through all charts again with each one that is added
         for chart in charts:
             document.add_root(chart.figure)
     script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
     html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
+    is_several = not timeline.is_one_machine
     sections = [
         _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps)) + _cold_table(timeline)),
+        *([_section("Machines and links", machine_table(timeline) + html.get("links", ""))] if is_several else []),
         _section("Utilisation", html["busy"]),
         _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
         _section("Loss and metrics", _metrics_html(metrics, html)),
@@ -156,7 +166,7 @@ def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -
             f'<td style="--part: {100 * value / wall:.1f}%">{value:.2f} s<small>{100 * value / wall:.1f} %</small></td>'
             for value in values
         )
-        rows.append(f"<tr><th>{lane.rank}: {escape(lane.device)}</th>{cells}</tr>")
+        rows.append(f"<tr><th>{lane.rank}: {escape(timeline.name(lane))}</th>{cells}</tr>")
     return (
         '<h3>Time by cause</h3><div class="wide"><table id="idle"><thead><tr>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"

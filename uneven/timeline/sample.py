@@ -22,6 +22,7 @@ class Sample:
     ram_bytes: int
     process_bytes: int
     gpus: tuple[tuple[int, float, int], ...]  # (index, utilisation, memory used)
+    machine: int = 0
 
     def fields(self) -> dict[str, Any]:
         """All fields but the time, as in the JSON."""
@@ -31,6 +32,7 @@ class Sample:
             "ram_bytes": self.ram_bytes,
             "process_bytes": self.process_bytes,
             "gpus": [list(gpu) for gpu in self.gpus],
+            "machine": self.machine,
         }
 
 

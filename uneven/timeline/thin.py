@@ -133,6 +133,7 @@ def _mean_sample(samples: Sequence[Sample]) -> Sample:
         ram_bytes=int(mean([sample.ram_bytes for sample in samples])),
         process_bytes=int(mean([sample.process_bytes for sample in samples])),
         gpus=tuple(gpus),
+        machine=samples[0].machine,
     )
 
 

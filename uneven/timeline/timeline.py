@@ -1,7 +1,8 @@
 """A run's timeline: the state of every rank's device at every moment, with events and machine samples.
 
 The worker makes one per rank with `Timeline.of`, the launcher merges them, and idle, lanes, curves, page and export
-read the result. Invariant: the spans of a lane are in order and have no gaps. The JSON form is described in export.py.
+read the result. Merged, all times are on the clock of the first machine (clock.py). Invariant: the spans of a lane are
+in order and have no gaps. The JSON form is described in export.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,10 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from uneven.timeline.clock import Machine, unite
 from uneven.timeline.record import STATES, Account, Event, Recorder, Span, account_of, device_spans
 from uneven.timeline.sample import Sample
 
 VERSION = 1
+HERE = Machine(0, "localhost")
 
 
 @dataclass(frozen=True)
@@ -22,55 +25,93 @@ class Lane:
     rank: int
     device: str
     spans: list[Span]
+    machine: int = 0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything recorded about a run; times are in ns since the start of the run."""
+    """Everything recorded about a run; times are in ns since the start of the run.
+
+    `machines` is in the order of their numbers; empty where the timeline was recorded before runs had several.
+    """
 
     lanes: list[Lane]
     accounts: list[Account]
     events: list[Event]
     samples: list[Sample]
+    machines: tuple[Machine, ...] = ()
 
     @classmethod
     def of(
-        cls, recorder: Recorder, device: str, samples: list[Sample], busy: Sequence[tuple[int, int]] = ()
+        cls,
+        recorder: Recorder,
+        device: str,
+        samples: list[Sample],
+        busy: Sequence[tuple[int, int]] = (),
+        machine: Machine = HERE,
     ) -> "Timeline":
-        """One rank's timeline in the machine's monotonic clock; `merge` subtracts the start of the run.
+        """One rank's timeline in its machine's monotonic clock, which `merge` aligns with that of other machines.
 
         `busy` holds the intervals in which a CUDA device computed. If it is given, the lane shows the device, not the
         host.
         """
         spans = recorder.spans()
-        if not busy:
-            return cls([Lane(recorder.rank, device, spans)], [recorder.account()], list(recorder.events), samples)
-        spans = device_spans(spans, busy)
-        account = account_of(recorder.rank, spans)
-        return cls([Lane(recorder.rank, device, spans)], [account], list(recorder.events), samples)
+        account = recorder.account()
+        if busy:
+            spans = device_spans(spans, busy)
+            account = account_of(recorder.rank, spans)
+        lane = Lane(recorder.rank, device, spans, machine.number)
+        own = [replace(sample, machine=machine.number) for sample in samples]
+        return cls([lane], [account], list(recorder.events), own, (machine,))
 
     @classmethod
     def merge(cls, parts: Sequence["Timeline"]) -> "Timeline":
-        """One timeline of all ranks. Ranks on one machine share a clock, so their times need no alignment."""
-        start = min(lane.spans[0][1] for part in parts for lane in part.lanes)
-        return cls(
-            [
-                Lane(lane.rank, lane.device, [(state, a - start, b - start) for state, a, b in lane.spans])
-                for part in parts
-                for lane in part.lanes
-            ],
-            [account for part in parts for account in part.accounts],
-            sorted(
-                (replace(event, t_ns=event.t_ns - start) for part in parts for event in part.events),
-                key=lambda event: event.t_ns,
-            ),
-            # Every rank samples the same machine, so the samples of the first rank are enough.
-            [replace(sample, t_ns=sample.t_ns - start) for sample in parts[0].samples],
+        """One timeline of all ranks, on the clock of the first machine; accounts stay as each rank measured them.
+
+        All ranks of a machine are moved alike: they share a clock, and their lanes fit together exactly as recorded.
+        """
+        machines = unite(machine for part in parts for machine in part.machines)
+        clocks = {machine.number: machine for machine in machines}
+        start = min(
+            clocks.get(lane.machine, HERE).alignment()(lane.spans[0][1]) for part in parts for lane in part.lanes
         )
+        lanes, events, samples = [], [], []
+        sampled: set[int] = set()
+        for part in parts:
+            number = part.lanes[0].machine
+            align = clocks.get(number, HERE).alignment(start)
+            lanes += [
+                replace(lane, spans=[(state, align(a), align(b)) for state, a, b in lane.spans]) for lane in part.lanes
+            ]
+            events += [replace(event, t_ns=align(event.t_ns)) for event in part.events]
+            if number not in sampled:  # every rank of a machine samples the same machine
+                sampled.add(number)
+                samples += [replace(sample, t_ns=align(sample.t_ns)) for sample in part.samples]
+        return cls(
+            lanes,
+            [account for part in parts for account in part.accounts],
+            sorted(events, key=lambda event: event.t_ns),
+            sorted(samples, key=lambda sample: sample.t_ns),
+            tuple(machines),
+        )
+
+    @property
+    def is_one_machine(self) -> bool:
+        return len(self.machines) <= 1
+
+    def machine(self, lane: Lane) -> Machine:
+        return next((machine for machine in self.machines if machine.number == lane.machine), HERE)
+
+    def lanes_of(self, machine: Machine) -> list[Lane]:
+        return [lane for lane in self.lanes if lane.machine == machine.number]
+
+    def name(self, lane: Lane) -> str:
+        """A lane's device, with its host where there are several."""
+        return lane.device if self.is_one_machine else f"{lane.device} on {self.machine(lane).host}"
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "Timeline":
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; also of runs that were recorded without machines."""
         if record.get("version") != VERSION:
             raise ValueError(f"the timeline has version {record.get('version')!r}; only version {VERSION} can be read")
         names = record["states"]
@@ -78,7 +119,7 @@ class Timeline:
         for rank in record["ranks"]:
             bounds = [*rank["starts"], rank["end"]]
             spans = [(names[code], a, b) for code, (a, b) in zip(rank["states"], pairwise(bounds), strict=True)]
-            lanes.append(Lane(rank["rank"], rank["device"], spans))
+            lanes.append(Lane(rank["rank"], rank["device"], spans, rank.get("machine", 0)))
         events = [
             Event(e["t"], e["rank"], e["kind"], {k: v for k, v in e.items() if k not in ("t", "rank", "kind")})
             for e in record["events"]
@@ -91,10 +132,13 @@ class Timeline:
                 s["ram_bytes"],
                 s["process_bytes"],
                 tuple((int(i), float(u), int(m)) for i, u, m in s["gpus"]),
+                s.get("machine", 0),
             )
             for s in record["samples"]
         ]
-        return cls(lanes, [Account(a["rank"], a["seconds"]) for a in record["accounts"]], events, samples)
+        accounts = [Account(a["rank"], a["seconds"]) for a in record["accounts"]]
+        machines = tuple(Machine.from_json(machine) for machine in record.get("machines", []))
+        return cls(lanes, accounts, events, samples, machines)
 
     def to_json(self) -> dict[str, Any]:
         codes: dict[str, int] = {state: code for code, state in enumerate(STATES)}
@@ -102,10 +146,13 @@ class Timeline:
             "version": VERSION,
             "unit": "ns since the run's start",
             "states": list(STATES),
+            "machines": [machine.to_json() for machine in self.machines],
             "ranks": [
                 {
                     "rank": lane.rank,
                     "device": lane.device,
+                    "machine": lane.machine,
+                    "host": self.machine(lane).host,
                     "end": lane.spans[-1][2],
                     "starts": [start for _, start, _ in lane.spans],
                     "states": [codes[state] for state, _, _ in lane.spans],
@@ -147,6 +194,12 @@ class RankRound:
     wait_ms: float
     steps_late: int
     divergence: float
+
+    @property
+    def mb_per_s(self) -> float | None:
+        """What was summed over the time that it took, once all ranks had joined; None where one is not known."""
+        summed_ns = self.averaged_ns - self.joined_ns
+        return None if not self.wire_bytes or summed_ns <= 0 else 1e3 * self.wire_bytes / summed_ns
 
 
 def rank_rounds(events: Iterable[Event]) -> list[RankRound]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from uneven.comm.clock import Clock
 from uneven.comm.group import Group
 from uneven.comm.work import Traffic
 from uneven.hardware.device import Device
@@ -11,7 +12,9 @@ from uneven.hardware.roster import Roster
 from uneven.machines.transfer import LeaderFiles
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
+from uneven.timeline.clock import Machine
 from uneven.timeline.timeline import Timeline
+from uneven.train.clocks import MachineClocks
 from uneven.train.run_record import RunRecord
 
 
@@ -55,6 +58,7 @@ class RankInfo:
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
         self.leader = leader
+        self.clocks: MachineClocks | None = None  # with the group, where ranks are on several machines
         self._group: Group | None = None
 
     @property
@@ -86,6 +90,24 @@ class RankInfo:
     def group(self) -> Group:
         assert self._group is not None, "the group forms after the warm-up"
         return self._group
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of this rank, with what this rank has read of the clocks."""
+        readings = () if self.clocks is None else tuple(self.clocks.readings)
+        return Machine(self.roster.machines[self.rank], self.roster.host(self.rank), readings)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which machine this rank is on, for its status; nothing where there is one machine."""
+        if self.roster.is_one_machine:
+            return {}
+        return {"machine": self.roster.machines[self.rank], "host": self.roster.host(self.rank)}
+
+    def compare_clocks(self, clock: Clock) -> None:
+        """Read the clocks of several machines; called on all ranks, at the start and at the end of a run."""
+        if self.clocks is not None:
+            self.clocks.measure(self.group, clock)
 
     def join(self, group: Group) -> None:
         """From now on collectives go through this group."""

@@ -8,6 +8,7 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ class Worker:
         info, engine = self.rank_info, self.engine
         self.recorder.event("ready")  # from here on this rank waits for the slowest one
         info.join(self.join(engine.model))
+        info.compare_clocks(self.recorder.clock)
         engine.connect_reader(info.group)
         is_local = self.config.is_local and info.world_size > 1
         kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
@@ -233,23 +235,22 @@ class Worker:
         return is_stopped
 
     def result(self) -> RankResult:
-        engine = self.engine
+        engine, info = self.engine, self.rank_info
         if engine.device.type == "cuda":
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
-        device = str(self.rank_info.device)
-        timeline = Timeline.of(self.recorder, device, self._sampler.samples, engine.run_ahead.busy)
+        if info.world_size > 1:
+            self.recorder.event("traffic", steps=len(engine.log), **asdict(self.group.traffic))
+        info.compare_clocks(self.recorder.clock)
+        busy = engine.run_ahead.busy
+        timeline = Timeline.of(self.recorder, str(info.device), self._sampler.samples, busy, info.machine)
         state, dropped = self.saves.result(self.stopped), list(engine.dropped.parts)
         return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped, self.run)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
-        return {
-            "slot": self.engine.trained,
-            "phase": self.recorder.state,
-            "rounds": rounds,
-            "deadline": self.config.deadline,
-        }
+        where = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        return {**where, **self.rank_info.place, "deadline": self.config.deadline}
 
     def _report_notes(self, synchronizer: Synchronizer) -> None:
         if len(synchronizer.notes) > self._reported_notes:
