@@ -111,7 +111,7 @@ class TorchGroup:
     def claim(self, count: int) -> int:
         # A client that waits blocks its other users, and a claim may come from another thread than the collectives.
         if self._counter is None:
-            self._counter = self._store.clone()
+            self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         return int(self._counter.add("claims", count)) - count
 
     def close(self) -> None:

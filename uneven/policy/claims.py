@@ -8,7 +8,8 @@ slow rank are slots that no other rank can take. Pure arithmetic: train/claims.p
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 CLAIM_SHARE = 0.01  # a claim that is waited for may cost this fraction of the time of the slots it claims
 TRIPS_AHEAD = 2  # a rank asks when what it holds lasts less than so many round trips: one for the reply, one for jitter
@@ -38,7 +39,8 @@ class ClaimsAhead(Protocol):
         ...
 
 
-class Claiming(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Claiming:
     """What a rank knows when it decides about its next claim."""
 
     trip_ms: float  # of a claim

@@ -35,7 +35,8 @@ class SlotSchedule:
     """`claim(n)` takes the next n numbers of a counter that all ranks share and returns the first; None for cadence.
 
     `ahead` does the same while the rank trains, where waiting for a claim costs too much; without it all are waited
-    for. At most one claim is on its way, so a rank's numbers only grow: one that is on its way lies past all slots held.
+    for. At most one claim is on its way, so a rank's numbers only grow: what is on its way lies past all slots held.
+
     A slot is *given* to the rank, then *handed* to its feed (which may read ahead), then trained. A rank passes an
     event only when it holds no slot before it. It enters any other round when, as far as it knows, the claims of all
     ranks have reached that round, so that slots still held by one rank do not keep the others waiting.
