@@ -15,7 +15,6 @@ from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm.group import SoloGroup
-from uneven.comm.store import Store
 
 
 @pytest.fixture(scope="module", params=["gloo", "shm", "cpu"])
@@ -64,12 +63,13 @@ def test_claims_of_all_ranks_come_from_one_count_and_nobody_waits(pair: Pair) ->
 
 def test_a_claim_does_not_wait_for_another_request_to_the_store(pair: Pair) -> None:
     """Claims may come from a thread of their own, and a client of the store that waits blocks its other users."""
-    store: Store = getattr(pair.group, "_torch", pair.group)._store
-    waiting = threading.Thread(target=store.wait, args=(["a key of this test"], timedelta(seconds=60)), daemon=True)
+    waiting = threading.Thread(
+        target=pair.store.wait, args=(["a key of this test"], timedelta(seconds=60)), daemon=True
+    )
     waiting.start()
     first = pair.group.claim(2)
     assert waiting.is_alive()
-    pair.ask("getattr(group, '_torch', group)._store.set('a key of this test', b'1')")
+    pair.ask("store.set('a key of this test', b'1')")
     pair.answer()
     waiting.join(60)
     assert not waiting.is_alive()
