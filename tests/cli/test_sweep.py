@@ -48,6 +48,8 @@ def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_pat
         (("policies", "nowhere.py"), InputError, "there is no script"),
         (("scaling", "--ranks", "two"), InputError, "must be numbers"),
         (("scaling", "--ranks", "2,4"), InputError, "with 1 among them"),
+        (("scaling", "--runs", "2=two"), InputError, "must have a run of 1 node"),
+        (("scaling", "--tokens", "128"), InputError, "belongs to --runs"),
     ],
 )
 def test_what_is_wrong_is_told(words: tuple[object, ...], error: type[Exception], message: str) -> None:

@@ -19,7 +19,8 @@ import torch
 from tests.comm.pair import form
 from uneven.comm.store import reach_store
 
-group = form(reach_store("127.0.0.1", int(sys.argv[1])), 1, sys.argv[2])
+store = reach_store("127.0.0.1", int(sys.argv[1]))
+group = form(store, 1, sys.argv[2])
 twin = group.new_group()
 for line in sys.stdin:
     print(eval(line), flush=True)
@@ -40,7 +41,7 @@ class Pair:
         store, port = open_store()
         command = [sys.executable, "-c", RANK_1, str(port), backend]
         self.process = ForkedPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.group = form(store, 0, backend)
+        self.store, self.group = store, form(store, 0, backend)
         self.twin = self.group.new_group()
 
     def ask(self, expression: str) -> None:

@@ -1,6 +1,8 @@
 """Groups over Gloo, in shared memory and over machines, on two processes. The last test of each takes rank 1's life."""
 
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -57,6 +59,21 @@ def test_claims_of_all_ranks_come_from_one_count_and_nobody_waits(pair: Pair) ->
     theirs = eval(pair.answer())
     assert sorted(own + theirs) == list(range(11, 411, 2))
     assert own == sorted(own)
+
+
+def test_a_claim_does_not_wait_for_another_request_to_the_store(pair: Pair) -> None:
+    """Claims may come from a thread of their own, and a client of the store that waits blocks its other users."""
+    waiting = threading.Thread(
+        target=pair.store.wait, args=(["a key of this test"], timedelta(seconds=60)), daemon=True
+    )
+    waiting.start()
+    first = pair.group.claim(2)
+    assert waiting.is_alive()
+    pair.ask("store.set('a key of this test', b'1')")
+    pair.answer()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert pair.group.claim(1) == first + 2
 
 
 def test_a_round_in_flight_ends_when_another_rank_dies(pair: Pair) -> None:

@@ -25,6 +25,9 @@ class Cluster:
     transfer_ms: float = 1.0
     touch_ms: float = 0.1  # a snapshot or a merge, of the rank's own time
     claim_ms: float = 0.1
+    trip_ms: float | None = None  # of a claim, where ranks ask ahead; `claim_ms` is not used then
+    trip_jitter: float = 0.0  # of every round trip, uniform, either way
+    late: float = 0.0  # how often a reply takes 50 times as long
     lookahead: int = 0
     epoch: int | None = None  # slots, where every epoch's end is an event
     slot_size: int = 64
@@ -78,6 +81,7 @@ class Outcome:
     makespan_ms: float = 0.0
     useful_ms: float = 0.0
     claims: int = 0
+    claims_ms: float = 0.0  # that ranks waited for claims
     most_lead: int = 0
     rounds: list[Round] = field(default_factory=list)
     work: list[tuple[int, float, float]] = field(default_factory=list)  # (slot, start, end)

@@ -9,12 +9,13 @@ import heapq
 import json
 import random
 from collections import deque
-from collections.abc import Container, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from typing import Any
 
 from tests.policy.cluster import NEVER, Cluster, Outcome, Round
 from tests.policy.run_checks import check, check_stream
 from uneven.policy.axis import Axis
+from uneven.policy.claims import typical_ms
 from uneven.policy.slot_schedule import SlotSchedule, first_free_slot
 from uneven.policy.stream_axis import UNKNOWN, StreamAxis
 from uneven.policy.stream_end import StreamEnd
@@ -50,13 +51,18 @@ class Simulation:
         self.claimed = 0
         self._rng = random.Random(cluster.seed)
         self._queue: list[tuple[float, int]] = [(0.0, rank) for rank in range(cluster.ranks)]
+        self._acts: list[Callable[[], None]] = []  # what happens at a moment of its own, not in a rank's life
         self._ranks = [_Rank(self, rank, hints, max_staleness) for rank in range(cluster.ranks)]
 
     def run(self) -> Outcome:
         lives = [rank.life() for rank in self._ranks]
         left = len(lives)
         while self._queue:
-            self.now_ms, rank = heapq.heappop(self._queue)
+            now_ms, rank = heapq.heappop(self._queue)
+            if rank < 0:
+                self._acts[-1 - rank]()
+                continue
+            self.now_ms = now_ms
             wish = next(lives[rank], None)
             if wish is None:
                 left -= 1
@@ -72,6 +78,10 @@ class Simulation:
         self.outcome.most_lead = max(rank.most_lead for rank in self._ranks)
         check_stream(self.outcome) if self.cluster.hides_ends else check(self.outcome)
         return self.outcome
+
+    def at(self, ms: float, act: Callable[[], None]) -> None:
+        self._acts.append(act)
+        heapq.heappush(self._queue, (ms, -len(self._acts)))
 
     def claim(self, many: int) -> int:
         first, self.claimed = self.claimed, self.claimed + many
@@ -130,11 +140,13 @@ class _Rank:
             self.windows, rank, total, self._claim if config.is_async else None, max_staleness
         )
         self.slot_schedule.claim_ms, self.slot_schedule.lookahead = cluster.claim_ms, cluster.lookahead
+        self._trips = _Trips(self) if config.is_async and cluster.trip_ms is not None else None
+        self.slot_schedule.ahead = self._trips
         self._handed_stop = 0
         self.round = Round(0)  # the last one entered
         self.most_lead = 0
         self._rng = random.Random(f"{cluster.seed} {rank}")
-        self._owed_ms = 0.0  # spent on claims since the clock last moved
+        self.owed_ms = 0.0  # spent on claims since the clock last moved
         self._busy_ms = self._samples = 0.0
         self._costs = RoundReport()
         self._has_stopped = False
@@ -153,7 +165,7 @@ class _Rank:
             slot = next(feed, END)
             if slot is END:
                 return
-            if self._owed_ms:
+            if self.owed_ms:
                 yield self._paid_ms()
             before = self.windows.rounds, self.slot_schedule.in_flight
             if slot is not None:
@@ -199,10 +211,12 @@ class _Rank:
                 yield from self._enter()
             else:
                 break
-        if self._owed_ms:
+        if self.owed_ms:
             yield self._paid_ms()
 
     def _enter(self) -> Life:
+        if self.windows.is_blocking:
+            self.slot_schedule.settle()
         row = self._costs._replace(
             next_slot=float(self.slot_schedule.next_slot),
             samples=self._samples,
@@ -211,6 +225,7 @@ class _Rank:
             end_samples=float(self.stream_end.samples),
             limit=float(self.slot_schedule.set_limit()),
         )
+        assert not (self.windows.is_blocking and self.slot_schedule._asked), "a claim on its way at an event"
         self._busy_ms = self._samples = 0.0
         self.round = self.simulation.enter(self.rank, self.windows.rounds, self.windows.due, row)
         self.slot_schedule.enter()
@@ -275,9 +290,61 @@ class _Rank:
             self.most_lead = max(self.most_lead, self.slot_schedule.staleness)
 
     def _claim(self, many: int) -> int:
-        self._owed_ms += self.cluster.claim_ms
+        if self._trips is not None:
+            self._trips.ask(many)
+            return self._trips.take()
+        self.owe(self.cluster.claim_ms)
         return self.simulation.claim(many)
 
+    def owe(self, ms: float) -> None:
+        self.owed_ms += ms
+        self.simulation.outcome.claims_ms += ms
+
     def _paid_ms(self) -> float:
-        owed_ms, self._owed_ms = self._owed_ms, 0.0
+        owed_ms, self.owed_ms = self.owed_ms, 0.0
         return owed_ms
+
+
+class _Trips:
+    """A rank's claims on their way: the counter gets each half a round trip after it was sent."""
+
+    def __init__(self, rank: _Rank) -> None:
+        self._rank, self._rng = rank, random.Random(f"{rank.cluster.seed} {rank.rank} trips")
+        self._seen: list[float] = []
+        self._numbers: list[int | None] = []
+        self._count, self._arrival_ms = 0, 0.0
+
+    @property
+    def trip_ms(self) -> float:
+        return typical_ms(self._seen[1:])  # as train/claims.py does
+
+    def ask(self, count: int) -> None:
+        cluster = self._rank.cluster
+        assert cluster.trip_ms is not None
+        assert None not in self._numbers, "two claims on their way"
+        ms = cluster.trip_ms * (1.0 + self._rng.uniform(-cluster.trip_jitter, cluster.trip_jitter))
+        ms *= 50.0 if self._rng.random() < cluster.late else 1.0
+        place = len(self._numbers)
+        self._numbers.append(None)
+        self._seen.append(ms)
+        self._count, self._arrival_ms = count, self._now_ms + ms
+        self._rank.simulation.at(self._now_ms + 0.5 * ms, lambda: self._reach(place))
+
+    def is_there(self) -> bool:
+        return self._arrival_ms <= self._now_ms
+
+    def take(self) -> int:
+        self._reach(len(self._numbers) - 1)
+        self._rank.owe(max(0.0, self._arrival_ms - self._now_ms))
+        number = self._numbers[-1]
+        assert number is not None
+        return number
+
+    @property
+    def _now_ms(self) -> float:
+        return self._rank.simulation.now_ms + self._rank.owed_ms
+
+    def _reach(self, place: int) -> None:
+        """The claim is at the counter: at its time, or as soon as its rank waits for it."""
+        if self._numbers[place] is None:
+            self._numbers[place] = self._rank.simulation.claim(self._count)

@@ -25,19 +25,35 @@ def scaling(
     compiles: Annotated[
         str | None, typer.Option(help="Also the cold start, as in off,default,graph.", show_default="none")
     ] = None,
+    runs: Annotated[
+        str | None,
+        typer.Option(
+            help="Finished runs of 1, 2, ... machines instead, as in 1=runs/one,2=runs/two.", show_default="none"
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --runs: tokens of a sample, for tokens/s.")] = 1,
     out: Annotated[Path | None, typer.Option(help="A page with the plot, as in scaling.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")] = False,
 ) -> None:
     """Samples/s of 1, 2, ... ranks and the law Speedup = N / (1 + alpha (N - 1)) that fits them.
+
+    Beside the fitted alpha stands the one that each run's timeline tells: communication and waiting over computation.
 
     Examples:
 
       uneven bench scaling --model lenet --data mnist-mini --ranks 1,2
 
       uneven bench scaling --model gpt-nano --samples 512 --compiles off,default --out scaling.html
-    """
-    from uneven.bench.scaling.measure import ScalingOrder, measure_scaling
 
+      uneven bench scaling --runs 1=runs/one,2=runs/two,3=runs/three
+    """
+    from uneven.bench.scaling.measure import ScalingOrder, measure_scaling, scaling_of_nodes
+
+    if runs is None and tokens > 1:
+        raise InputError(f"--tokens {tokens} belongs to --runs: runs that this command makes know their tokens")
+    if runs is not None:
+        _show(scaling_of_nodes(runs, tokens), "machines", out, as_json)
+        return
     try:
         numbers = tuple(sorted({int(number) for number in ranks.split(",")}))
     except ValueError:
@@ -54,6 +70,10 @@ def scaling(
         compiles=tuple(compiles.split(",")) if compiles else (),
     )
     found = measure_scaling(order, lambda line: None if as_json else print(line, file=sys.stderr))
+    _show(found, f"{model}, {policy}", out, as_json)
+
+
+def _show(found: "Scaling", title: str, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.to_json(), indent=1))
     else:
@@ -61,7 +81,7 @@ def scaling(
     if out is not None:
         from uneven.bench.scaling.page import write_scaling_page
 
-        write_scaling_page(found, f"{model}, {policy}", out)
+        write_scaling_page(found, title, out)
 
 
 def _print(found: "Scaling") -> None:
@@ -72,14 +92,18 @@ def _print(found: "Scaling") -> None:
 
     console = Console(highlight=False)
     table = Table(box=None, header_style="bold")
-    for heading in ("ranks", f"{found.unit}/s", "speed-up", "predicted", "off by"):
+    headings = (found.counted, f"{found.unit}/s", "speed-up", "predicted", "off by")
+    for heading in (*headings, "comm / compute", "alpha", "by timeline"):
         table.add_column(heading, justify="right")
     for point in found.points:
         half = "" if point.half_width == float("inf") else f" +- {point.half_width:,.0f}"
         is_derived = point.predicted is not None and not point.is_disturbed
         predicted, off = _against(point.speedup, point.predicted or 1.0) if is_derived else ("-", "-")
         figures = (f"{point.per_s:,.0f}{half}", f"{point.speedup:.2f}")
-        table.add_row(f"{point.ranks}", *(mark(figure, point.is_disturbed) for figure in figures), predicted, off)
+        told = (point.overhead, point.alpha, point.by_timeline)
+        cells = ["-" if one is None else f"{one:.{digits}f}" for one, digits in zip(told, (3, 3, 2), strict=True)]
+        marked = (mark(figure, point.is_disturbed) for figure in figures)
+        table.add_row(f"{point.ranks}", *marked, predicted, off, *cells)
     console.print(table)
     if any(point.is_disturbed for point in found.points) or any(row.is_disturbed for row in found.cold_starts):
         console.print(f"\n{FOOTNOTE}", markup=False)

@@ -52,7 +52,10 @@ class Group(Protocol):
         ...
 
     def claim(self, count: int) -> int:
-        """Claim the next `count` numbers of a counter that all ranks share; returns the first. Does not wait."""
+        """Claim the next `count` numbers of a counter that all ranks share; returns the first. Waits for no rank.
+
+        By one thread at a time, which need not be the one that runs the collectives.
+        """
         ...
 
     def close(self) -> None: ...
@@ -72,6 +75,7 @@ class TorchGroup:
         self.generation = 0
         self.traffic = Traffic()
         self._store = store
+        self._counter: Store | None = None  # the store by a connection of its own, for claims
         self._nccl = nccl
         self.backend = "gloo" if nccl is None else "nccl"
         self._backend = "gloo" if nccl is None else "cpu:gloo,cuda:nccl"
@@ -105,7 +109,10 @@ class TorchGroup:
         return twin
 
     def claim(self, count: int) -> int:
-        return int(self._store.add("claims", count)) - count
+        # A client that waits blocks its other users, and a claim may come from another thread than the collectives.
+        if self._counter is None:
+            self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return int(self._counter.add("claims", count)) - count
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -114,7 +114,6 @@ class RecordedSchedule:
     windows: RecordedWindows
     slots: deque[int]
     total: int
-    claim_ms: float = 0.0
     in_flight: bool = False
     parts: int = 0
     staleness: int = 0
@@ -148,6 +147,9 @@ class RecordedSchedule:
     def set_limit(self) -> int:
         """No limit: a replay asks for nothing, and its events are in the log."""
         return self.total
+
+    def settle(self) -> None:
+        """Nothing is claimed in a replay."""
 
     def enter(self) -> None:
         self.in_flight, self.staleness = True, 0

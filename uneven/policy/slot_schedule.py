@@ -1,8 +1,8 @@
 """The slots of one rank in the local policies: which slot is next, when it enters a round, when it must wait.
 
 Cadence divides a window's slots by the counts; async lets ranks claim slots, first come first served, from one counter
-they share. Pure bookkeeping: the caller (train/local_sgd.py, or the simulation in tests/policy) trains, averages and
-keeps the clock.
+they share (policy/claims.py has how many). Pure bookkeeping: the caller (train/local_sgd.py, or the simulation in
+tests/policy) trains, averages and keeps the clock.
 """
 
 import math
@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from uneven.policy.claims import Claiming, ClaimsAhead
 from uneven.policy.windows import RoundReport, Windows
-
-CLAIM_SHARE = 0.01  # a claim may cost this fraction of the time of the slots it claims
 
 
 def first_free_slot(reports: Sequence[RoundReport], event: int) -> int:
@@ -24,8 +23,9 @@ def first_free_slot(reports: Sequence[RoundReport], event: int) -> int:
     each rank sets itself a limit when it enters the round, and reports it. The bound: a slot that a rank hands out
     before it has merged the round is (1) one it had handed out before it entered, which lies below its limit, since
     that counts from its last claim; (2) one it handed out since, and `hand` gives none from the limit on while a round
-    is in flight. So it lies below the largest limit. `event`, the next one that all ranks know, serves as well where it
-    comes first, since no rank passes it before a round there, which is this one or a later one.
+    is in flight. So it lies below the largest limit. A claim on its way when the rank enters has no number yet, and is
+    of the second kind. `event`, the next one that all ranks know, serves as well where it comes first, since no rank
+    passes it before a round there, which is this one or a later one.
     """
     return min(event, int(max(report.limit for report in reports)))
 
@@ -33,6 +33,9 @@ def first_free_slot(reports: Sequence[RoundReport], event: int) -> int:
 @dataclass
 class SlotSchedule:
     """`claim(n)` takes the next n numbers of a counter that all ranks share and returns the first; None for cadence.
+
+    `ahead` does the same while the rank trains, where waiting for a claim costs too much; without it all are waited
+    for. At most one claim is on its way, so a rank's numbers only grow: what is on its way lies past all slots held.
 
     A slot is *given* to the rank, then *handed* to its feed (which may read ahead), then trained. A rank passes an
     event only when it holds no slot before it. It enters any other round when, as far as it knows, the claims of all
@@ -44,15 +47,17 @@ class SlotSchedule:
     total: int
     claim: Callable[[int], int] | None
     max_staleness: int | None = None
-    claim_ms: float = 0.0  # measured cost of a claim
+    claim_ms: float = 0.0  # measured cost of a claim, where `ahead` does not measure it
     in_flight: bool = False  # a round was entered and is not merged yet
     parts: int = 0  # trained by this rank
     staleness: int = 0  # trained since it entered the round in flight
     lookahead: int = 0  # slots that its feed reads ahead
     end: int | None = None  # where a stream without length ends, as this rank was told; an event of its own till agreed
+    ahead: ClaimsAhead | None = None
     _given: deque[int] = field(default_factory=deque)
     _handed: int = 0
     _window: int = -1  # the window whose cut was last given
+    _asked: int = 0  # slots of the claim on its way
     _base: int | None = None  # the slot at which the shared counter was 0
     _claimed: int = 0  # the first slot of the last claim
     _claimed_stop: int = 0  # the end of the last claim
@@ -74,15 +79,21 @@ class SlotSchedule:
         return self.windows.due if self._is_divided else self.total
 
     def hand(self) -> int | None:
-        """The next slot for the feed; None when a round, an event or the end comes first."""
+        """The next slot for the feed; None when a round, an event or the end comes first.
+
+        None, too, while a claim is on its way and the feed still has slots to train.
+        """
+        if self._asked and self.ahead is not None and self.ahead.is_there():
+            self._receive()
         if self._handed == len(self._given):
-            self._take()
+            self._ask_ahead() if self._has_time else self._take()
         if self._handed == len(self._given):
             return None
         slot = self._given[self._handed]
         if slot >= self._barrier:
             return None  # a claim past the event is kept until the event is passed
         self._handed += 1
+        self._ask_ahead()
         return slot
 
     def put_back(self, end: int) -> None:
@@ -122,9 +133,17 @@ class SlotSchedule:
         """
         self._limit = self.windows.due
         if not self._is_divided and not self.windows.is_blocking:
-            own = self._max_staleness + self.lookahead + max(1, self.windows.counts[self.rank] // 4)
+            own = self._max_staleness + self.lookahead + self._claiming.most_held
             self._limit = max(self.windows.due, self._claimed_stop, self._front) + math.ceil(own / self._share)
         return self._limit
+
+    def settle(self) -> None:
+        """Wait for the claim on its way, if there is one: just before a round in which all ranks meet.
+
+        What is claimed after that lies past the event, whoever claims it, and the last round leaves nothing on its way.
+        """
+        if self._asked:
+            self._receive()
 
     def enter(self) -> None:
         self.in_flight, self.staleness = True, 0
@@ -140,6 +159,8 @@ class SlotSchedule:
             self.end = None
         if not self._is_divided:
             self._start_claims()
+        if not self.is_over:
+            self._ask_ahead()  # after an event: an evaluation or a save may follow, and the reply comes meanwhile
 
     @property
     def _barrier(self) -> int:
@@ -174,17 +195,45 @@ class SlotSchedule:
                 first = self.windows.start + sum(counts[: self.rank])
                 self._given.extend(range(first, first + counts[self.rank]))
             return
-        assert self.claim is not None, "cadence has no claims"
-        base = self._start_claims()
-        count = self._claim_size()
-        if count == 0:
-            return
+        self._start_claims()
         while True:
-            self._claimed, self._since = base + self.claim(count), 0
-            self._claimed_stop = self._claimed + count
-            if self._claimed + count > self._first:
-                break
-        self._given.extend(range(max(self._first, self._claimed), min(self._claimed + count, self.total)))
+            if self._asked:
+                self._receive()
+            elif (count := self._claim_size()) == 0:
+                return
+            else:
+                assert self.claim is not None, "cadence has no claims"
+                self._keep(self.claim(count), count)
+            if self._claimed_stop > self._first:
+                return
+
+    @property
+    def _has_time(self) -> bool:
+        """Whether a claim can come while the rank trains what its feed has got."""
+        return bool(self._given) and not self._is_divided and (self._asked > 0 or self._claiming.is_ahead)
+
+    def _ask_ahead(self) -> None:
+        """Send the next claim, if the slots held will not last until it is answered."""
+        if self.ahead is None or self._asked or self._is_divided or self._claimed >= self.total:
+            return
+        if self._given and self._given[-1] >= self._barrier:
+            return  # nothing before the barrier is left for this rank
+        held = len(self._given)
+        self._asked = self._claiming.size_to_ask(held, held - self._handed)
+        if self._asked:
+            self.ahead.ask(self._asked)
+
+    def _receive(self) -> None:
+        """Take the claim on its way; waits until it is there."""
+        assert self.ahead is not None, "who asked ahead?"
+        count, self._asked = self._asked, 0
+        self._keep(self.ahead.take(), count)
+
+    def _keep(self, first: int, count: int) -> None:
+        """Numbers of the counter, as slots: without those that were left out, and those past the end."""
+        self._claimed, self._since = self._start_claims() + first, 0
+        self._claimed_stop = self._claimed + count
+        self._given.extend(range(max(self._first, self._claimed), min(self._claimed_stop, self.total)))
 
     def _start_claims(self) -> int:
         """The slot at which the counter of claims was 0: set after the same round on all ranks, whatever they hold."""
@@ -193,11 +242,16 @@ class SlotSchedule:
             self._since = 0
         return self._base
 
-    def _claim_size(self) -> int:
-        """Enough slots to make the claim cheap, far fewer than the window's; before an event only its part."""
+    @property
+    def _claiming(self) -> Claiming:
+        trip_ms = self.claim_ms if self.ahead is None else self.ahead.trip_ms
+        slot_ms, count = 1.0 / self.windows.speeds[self.rank], self.windows.counts[self.rank]
         left = self._share * (self.windows.event - self._front)
-        if self._claimed >= self.total or (self._given and len(self._given) >= left):
+        return Claiming(trip_ms, slot_ms, count, left, can_ask=self.ahead is not None)
+
+    def _claim_size(self) -> int:
+        """How many slots this rank claims now and waits for; none where it holds its part of what is left."""
+        claiming = self._claiming
+        if self._claimed >= self.total or (self._given and len(self._given) >= claiming.left):
             return 0
-        ms = 1.0 / self.windows.speeds[self.rank]
-        enough = int(self.claim_ms / (CLAIM_SHARE * ms)) + 1
-        return max(1, min(enough, self.windows.counts[self.rank] // 4, int(0.5 * left)))
+        return claiming.size

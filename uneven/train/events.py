@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from uneven.comm.gather import gather_bytes
@@ -18,6 +18,7 @@ from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.subset import advice, forecast_local
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
+from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine
 from uneven.train.synchronizer import Wish, wished
 
@@ -37,7 +38,7 @@ def local_sgd_config(config: RunConfig) -> LocalSGDConfig:
 
 
 def make_slot_schedule(
-    engine: Engine, claim: Callable[[int], int], costs: Sequence[Cost]
+    engine: Engine, claims: SlotClaims, costs: Sequence[Cost]
 ) -> tuple[Windows, SlotSchedule] | tuple[RecordedWindows, RecordedSchedule]:
     """This rank's slot schedule and its copy of the window controller; a replay reads both from the log."""
     config, axis, rank = engine.config, engine.axis, engine.rank_info.rank
@@ -56,8 +57,9 @@ def make_slot_schedule(
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
     windows = Windows(local_sgd_config(config), ranks, axis.slot_size, next_event, slot_ms, may_end)
     windows.resume_at(engine.trained)
-    is_async = config.policy == "async"
-    schedule = SlotSchedule(windows, rank, axis.total, claim if is_async else None, config.max_staleness)
+    schedule = SlotSchedule(windows, rank, axis.total, None, config.max_staleness)
+    if config.policy == "async":
+        schedule.claim, schedule.ahead = claims.claim, claims
     schedule.lookahead = engine.feed.lookahead
     schedule.parts = len(engine.log)
     return windows, schedule

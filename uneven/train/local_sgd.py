@@ -23,6 +23,7 @@ from uneven.policy.recorded import RecordedSchedule, RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_end import StreamEnd
 from uneven.policy.windows import RoundReport, Windows
+from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
 from uneven.train.events import (
@@ -79,7 +80,8 @@ class LocalSGD:
         self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
-        self.windows, self.slot_schedule = make_slot_schedule(engine, self._claim, costs)
+        self.claims = SlotClaims(self.group.claim, engine.recorder, self._note_wait)
+        self.windows, self.slot_schedule = make_slot_schedule(engine, self.claims, costs)
         self.epoch = engine.axis.epochs_before(engine.trained)
         self._mark = len(engine.log)  # this rank's parts at the last event
         self.scale = LocalScale(engine, self.windows)
@@ -203,13 +205,18 @@ class LocalSGD:
         self.engine.recorder.enter("communication")
         self.engine.run_ahead.drain()
         self.average_buffers()
-        self.average.close()
+        self.close()
         if self.engine.config.verify:
             tensors = [*self.engine.model.parameters(), *self.engine.model.buffers()]
             check_agreement(gather_checksums(self.group, tensors), "in its params or buffers at the end")
 
     def close(self) -> None:
+        self.claims.close()
         self.average.close()
+
+    def _note_wait(self, ns: int) -> None:
+        """Waiting for a claim is not this rank's own work."""
+        self._free_ns += ns
 
     @property
     def _is_ended(self) -> bool:
@@ -251,6 +258,8 @@ class LocalSGD:
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
         engine, recorder = self.engine, self.engine.recorder
+        if status or self.windows.is_blocking:
+            self.slot_schedule.settle()
         asked_ns = recorder.enter("compute")
         if status or self.windows.is_blocking or engine.graph is not None:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
@@ -384,14 +393,6 @@ class LocalSGD:
             if is_inside:
                 self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)
         self.engine.recorder.enter("other")
-
-    def _claim(self, many: int) -> int:
-        """Claim the next slots from the counter in the store, and measure what a claim costs."""
-        began_ns = self.engine.recorder.enter("communication")
-        first = self.group.claim(many)
-        ms = (self.engine.recorder.enter("other") - began_ns) / 1e6
-        self.slot_schedule.claim_ms += 0.1 * (ms - self.slot_schedule.claim_ms)
-        return first
 
 
 def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:

@@ -153,6 +153,10 @@ class Worker:
         try:
             with device_flags(self.engine.device):
                 yield
+        except BaseException:
+            if self.synchronizer is not None:
+                self.synchronizer.close()  # its threads
+            raise
         finally:
             self.recorder.close()
             self._sampler.stop()

@@ -5,11 +5,15 @@ of ranks changes. The law is Speedup = N / (1 + alpha (N - 1)): alpha 0 is perfe
 for N ranks is fitted to the other points, because a law with one parameter always matches the point it is fitted to.
 The numbers of ranks take turns within each repeat, so that drift of the machine favours none. Disturbed runs count only
 if there are no others; the point is then marked and not fitted, see [Note: disturbed figures] in undisturbed.py.
+
+A run's timeline tells alpha, too, without any other run: N ranks whose communication and waiting take r times as long
+as their computation are N / (1 + r) times as fast as one, so alpha is r / (N - 1). Where the fitted alpha is larger,
+more ranks cost something else than communication, such as memory bandwidth that they share.
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.sets import WINDOW
+from uneven.bench.scaling.nodes import Measured, measure_nodes, overhead_of
 from uneven.bench.single.folders import RunRecord, read_run
 from uneven.bench.single.process import flags, run_uneven
 from uneven.config import CHOICES
@@ -47,6 +52,9 @@ class Point:
     speedup: float
     predicted: float | None  # None without other points
     is_disturbed: bool = False  # all of its runs, or those of one rank
+    overhead: float | None = None  # communication and waiting over computation, of the timelines
+    alpha: float | None = None  # that the timelines tell
+    by_timeline: float | None = None  # the speed-up that follows from it
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Scaling:
     alpha: float | None
     points: list[Point]
     cold_starts: list[ColdStart]
+    counted: str = "ranks"  # what `Point.ranks` counts: ranks of this machine, or nodes
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1, **asdict(self)}
@@ -100,7 +109,14 @@ def measure_scaling(order: ScalingOrder, report: Callable[[str], None]) -> Scali
             report(f"cold start, compile {compile}")
             cold.append((compile, _run(order, 1, compile, Path(home) / f"compile-{compile}")))
         starts = _cold_starts(cold)
-    return Scaling("samples" if tokens == 1 else "tokens", *_fitted(runs, tokens), starts)
+    measured = {ranks: [_measured(record) for record in records] for ranks, records in runs.items()}
+    return Scaling("samples" if tokens == 1 else "tokens", *fitted(measured, tokens), starts)
+
+
+def scaling_of_nodes(runs: str, tokens: int = 1) -> Scaling:
+    """The same of finished runs over machines: `runs` as in '1=one,2=two', `tokens` of a sample."""
+    unit = "samples" if tokens == 1 else "tokens"
+    return Scaling(unit, *fitted(measure_nodes(runs), tokens), [], counted="nodes")
 
 
 def _check(order: ScalingOrder) -> None:
@@ -116,14 +132,15 @@ def _check(order: ScalingOrder) -> None:
         raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(CHOICES['compile'])}")
 
 
-def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None, list[Point]]:
+def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float | None, list[Point]]:
     """The law's alpha, which needs two undisturbed points, and all points."""
-    means, disturbed = {}, set()
-    for ranks, records in runs.items():
-        clean = [record for record in records if not record.is_disturbed]
+    means, disturbed, counted = {}, set(), {}
+    for ranks, measured in runs.items():
+        clean = [one for one in measured if not one.is_disturbed]
         if not clean:
             disturbed.add(ranks)
-        means[ranks] = interval([tokens * record.summary["samples_per_s"] for record in clean or records])
+        counted[ranks] = clean or measured
+        means[ranks] = interval([tokens * one.samples_per_s for one in counted[ranks]])
     alone = means[1][0]
     speedups = [(ranks, mean / alone) for ranks, (mean, _) in means.items()]
     fits = [] if 1 in disturbed else [(ranks, speedup) for ranks, speedup in speedups if ranks not in disturbed]
@@ -132,8 +149,25 @@ def _fitted(runs: dict[int, list[RunRecord]], tokens: int) -> tuple[float | None
         others = fit_alpha([point for point in fits if point[0] != ranks])
         predicted = None if others is None else predict(ranks, others)
         predicted = predicted if ranks > 1 else 1.0
-        points.append(Point(ranks, mean, half, mean / alone, predicted, ranks in disturbed or 1 in disturbed))
+        is_disturbed = ranks in disturbed or 1 in disturbed
+        told = _by_timeline(ranks, counted[ranks])
+        points.append(Point(ranks, mean, half, mean / alone, predicted, is_disturbed, *told))
     return fit_alpha(fits), points
+
+
+def _by_timeline(ranks: int, runs: Sequence[Measured]) -> tuple[float | None, float | None, float | None]:
+    """Overhead, alpha and speed-up of so many ranks, from their runs' timelines."""
+    known = [one.overhead for one in runs if one.overhead is not None]
+    if ranks == 1 or not known:
+        return None, None, None
+    overhead = sum(known) / len(known)
+    return overhead, overhead / (ranks - 1), ranks / (1.0 + overhead)
+
+
+def _measured(record: RunRecord) -> Measured:
+    timeline = record.timeline()
+    overhead = None if timeline is None else overhead_of(timeline.accounts)
+    return Measured(record.summary["samples_per_s"], overhead, record.is_disturbed)
 
 
 def _run(order: ScalingOrder, ranks: int, compile: str, out: Path) -> RunRecord:

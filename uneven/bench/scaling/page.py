@@ -20,7 +20,7 @@ def write_scaling_page(scaling: Scaling, title: str, path: Path) -> None:
 
     alone = scaling.points[0].per_s
     ranks = [point.ranks for point in scaling.points]
-    chart = figure(title=title, width=760, height=460, x_axis_label="ranks", y_axis_label="speed-up")
+    chart = figure(title=title, width=760, height=460, x_axis_label=scaling.counted, y_axis_label="speed-up")
     most = max(ranks)
     steps = [1 + place * (most - 1) / 60 for place in range(61)]
     chart.line(steps, steps, legend_label="perfect", color="#8C8C8C", line_dash="dashed")
