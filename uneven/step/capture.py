@@ -62,6 +62,12 @@ class Capture:
         self._copy_inputs(inputs)
         self._graph.replay()
 
+    def close(self) -> None:
+        """Destroy the graph at once; garbage is collected too late where it holds a communicator."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     def _copy_inputs(self, inputs: InputMicros) -> None:
         for (fixed, _), (fresh, _) in zip(self.inputs, inputs, strict=True):
             for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):
