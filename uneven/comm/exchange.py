@@ -20,7 +20,7 @@ that is left to do is enqueued there.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +69,7 @@ class _Piece:
     combine: Combine | None  # None: broadcast
     has_result: bool  # the owner sends it to all
     collective: "_Collective"
+    is_small: bool
 
 
 class _Collective:
@@ -76,9 +77,11 @@ class _Collective:
 
     def __init__(self, all_of_group: "Exchange", tensor: Tensor) -> None:
         self._all, self._tensor = all_of_group, tensor
-        values = tensor.detach()
-        self.flat = values.contiguous().view(-1)
-        self._back = None if values.is_contiguous() else values
+        values = tensor.detach() if tensor.requires_grad else tensor
+        is_contiguous = values.is_contiguous()
+        # Each of these operations takes as long as a small message.
+        self.flat = values if is_contiguous and values.dim() == 1 else values.contiguous().view(-1)
+        self._back = None if is_contiguous else values
         self.left = 0  # pieces
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self._done: torch.cuda.Event | None = None
@@ -139,10 +142,10 @@ class Exchange:
             collective = _Collective(self, tensor)
             size = collective.flat.numel() * collective.flat.element_size()
             is_exchanged = owner is None and (self.world_size == 2 or size <= LEAST_BYTES)
-            for values in collective.flat.split(self._elements(size, tensor.element_size())) if size else ():
+            for values in self._pieces(collective.flat, size):
                 own = None if is_exchanged else self._count % self.world_size if owner is None else owner
                 self._count += 1
-                piece = _Piece(values, own, combine, has_result, collective)
+                piece = _Piece(values, own, combine, has_result, collective, size <= LEAST_BYTES)
                 collective.left += 1
                 self._unsent.append(piece)
                 self._unfinished.append(piece)
@@ -195,19 +198,23 @@ class Exchange:
             self._views.clear()
             self._segment.close()
 
-    def _elements(self, size: int, element_size: int) -> int:
-        """Of one piece: a tensor of medium size is cut so that all ranks own a part of it."""
+    def _pieces(self, flat: Tensor, size: int) -> Sequence[Tensor]:
+        """A tensor of medium size is cut so that all ranks own a part of it."""
+        if not size:
+            return ()
         most = self._sizes.piece
         if self.world_size > 2:
             part = -(-size // (self.world_size * ALIGN)) * ALIGN
             most = min(most, max(part, LEAST_BYTES))
-        return most // element_size
+        return (flat,) if size <= most else flat.split(most // flat.element_size())
 
     def _progress(self) -> bool:
         """Send and finish what can be; whether there was anything."""
         before = (len(self._unsent), len(self._unfinished), len(self._reading))
         has_posted = self._outbox.post(wait=False)
         self._free_read(wait=False)
+        if self._unsent and len(self._unfinished) > len(self._unsent) and self._unsent[0].is_small:
+            self._send()  # a few numbers, for which all others wait, before the sum of what was sent before
         # A piece is summed up soon after it was sent, while it is in the cache. Others are sent while it has to wait.
         while (len(self._unfinished) > len(self._unsent) and self._finish_next()) or self._send():
             pass
@@ -217,8 +224,10 @@ class Exchange:
         """For whatever `_progress` needs next."""
         if self._outbox.post(wait=True):
             return
-        if self._reading:  # before this rank sleeps: others may wait for what it has read
-            self._free_read(wait=True)
+        if self._reading:
+            # Before this rank sleeps: others may wait for what it has read. That is a sleep, too, for the device.
+            if len(self._unsent) == len(self._unfinished) or not self._peers.spin(self._can_finish_next):
+                self._free_read(wait=True)
             return
         if len(self._unsent) == len(self._unfinished):
             self._outbox.wait(self._sleep)
@@ -267,6 +276,9 @@ class Exchange:
         if piece.owner == self.rank:
             return () if is_broadcast else self._others
         return (piece.owner,) if is_broadcast else (self._results[piece.owner],) if piece.has_result else ()
+
+    def _can_finish_next(self) -> bool:
+        return all(self._inbox.has(lane) for lane in self._writers(self._unfinished[0]))
 
     def _finish_next(self) -> bool:
         piece = self._unfinished[0]

@@ -38,7 +38,6 @@ Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slo
 @dataclass(frozen=True)
 class _Graph:
     capture: Capture
-    buckets: list[Bucket]  # that the graph adds gradients into
     used: frozenset[int]  # params that had a gradient: a replay calls no hooks
     check: Tensor  # this rank's OwnCheck, written by the replay
 
@@ -54,6 +53,7 @@ class CapturedBackward:
         self._eager = eager
         self._open_batch = open_batch
         self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
+        self._buckets: list[Bucket] | None = None  # that the graphs add gradients into
         self._seen: set[tuple[int, ...]] = set()  # sizes
         self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
@@ -61,9 +61,7 @@ class CapturedBackward:
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         sizes = tuple(samples for _, samples in inputs)
-        self._reducer.follow_group()
-        if any(graph.buckets is not self._reducer.buckets for graph in self._graphs.values()):
-            self._graphs.clear()  # the world size has changed, and the buckets with it
+        self._follow_group()
         self.is_replayed = (sizes, slot_samples) in self._graphs
         if sizes not in self._seen:
             self._seen.add(sizes)
@@ -97,6 +95,7 @@ class CapturedBackward:
 
     def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
         """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""
+        self._follow_group()
         sizes = tuple(samples for _, samples in inputs)
         check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
         if self.update is not None:
@@ -135,6 +134,14 @@ class CapturedBackward:
         assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
         return reducer
 
+    def _follow_group(self) -> None:
+        """Forget all graphs if the world size has changed, and the buckets with it."""
+        reducer = self._reducer
+        reducer.follow_group()
+        if reducer.buckets is not self._buckets:
+            self._graphs.clear()
+            self._buckets = reducer.buckets
+
     def _keep(self, sizes: tuple[int, ...], slot_samples: int, graph: _Graph) -> None:
         self._graphs[sizes, slot_samples] = graph
         if len(self._graphs) > MAX_GRAPHS:
@@ -144,7 +151,7 @@ class CapturedBackward:
         capture = Capture(inputs)
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
-        return _Graph(capture, self._reducer.buckets, self._reducer.used, check)
+        return _Graph(capture, self._reducer.used, check)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)

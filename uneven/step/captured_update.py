@@ -66,12 +66,7 @@ class CapturedUpdate:
         if reducer.buckets is not self._buckets:
             self.clear()
             self._buckets = reducer.buckets
-        used = tuple(
-            place
-            for place, param in enumerate(param for group in self.optimizer.param_groups for param in group["params"])
-            if param.grad is not None
-        )
-        return counts is not None, used, self._settings.constants()
+        return counts is not None, reducer.unused, self._settings.constants()
 
 
 def make_captured_update(eager: EagerStep, device: torch.device) -> CapturedUpdate | None:

@@ -34,4 +34,6 @@ def make_exact_policy(engine: Engine, costs: Sequence[Cost], is_model_parallel: 
     # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
     is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
     grid, reach = (GRID, REACH) if is_on_grid else (1, None)
+    # Captured steps tell the policy of their times one step later (`GradientSync._follow_speeds`).
+    lookahead += config.compile == "graph"
     return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)

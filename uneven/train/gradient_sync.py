@@ -65,6 +65,7 @@ class GradientSync:
         self._free_ns = 0  # when this rank's last collective ended
         self._waited_s = 0.0  # that this rank had waited in collectives until then
         self._user_ns = 0  # code of the user's own since then
+        self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
         self._before: tuple[Key, float] | None = None  # the last step, where it was one graph: its own work, in ms
 
     @property
@@ -107,6 +108,7 @@ class GradientSync:
             self._advise(costs)
 
     def state_dict(self) -> dict[str, Any]:
+        self._follow_speeds()
         return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,6 +182,7 @@ class GradientSync:
             self._is_skipping = False
             engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
         engine.recorder.enter("compute")
+        self._follow_speeds()
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
@@ -301,19 +304,21 @@ class GradientSync:
             return own._replace(busy_ms=busy_ms, is_unrepresentative=is_first)
 
         rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
+        self._free_ns, self._waited_s = recorder.clock(), traffic.wait_s
         stats = [StepStats(*row) for row in rows]
         own = stats[engine.rank_info.rank]
-        record_wait(recorder, own, stats, sent_ns)
-        self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
-        if own.is_unrepresentative:
-            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
-        statuses = self._read(slot, stats)
+        record_wait(recorder, own, stats, sent_ns, self._free_ns)
+        statuses = [RankStatus(int(rank.status)) for rank in stats]
+        check_status(statuses, slot.index)
+        fault = None
         if RankStatus.SKIPS_REST in statuses:
             self._is_skipping = True
             engine.eager.skip()
-            return False, lambda: None
-        fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
-        self._follow_speeds(slot, stats)
+        else:  # before anything else: a device is idle until then
+            fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
+        if own.is_unrepresentative:
+            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
+        self._read(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
 
     def _whole_step(self, whole: WholeStep, key: Key, slot: Slot, micros: Micros) -> tuple[bool, Verdict]:
@@ -331,12 +336,10 @@ class GradientSync:
         self._before = (key, (launched_ns - began_ns) / 1e6 + own_ms + update_ms)
         stats = [StepStats(*row) for row in rows]
         sent_ns = recorder.enter("wait", launched_ns + int(own_ms * 1e6))
-        record_wait(recorder, own, stats, sent_ns)
-        recorder.enter("compute", sent_ns + int(sum_ms * 1e6))
-        self._free_ns, self._waited_s = recorder.enter("compute"), self.group.traffic.wait_s
-        statuses = self._read(slot, stats)
-        self._follow_speeds(slot, stats)
-        return RankStatus.STOP_REQUESTED in statuses, lambda: fault
+        record_wait(recorder, own, stats, sent_ns, sent_ns + int(sum_ms * 1e6))
+        self._free_ns, self._waited_s = recorder.clock(), self.group.traffic.wait_s
+        self._read(slot, stats)
+        return any(rank.status == RankStatus.STOP_REQUESTED for rank in stats), lambda: fault
 
     @property
     def _began_ns(self) -> int:
@@ -345,18 +348,19 @@ class GradientSync:
 
     def _own_stats(self) -> StepStats:
         """What this rank says with a sum, but for its times."""
+        self._follow_speeds()
         status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
         user_ms, self._user_ns = self._user_ns / 1e6, 0
         return StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
 
-    def _read(self, slot: Slot, stats: Sequence[StepStats]) -> list[RankStatus]:
-        """What all ranks said with the sum; raises where one has left, or differs from the others."""
+    def _read(self, slot: Slot, stats: Sequence[StepStats]) -> None:
+        """What all ranks said with the sum; raises where one differs from the others."""
         self.busy_ms = [rank.busy_ms for rank in stats]
         self._wished = wished(rank.wish for rank in stats)
-        statuses = [RankStatus(int(rank.status)) for rank in stats]
-        check_status(statuses, slot.index)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
-        return statuses
+        self._unnoted = None if self._is_skipping else (slot, stats)
+        if self.engine.captured is None:
+            self._follow_speeds()
 
     def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
@@ -368,8 +372,15 @@ class GradientSync:
             part, fault = bad_steps[-1]
             raise too_many(part.slot.index, fault, most)
 
-    def _follow_speeds(self, slot: Slot, stats: Sequence[StepStats]) -> None:
-        """Feed the step's times to the policy, which may move the shares of later slots."""
+    def _follow_speeds(self) -> None:
+        """Feed the last step's times to the policy, which may move the shares of later slots.
+
+        With captured steps this happens when the next one is on the device: all that lies between two launches leaves
+        the device idle. The policy's `lookahead` is one more for it.
+        """
+        if self._unnoted is None:
+            return
+        (slot, stats), self._unnoted = self._unnoted, None
         # 0 means not measured. Otherwise a rank that captures a graph looks slow, its share moves to a size that must
         # be captured in turn, and so on.
         times = [0.0 if rank.is_unrepresentative else rank.busy_ms for rank in stats]

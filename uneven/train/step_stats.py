@@ -26,8 +26,8 @@ def is_leaving(row: Sequence[float]) -> bool:
     return int(StepStats(*row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
 
 
-def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], sent_ns: int) -> None:
-    """Divide the time since `sent_ns`: until the last rank came this one waited, the rest was communication.
+def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], sent_ns: int, summed_ns: int) -> None:
+    """Divide the time between the two: until the last rank came this one waited, the rest was communication.
 
     What the last rank worked longer is waiting. What it came later still, it spent in code of the user's own
     (an evaluation between epochs, on rank 0 alone): that is the user's time on this rank, too.
@@ -36,5 +36,6 @@ def record_wait(recorder: Recorder, own: StepStats, stats: Sequence[StepStats], 
     user_ms = max(0.0, waited_ms - (max(rank.busy_ms for rank in stats) - own.busy_ms))
     if user_ms:
         recorder.enter("user", sent_ns)
-        recorder.enter("wait", sent_ns + int(user_ms * 1e6))
-    recorder.enter("communication", sent_ns + int(waited_ms * 1e6))
+        recorder.enter("wait", min(summed_ns, sent_ns + int(user_ms * 1e6)))
+    recorder.enter("communication", min(summed_ns, sent_ns + int(waited_ms * 1e6)))
+    recorder.enter("compute", summed_ns)
