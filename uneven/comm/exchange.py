@@ -86,16 +86,18 @@ class _Collective:
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self._done: torch.cuda.Event | None = None
 
-    def piece_done(self) -> None:
-        """Called inside the stream."""
+    def piece_done(self, read: torch.cuda.Event | None) -> None:
+        """Called inside the stream; `read` is an event there after the piece was written, if there is one."""
         self.left -= 1
         if self.left:
             return
         if self._back is not None:
             self._back.copy_(self.flat.view(self._back.shape))
         if self.stream is not None:
-            self._done = torch.cuda.Event()
-            self._done.record(self.stream)
+            self._done = read if self._back is None else None
+            if self._done is None:
+                self._done = torch.cuda.Event()
+                self._done.record(self.stream)
 
     def wait(self) -> None:
         self._all.finish(self)
@@ -291,13 +293,13 @@ class Exchange:
                     piece.values.copy_(self._receive(piece, lane), non_blocking=True)
             elif lanes:
                 self._sum(piece)
-            self._read(piece, lanes)
+            event = self._read(piece, lanes)
             if piece.owner == self.rank and piece.combine is not None and piece.has_result:
                 while not self._outbox.send(piece.values, self._other_results, self._record):
                     if not self._outbox.post(wait=True):
                         self._outbox.wait(self._sleep)
             self._unfinished.popleft()
-            piece.collective.piece_done()
+            piece.collective.piece_done(event)
         self._peers.finished()
         return True
 
@@ -318,14 +320,18 @@ class Exchange:
             out = own if total is own or part is own else torch.empty_like(own)
             total = combine(total, part, out=out)
 
-    def _read(self, piece: _Piece, lanes: tuple[int, ...]) -> None:
-        """The messages are read, or will be by the stream: their writers may write over them then, in order."""
+    def _read(self, piece: _Piece, lanes: tuple[int, ...]) -> torch.cuda.Event | None:
+        """The messages are read, or will be by the stream: their writers may write over them then, in order.
+
+        Returns the event that tells so, where there is one.
+        """
         if not piece.values.is_cuda and not self._reading:
             for lane in lanes:
                 self._inbox.free(lane)
-        elif lanes:
-            event = self._record() if piece.values.is_cuda else None
-            self._reading.extend((event, lane) for lane in lanes)
+            return None
+        event = self._record() if piece.values.is_cuda and lanes else None
+        self._reading.extend((event, lane) for lane in lanes)
+        return event
 
     def _free_read(self, wait: bool) -> None:
         """Free what was read; with `wait` at least one message."""

@@ -5,9 +5,10 @@ before it, and no host code runs again.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from uneven.data.feed import Inputs
@@ -30,6 +31,7 @@ class Capture:
 
     def __init__(self, inputs: InputMicros) -> None:
         self.inputs = [(pytree.tree_map(torch.clone, micro), samples) for micro, samples in inputs]
+        self._leaves = [_leaves(micro) for micro, _ in self.inputs]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def fits(self, inputs: InputMicros) -> bool:
@@ -69,6 +71,11 @@ class Capture:
             self._graph = None
 
     def _copy_inputs(self, inputs: InputMicros) -> None:
-        for (fixed, _), (fresh, _) in zip(self.inputs, inputs, strict=True):
-            for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):
+        for fixed, (fresh, _) in zip(self._leaves, inputs, strict=True):
+            for to, source in zip(fixed, _leaves(fresh), strict=True):
                 to.copy_(source, non_blocking=True)
+
+
+def _leaves(inputs: Inputs) -> list[Any]:
+    """To walk through a pytree takes longer than to launch a graph."""
+    return [inputs] if isinstance(inputs, Tensor) else pytree.tree_leaves(inputs)

@@ -65,7 +65,14 @@ class CapturedBackward:
         self.is_replayed = (sizes, slot_samples) in self._graphs
         if sizes not in self._seen:
             self._seen.add(sizes)
-            return self._run_eagerly(inputs, slot_samples)
+            check = self._run_eagerly(inputs, slot_samples)
+        else:
+            check = self._replay(inputs, sizes, slot_samples)
+        if (update := self.update) is not None:
+            update.read_settings()
+        return check
+
+    def _replay(self, inputs: InputMicros, sizes: tuple[int, ...], slot_samples: int) -> Tensor:
         graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
         self._keep(sizes, slot_samples, graph)
         graph.capture.replay(inputs)
