@@ -210,6 +210,17 @@ def test_where_one_rank_cannot_capture_none_does(
     assert sum("stream is capturing" in line for line in told) == 1, "the reason by the one that failed"
 
 
+def test_where_one_rank_has_no_events_in_graphs_none_captures_the_sum(
+    replays: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of torch on another machine."""
+    first = iter([True])
+    monkeypatch.setattr("uneven.step.captured.can_time_graphs", lambda: next(first, False))
+    ours = train(2, compile="graph", policy="sync", batch_size=12)
+    assert_exact(ours, train(1, batch_size=24)[0], "sgd", torch.float64)
+    assert replays == {}
+
+
 def test_what_is_a_constant_in_a_graph_takes_another_way(replays: dict[str, list[Any]]) -> None:
     """OneCycleLR changes momentum in every step: no step is like the captured one."""
 

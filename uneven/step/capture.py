@@ -52,6 +52,7 @@ class Capture:
                 result = run(self.inputs)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that failed leaves its own stream current
+            graph.reset()  # it may hold a communicator, and must not live on in a traceback
             raise InputError(
                 "compile='graph' could not capture the train step, which must not read tensors on the host "
                 f"(.item(), print, if on a tensor): {str(error).splitlines()[0]}; use compile='off'"

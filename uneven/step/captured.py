@@ -27,7 +27,7 @@ from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
-from uneven.step.whole import WholeStep
+from uneven.step.whole import WholeStep, can_time_graphs
 
 MAX_GRAPHS = 16  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
@@ -85,9 +85,13 @@ class CapturedBackward:
         """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
         return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
 
+    @property
+    def is_summed_by_nccl(self) -> bool:
+        return self._reducer.is_summed_by_nccl
+
     def make_whole(self) -> None:
-        """Where both halves can be captured and NCCL sums the gradients, capture the sum with them; on all ranks."""
-        if self.update is not None and self._reducer.is_summed_by_nccl:
+        """Where both halves can be captured, capture NCCL's sum with them; all ranks must, or none."""
+        if self.update is not None and self.is_summed_by_nccl and can_time_graphs():
             self.whole = WholeStep(self._eager, self._open_batch)
 
     def leave_whole(self) -> None:

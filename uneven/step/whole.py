@@ -11,6 +11,7 @@ what all ranks know alike: every rank's samples, the slot's, and the optimizer's
 two graphs with the sum between them (captured.py). Graphs must be gone before NCCL's communicator: `close`.
 """
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,11 @@ class Moments:
             self._own.elapsed_time(self._summed),
             self._summed.elapsed_time(self._ended),
         )
+
+
+def can_time_graphs() -> bool:
+    """Whether this torch has events that a graph records."""
+    return "external" in inspect.signature(torch.cuda.Event.__new__).parameters
 
 
 class _Graph(NamedTuple):

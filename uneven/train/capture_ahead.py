@@ -23,11 +23,18 @@ REACH = (AHEAD - 1) * GRID  # samples: rounding to the grid may take a share one
 Shares = Callable[[int, int], Sequence[int]]  # (slot, its samples) -> every rank's
 
 
-def use_whole_steps(engine: Engine) -> None:
-    """Where NCCL sums the gradients, let `capture_ahead` capture the sum, too; when the reducer is there."""
-    # A simulated device sleeps between its own work and the sum.
-    if engine.captured is not None and all(device.speed >= 1 for device in engine.rank_info.devices):
-        engine.captured.make_whole()
+def use_whole_steps(engine: Engine, group: Group) -> None:
+    """Where NCCL sums the gradients, let `capture_ahead` capture the sum, too; when the reducer is there.
+
+    A collective there: machines may have different versions of torch.
+    """
+    captured = engine.captured
+    if captured is None or not captured.is_summed_by_nccl:
+        return
+    if all(device.speed >= 1 for device in engine.rank_info.devices):  # others sleep between their work and the sum
+        captured.make_whole()
+    if not all(able for (able,) in gather_rows(group, [float(captured.whole is not None)])):
+        captured.leave_whole()
 
 
 def capture_ahead(engine: Engine, group: Group, shares: Shares, is_moving: bool) -> list[str]:

@@ -102,7 +102,7 @@ class GradientSync:
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, is_leaving)
-        use_whole_steps(engine)
+        use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
             self._advise(costs)
