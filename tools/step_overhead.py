@@ -41,6 +41,7 @@ from uneven.policy.exact import Balanced, Fixed
 from uneven.results.progress import Reporter
 from uneven.step.eager import EagerStep
 from uneven.timeline.record import Recorder
+from uneven.train import gradient_sync
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.rank_info import RankInfo
@@ -66,7 +67,7 @@ PARTS: dict[str, list[tuple[Owner, str]]] = {
     "rows and flags": [(Reducer, "finalize")],
     "collective": [(SharedMemoryGroup, "all_reduce"), (TorchGroup, "all_reduce"), (Work, "wait")],
     "statistics": [(Engine, "was_first_of_its_size"), (Worker, "_is_stopping"), (Worker, "_wish")],
-    "wait": [(GradientSync, "_record_wait")],
+    "wait": [(gradient_sync, "record_wait")],
     "policy": [
         *((kind, name) for kind in (Fixed, Balanced) for name in ("shares", "note", "fingerprint")),
         (GradientSync, "_follow_speeds"),

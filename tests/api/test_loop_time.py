@@ -1,8 +1,6 @@
 """Whose time is whose in a loop of the user's own: what rank 0 does by itself is not the others' communication."""
 
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.nn import functional as F
@@ -11,7 +9,7 @@ from tests.api.test_loop import make_loop
 from tests.ranks import ThreadGroup, on_threads
 from uneven.api.loop import Loop
 from uneven.timeline.record import Recorder
-from uneven.train.gradient_sync import GradientSync, StepStats
+from uneven.train.step_stats import StepStats, record_wait
 
 WORK_S = 0.1  # the user's own work, as long as another rank waits for it
 
@@ -20,10 +18,9 @@ def spent(stats: list[StepStats], waited_ms: int) -> dict[str, float]:
     """How rank 1 divides `waited_ms` in its collective, in ms."""
     now = [0]
     recorder = Recorder(1, clock=lambda: now[0])
-    sync: Any = SimpleNamespace(engine=SimpleNamespace(recorder=recorder, rank_info=SimpleNamespace(rank=1)))
     recorder.enter("wait")
     now[0] = waited_ms * 1_000_000
-    GradientSync._record_wait(sync, 0, stats)
+    record_wait(recorder, stats[1], stats, 0, now[0])
     recorder.close()
     return {state: 1e3 * seconds for state, seconds in recorder.account().seconds.items() if seconds}
 

@@ -57,6 +57,22 @@ def test_all_ranks_get_the_sum_in_rank_order_to_the_last_bit(size: int, make: Ma
             assert [bits(part) == expected for part in parts] == [True] * size, (dtype, count)
 
 
+def test_a_few_numbers_are_sent_before_the_sums_in_front_of_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what the others wait for with their next step, and a sum on a device takes a while to enqueue."""
+    ranks = make(2)
+    large, small = parts_of(2, 5_000), parts_of(2, 6)
+    expected = [bits(in_rank_order([part.clone() for part in parts])) for parts in (large, small)]
+    works = [ranks[rank].start(large[rank], torch.add, None) for rank in (1, 0)]
+    total, unsent = ranks[1]._sum, []
+    monkeypatch.setattr(ranks[1], "_sum", lambda piece: (unsent.append(len(ranks[1]._unsent)), total(piece)))
+    works += [ranks[rank].start(small[rank], torch.add, None) for rank in (1, 0)]
+    finish(ranks, works)
+    assert set(unsent) == {0}
+    assert len(unsent) > 1
+    for parts, right in zip((large, small), expected, strict=True):
+        assert [bits(part) for part in parts] == [right] * 2
+
+
 def test_nan_of_two_ranks_has_the_same_bits_on_both(make: Make) -> None:
     payloads = [torch.tensor([0x7FC00001]), torch.tensor([0x7FC00002])]
     parts = [payload.to(torch.int32).view(torch.float32).repeat(33) for payload in payloads]

@@ -19,6 +19,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "one device, captured": {"compile": "graph"},
     "sync": {**PAIR, "policy": "sync", "batch_size": 16},
     "sync, captured": {**PAIR, "policy": "sync", "batch_size": 16, "compile": "graph"},
+    "sync over NCCL, captured": {**PAIR, "policy": "sync", "batch_size": 16, "compile": "graph", "backend": "nccl"},
     "cadence": {**PAIR, "policy": "cadence", "anchor": 2, "shares": (2, 1), "batch_size": 8},
     "cadence, captured": {
         **PAIR,

@@ -21,6 +21,7 @@ from uneven.config import Task, resolve
 from uneven.hardware.device import parse_devices
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
+from uneven.policy.exact import Balanced
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured import GRID, MAX_GRAPHS, CapturedBackward
 from uneven.step.eager import EagerStep
@@ -285,6 +286,29 @@ def test_a_cpu_among_cuda_devices_runs_eagerly_on_the_same_grid() -> None:
     results = train(2, compile="graph", batch_size=32, epochs=2)
     assert_exact(results, train(1, batch_size=64, epochs=2)[0], "sgd", torch.float64)
     assert all(samples % GRID == 0 for result in results for slot, _, samples in result.log if slot % 2 == 0)
+
+
+def test_shares_move_at_the_same_slot_where_only_one_rank_captures(
+    captures: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with captured steps tells its policy of a step when the next one is under way, an eager one at once."""
+    first = iter([True])
+    monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: next(first, False))
+    note = Balanced.note
+
+    def third_as_fast(self: Balanced, slot: int, samples: int, busy_ms: Any) -> Any:
+        slow, fast = self.shares(slot, samples)
+        return note(self, slot, samples, [3.0 * slow, 1.0 * fast] if all(busy_ms) else busy_ms)
+
+    monkeypatch.setattr(Balanced, "note", third_as_fast)
+    data = TensorData(torch.randn(640, 6).double(), torch.arange(640) % 3)
+    results = train(2, compile="graph", batch_size=32, epochs=2, dataset=data)
+    dense = train(1, batch_size=64, epochs=2, dataset=data)[0]
+    for name, value in dense.state.params.items():  # a fused optimizer rounds in another way
+        torch.testing.assert_close(results[0].state.params[name], value, rtol=1e-10, atol=1e-10)
+    moves = [[e.fields["slot"] for e in r.timeline.events if e.kind == "share"] for r in results]
+    assert moves[0] == moves[1] != []
+    assert captures
 
 
 def test_synchronised_batchnorm_is_refused_in_words(captures: list[list[int]]) -> None:

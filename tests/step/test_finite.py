@@ -23,6 +23,7 @@ from uneven.step.finite import (
     total_count,
 )
 from uneven.step.meter import LossMeter
+from uneven.step.on_device import run_on_device
 from uneven.step.precision import Precision
 
 NAN, INF = math.nan, math.inf
@@ -172,7 +173,7 @@ def test_a_skipped_step_leaves_no_bit_of_itself(
     for seed, changes in enumerate([{}, bad, {}, bad, bad, {}]):
         before = tensors_of(on_host)
         fault = on_host(batch_of(seed, **changes), 4)
-        check = OwnCheck(*on_device.run_on_device(batch_of(seed, **changes), 4).tolist())
+        check = OwnCheck(*run_on_device(on_device, batch_of(seed, **changes), 4).tolist())
         assert on_device.fault_of([check]) == fault == (Fault(0, cause) if changes else None)
         if not changes:
             without(batch_of(seed), 4)

@@ -16,8 +16,9 @@ from uneven.data.tensors import Batch
 from uneven.errors import InputError
 from uneven.policy.axis import Part
 from uneven.step.several import OptimizerGroup, RankLeftError, SeveralSteps
-from uneven.train.gradient_sync import GradientSync, StepStats
+from uneven.train.gradient_sync import GradientSync
 from uneven.train.status import RankStatus, check_status
+from uneven.train.step_stats import StepStats
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import Worker
 

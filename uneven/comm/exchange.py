@@ -20,7 +20,7 @@ that is left to do is enqueued there.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +69,7 @@ class _Piece:
     combine: Combine | None  # None: broadcast
     has_result: bool  # the owner sends it to all
     collective: "_Collective"
+    is_small: bool
 
 
 class _Collective:
@@ -76,23 +77,27 @@ class _Collective:
 
     def __init__(self, all_of_group: "Exchange", tensor: Tensor) -> None:
         self._all, self._tensor = all_of_group, tensor
-        values = tensor.detach()
-        self.flat = values.contiguous().view(-1)
-        self._back = None if values.is_contiguous() else values
+        values = tensor.detach() if tensor.requires_grad else tensor
+        is_contiguous = values.is_contiguous()
+        # Each of these operations takes as long as a small message.
+        self.flat = values if is_contiguous and values.dim() == 1 else values.contiguous().view(-1)
+        self._back = None if is_contiguous else values
         self.left = 0  # pieces
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self._done: torch.cuda.Event | None = None
 
-    def piece_done(self) -> None:
-        """Called inside the stream."""
+    def piece_done(self, read: torch.cuda.Event | None) -> None:
+        """Called inside the stream; `read` is an event there after the piece was written, if there is one."""
         self.left -= 1
         if self.left:
             return
         if self._back is not None:
             self._back.copy_(self.flat.view(self._back.shape))
         if self.stream is not None:
-            self._done = torch.cuda.Event()
-            self._done.record(self.stream)
+            self._done = read if self._back is None else None
+            if self._done is None:
+                self._done = torch.cuda.Event()
+                self._done.record(self.stream)
 
     def wait(self) -> None:
         self._all.finish(self)
@@ -139,10 +144,10 @@ class Exchange:
             collective = _Collective(self, tensor)
             size = collective.flat.numel() * collective.flat.element_size()
             is_exchanged = owner is None and (self.world_size == 2 or size <= LEAST_BYTES)
-            for values in collective.flat.split(self._elements(size, tensor.element_size())) if size else ():
+            for values in self._pieces(collective.flat, size):
                 own = None if is_exchanged else self._count % self.world_size if owner is None else owner
                 self._count += 1
-                piece = _Piece(values, own, combine, has_result, collective)
+                piece = _Piece(values, own, combine, has_result, collective, size <= LEAST_BYTES)
                 collective.left += 1
                 self._unsent.append(piece)
                 self._unfinished.append(piece)
@@ -195,19 +200,23 @@ class Exchange:
             self._views.clear()
             self._segment.close()
 
-    def _elements(self, size: int, element_size: int) -> int:
-        """Of one piece: a tensor of medium size is cut so that all ranks own a part of it."""
+    def _pieces(self, flat: Tensor, size: int) -> Sequence[Tensor]:
+        """A tensor of medium size is cut so that all ranks own a part of it."""
+        if not size:
+            return ()
         most = self._sizes.piece
         if self.world_size > 2:
             part = -(-size // (self.world_size * ALIGN)) * ALIGN
             most = min(most, max(part, LEAST_BYTES))
-        return most // element_size
+        return (flat,) if size <= most else flat.split(most // flat.element_size())
 
     def _progress(self) -> bool:
         """Send and finish what can be; whether there was anything."""
         before = (len(self._unsent), len(self._unfinished), len(self._reading))
         has_posted = self._outbox.post(wait=False)
         self._free_read(wait=False)
+        if self._unsent and len(self._unfinished) > len(self._unsent) and self._unsent[0].is_small:
+            self._send()  # a few numbers, for which all others wait, before the sum of what was sent before
         # A piece is summed up soon after it was sent, while it is in the cache. Others are sent while it has to wait.
         while (len(self._unfinished) > len(self._unsent) and self._finish_next()) or self._send():
             pass
@@ -217,8 +226,10 @@ class Exchange:
         """For whatever `_progress` needs next."""
         if self._outbox.post(wait=True):
             return
-        if self._reading:  # before this rank sleeps: others may wait for what it has read
-            self._free_read(wait=True)
+        if self._reading:
+            # Before this rank sleeps: others may wait for what it has read. That is a sleep, too, for the device.
+            if len(self._unsent) == len(self._unfinished) or not self._peers.spin(self._can_finish_next):
+                self._free_read(wait=True)
             return
         if len(self._unsent) == len(self._unfinished):
             self._outbox.wait(self._sleep)
@@ -268,6 +279,9 @@ class Exchange:
             return () if is_broadcast else self._others
         return (piece.owner,) if is_broadcast else (self._results[piece.owner],) if piece.has_result else ()
 
+    def _can_finish_next(self) -> bool:
+        return all(self._inbox.has(lane) for lane in self._writers(self._unfinished[0]))
+
     def _finish_next(self) -> bool:
         piece = self._unfinished[0]
         lanes = self._writers(piece)
@@ -279,13 +293,13 @@ class Exchange:
                     piece.values.copy_(self._receive(piece, lane), non_blocking=True)
             elif lanes:
                 self._sum(piece)
-            self._read(piece, lanes)
+            event = self._read(piece, lanes)
             if piece.owner == self.rank and piece.combine is not None and piece.has_result:
                 while not self._outbox.send(piece.values, self._other_results, self._record):
                     if not self._outbox.post(wait=True):
                         self._outbox.wait(self._sleep)
             self._unfinished.popleft()
-            piece.collective.piece_done()
+            piece.collective.piece_done(event)
         self._peers.finished()
         return True
 
@@ -306,14 +320,18 @@ class Exchange:
             out = own if total is own or part is own else torch.empty_like(own)
             total = combine(total, part, out=out)
 
-    def _read(self, piece: _Piece, lanes: tuple[int, ...]) -> None:
-        """The messages are read, or will be by the stream: their writers may write over them then, in order."""
+    def _read(self, piece: _Piece, lanes: tuple[int, ...]) -> torch.cuda.Event | None:
+        """The messages are read, or will be by the stream: their writers may write over them then, in order.
+
+        Returns the event that tells so, where there is one.
+        """
         if not piece.values.is_cuda and not self._reading:
             for lane in lanes:
                 self._inbox.free(lane)
-        elif lanes:
-            event = self._record() if piece.values.is_cuda else None
-            self._reading.extend((event, lane) for lane in lanes)
+            return None
+        event = self._record() if piece.values.is_cuda and lanes else None
+        self._reading.extend((event, lane) for lane in lanes)
+        return event
 
     def _free_read(self, wait: bool) -> None:
         """Free what was read; with `wait` at least one message."""

@@ -39,17 +39,23 @@ class Peers:
         self._done += 1
         self._states[self.rank][DONE] = self._done
 
+    def spin(self, is_there: Callable[[], bool]) -> bool:
+        """Look for a moment, awake; returns whether it came."""
+        # A background thread does not spin: its core is the one that trains.
+        if self._spin_s and threading.current_thread() is threading.main_thread():
+            end = time.perf_counter() + self._spin_s
+            while time.perf_counter() < end:
+                if is_there():
+                    return True
+        return False
+
     def sleep(self, semaphore: Semaphore, awaited: int, meanwhile: Callable[[], None]) -> None:
         """Until rank `awaited` has posted the semaphore; RuntimeError where it, or another that it needs, is gone.
 
         `meanwhile` is called between the slices.
         """
-        # A background thread does not spin: its core is the one that trains.
-        if self._spin_s and threading.current_thread() is threading.main_thread():
-            end = time.perf_counter() + self._spin_s
-            while time.perf_counter() < end:
-                if semaphore.try_wait():
-                    return
+        if self.spin(semaphore.try_wait):
+            return
         end = time.monotonic() + self._timeout_s
         gone: Sequence[int] = ()
         while not semaphore.wait(SLICE_S):

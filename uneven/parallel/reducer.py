@@ -62,6 +62,7 @@ class Reducer:
         self._largest: list[Tensor] = []  # per bucket since prepare(), see `largest_gradient`
         self._num_checked = 0  # buckets that were looked at for it
         self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
+        self.unused: tuple[int, ...] = ()  # params that had no gradient on any rank in the last sum, likewise
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
         self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
         self._hooks = GradientHooks(
@@ -92,6 +93,7 @@ class Reducer:
     def prepare(self) -> None:
         """Zero all gradients and attach them to their buckets."""
         self.follow_group()
+        self.unused = ()
         self._used.clear()
         self._largest.clear()
         self._num_checked = 0
@@ -115,6 +117,7 @@ class Reducer:
 
         `used` were the params with a gradient: a replay calls no hooks.
         """
+        self.unused = ()
         self._used.clear()
         self._used.update(used)
         self._largest.clear()
@@ -147,7 +150,10 @@ class Reducer:
         own = None if device_stats is None else device_stats()
         on_host = None if own is None or self._extra.is_cuda else copy_to_host_async(own)
         rows = [0.0] * (self._group.world_size * num_stats)
-        flags = [float(place in self._used) for place in range(len(self._views))]
+        if len(self._used) == len(self._views):
+            flags = self._all_used
+        else:
+            flags = [float(place in self._used) for place in range(len(self._views))]
         rows[rank * num_stats : (rank + 1) * num_stats] = stats()  # waits for the device
         if own is not None and on_host is not None:
             rows[(rank + 1) * num_stats - len(own) : (rank + 1) * num_stats] = on_host().tolist()
@@ -157,10 +163,46 @@ class Reducer:
         self._send_and_wait()
         self._is_prepared = False
         numbers: list[float] = self._extra.tolist()
-        for param, flag in zip(self._views, numbers[len(rows) :], strict=True):
-            if flag == 0.0:
-                param.grad = None
+        summed = numbers[len(rows) :]
+        if 0.0 in summed:
+            self.unused = tuple(place for place, flag in enumerate(summed) if flag == 0.0)
+            for param, flag in zip(self._views, summed, strict=True):
+                if flag == 0.0:
+                    param.grad = None
         return [numbers[start : start + num_stats] for start in range(0, len(rows), num_stats or 1)]
+
+    @property
+    def is_summed_by_nccl(self) -> bool:
+        """Whether NCCL sums all that is sent: then a CUDA graph can hold it."""
+        return all(self._group.is_nccl(bucket.buffer) for bucket in self.buckets)
+
+    @property
+    def generation(self) -> int:
+        """Of the group: another one may have other ranks, and a communicator of its own."""
+        return self._group.generation
+
+    @property
+    def rows(self) -> Tensor:
+        """Every rank's statistics after a sum, a row each; always the same memory."""
+        return self._extra[: self._group.world_size * self._num_stats].view(-1, self._num_stats)
+
+    def sum_on_device(self, stats: Tensor, device_stats: Tensor) -> None:
+        """`finalize` without a word to the host, for a capture: the ranks' statistics are in `rows` afterwards.
+
+        No flags are sent: whoever captures knows which params all ranks use.
+        """
+        self.rows[self._group.rank].copy_(torch.cat([stats, device_stats.to(stats.dtype)]))
+        self._send_and_wait()
+        self._is_prepared = False
+
+    def sum_replayed(self, unused: Iterable[nn.Parameter]) -> None:
+        """The replay of a CUDA graph held a whole step with `sum_on_device`; `unused` are params without a gradient."""
+        self._attach()
+        for param in unused:
+            param.grad = None
+        traffic = self._group.traffic
+        traffic.collectives += len(self.buckets)
+        traffic.payload_bytes += sum(bucket.buffer.nbytes for bucket in self.buckets)
 
     def close(self) -> None:
         self._hooks.remove()
@@ -179,6 +221,7 @@ class Reducer:
         self._views = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views, strict=True)}
         self._place = {param: place for place, param in enumerate(self._views)}
         self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._all_used = [1.0] * len(self._views)
         self._extra = self.buckets[-1].extra
         self._last = len(self.buckets) - 1
 
@@ -239,7 +282,8 @@ class Reducer:
 
     def _attach(self) -> None:
         for param, view in self._views.items():
-            param.grad = view
+            if param.grad is not view:  # to set it takes ten times as long
+                param.grad = view
 
     def _send_next(self) -> None:
         bucket = self._unsent[0]

@@ -126,10 +126,10 @@ class Balanced:
         planned = self._planned(slot)
         if samples != self.slot_size:  # an epoch's short last slot
             return by_ratio(planned if self.reach is None else self._home, samples, self.least)
+        if slot % PROBE_EVERY < PROBE_EVERY - 1:
+            return planned
         idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._smallest]
-        if idle and slot % PROBE_EVERY == PROBE_EVERY - 1:
-            return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)])
-        return planned
+        return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)]) if idle else planned
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
         self._update_factors(self.shares(slot, samples), busy_ms)

@@ -5,9 +5,10 @@ before it, and no host code runs again.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from uneven.data.feed import Inputs
@@ -30,6 +31,7 @@ class Capture:
 
     def __init__(self, inputs: InputMicros) -> None:
         self.inputs = [(pytree.tree_map(torch.clone, micro), samples) for micro, samples in inputs]
+        self._leaves = [_leaves(micro) for micro, _ in self.inputs]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def fits(self, inputs: InputMicros) -> bool:
@@ -50,6 +52,7 @@ class Capture:
                 result = run(self.inputs)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that failed leaves its own stream current
+            graph.reset()  # it may hold a communicator, and must not live on in a traceback
             raise InputError(
                 "compile='graph' could not capture the train step, which must not read tensors on the host "
                 f"(.item(), print, if on a tensor): {str(error).splitlines()[0]}; use compile='off'"
@@ -62,7 +65,18 @@ class Capture:
         self._copy_inputs(inputs)
         self._graph.replay()
 
+    def close(self) -> None:
+        """Destroy the graph at once; garbage is collected too late where it holds a communicator."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     def _copy_inputs(self, inputs: InputMicros) -> None:
-        for (fixed, _), (fresh, _) in zip(self.inputs, inputs, strict=True):
-            for to, source in zip(pytree.tree_leaves(fixed), pytree.tree_leaves(fresh), strict=True):
+        for fixed, (fresh, _) in zip(self._leaves, inputs, strict=True):
+            for to, source in zip(fixed, _leaves(fresh), strict=True):
                 to.copy_(source, non_blocking=True)
+
+
+def _leaves(inputs: Inputs) -> list[Any]:
+    """To walk through a pytree takes longer than to launch a graph."""
+    return [inputs] if isinstance(inputs, Tensor) else pytree.tree_leaves(inputs)

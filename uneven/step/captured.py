@@ -27,6 +27,7 @@ from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
+from uneven.step.whole import WholeStep, can_time_graphs
 
 MAX_GRAPHS = 16  # kept; the least recently used one is dropped
 GRID = 8  # samples: shares are multiples of it, so that few sizes occur
@@ -37,7 +38,6 @@ Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slo
 @dataclass(frozen=True)
 class _Graph:
     capture: Capture
-    buckets: list[Bucket]  # that the graph adds gradients into
     used: frozenset[int]  # params that had a gradient: a replay calls no hooks
     check: Tensor  # this rank's OwnCheck, written by the replay
 
@@ -53,19 +53,26 @@ class CapturedBackward:
         self._eager = eager
         self._open_batch = open_batch
         self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
+        self._buckets: list[Bucket] | None = None  # that the graphs add gradients into
         self._seen: set[tuple[int, ...]] = set()  # sizes
         self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
+        self.whole: WholeStep | None = None  # takes the steps that it has captured, with the sum between both halves
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         sizes = tuple(samples for _, samples in inputs)
-        self._reducer.follow_group()
-        if any(graph.buckets is not self._reducer.buckets for graph in self._graphs.values()):
-            self._graphs.clear()  # the world size has changed, and the buckets with it
+        self._follow_group()
         self.is_replayed = (sizes, slot_samples) in self._graphs
         if sizes not in self._seen:
             self._seen.add(sizes)
-            return self._run_eagerly(inputs, slot_samples)
+            check = self._run_eagerly(inputs, slot_samples)
+        else:
+            check = self._replay(inputs, sizes, slot_samples)
+        if (update := self.update) is not None:
+            update.read_settings()
+        return check
+
+    def _replay(self, inputs: InputMicros, sizes: tuple[int, ...], slot_samples: int) -> Tensor:
         graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
         self._keep(sizes, slot_samples, graph)
         graph.capture.replay(inputs)
@@ -78,12 +85,28 @@ class CapturedBackward:
         """The second half of the step; None where it stays eager, as a strategy's own optimizer does."""
         return None if self._update is None or self._update.optimizer is not self._eager.optimizer else self._update
 
+    @property
+    def is_summed_by_nccl(self) -> bool:
+        return self._reducer.is_summed_by_nccl
+
+    def make_whole(self) -> None:
+        """Where both halves can be captured, capture NCCL's sum with them; all ranks must, or none."""
+        if self.update is not None and self.is_summed_by_nccl and can_time_graphs():
+            self.whole = WholeStep(self._eager, self._open_batch)
+
+    def leave_whole(self) -> None:
+        """Go on with two graphs a step."""
+        if self.whole is not None:
+            self.whole.close()
+            self.whole = None
+
     def has(self, sizes: Sequence[int], slot_samples: int) -> bool:
         """Whether a step of these micro-batches is captured."""
         return (tuple(sizes), slot_samples) in self._graphs
 
     def capture_ahead(self, inputs: InputMicros, slot_samples: int) -> None:
         """Capture both halves of a step before it is needed; inside `no_trace(..., keep_optimizer_tensors=True)`."""
+        self._follow_group()
         sizes = tuple(samples for _, samples in inputs)
         check = OwnCheck(*self._run_eagerly(inputs, slot_samples).tolist())
         if self.update is not None:
@@ -122,6 +145,14 @@ class CapturedBackward:
         assert not reducer.overlap, "a graph cannot hold what is sent while backward runs"
         return reducer
 
+    def _follow_group(self) -> None:
+        """Forget all graphs if the world size has changed, and the buckets with it."""
+        reducer = self._reducer
+        reducer.follow_group()
+        if reducer.buckets is not self._buckets:
+            self._graphs.clear()
+            self._buckets = reducer.buckets
+
     def _keep(self, sizes: tuple[int, ...], slot_samples: int, graph: _Graph) -> None:
         self._graphs[sizes, slot_samples] = graph
         if len(self._graphs) > MAX_GRAPHS:
@@ -131,7 +162,7 @@ class CapturedBackward:
         capture = Capture(inputs)
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
-        return _Graph(capture, self._reducer.buckets, self._reducer.used, check)
+        return _Graph(capture, self._reducer.used, check)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)

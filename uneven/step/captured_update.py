@@ -30,12 +30,19 @@ class CapturedUpdate:
         self._eager = eager
         self._settings = CapturedSettings(eager.optimizer, device)
         self._count = torch.ones((), dtype=torch.float64, device=device)
+        self._constants: Hashable = None  # of the settings, where `read_settings` has read them for this step
         self._seen: Hashable = None
         self._graphs: dict[Hashable, Capture] = {}
         self._buckets: list[Bucket] | None = None  # whose addresses the graphs hold
 
+    def read_settings(self) -> None:
+        """What the next call needs to know of the optimizer, while the device computes; when the rates are set."""
+        self._constants = self._settings.constants()
+        self._settings.write_rates()
+
     def __call__(self, counts: Tensor | None) -> None:
         key = self._key(counts)
+        self._constants = None
         if key not in self._graphs:
             if key != self._seen:  # a scheduler that changes momentum in every step is never captured
                 self._seen = key
@@ -66,12 +73,8 @@ class CapturedUpdate:
         if reducer.buckets is not self._buckets:
             self.clear()
             self._buckets = reducer.buckets
-        used = tuple(
-            place
-            for place, param in enumerate(param for group in self.optimizer.param_groups for param in group["params"])
-            if param.grad is not None
-        )
-        return counts is not None, used, self._settings.constants()
+        constants = self._settings.constants() if self._constants is None else self._constants
+        return counts is not None, reducer.unused, constants
 
 
 def make_captured_update(eager: EagerStep, device: torch.device) -> CapturedUpdate | None:

@@ -26,7 +26,6 @@ from uneven.step.finite import (
     find_fault,
     largest_of,
     largest_unless_finite,
-    select,
     total_count,
 )
 from uneven.step.loss import read_loss
@@ -76,7 +75,7 @@ class EagerStep:
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
         self._made_backup: Backup | None = None
-        self._limit: float | None = None  # the largest number that a gradient can hold
+        self._limit: float | None = None
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
         """A step of this rank alone; returns why it was skipped, if it was."""
@@ -102,45 +101,10 @@ class EagerStep:
         self.apply_update()
         return None
 
-    def run_on_device(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
-        """The same without a word to the host, for a capture: what a step that is not finite has changed is put back.
-
-        Returns this rank's OwnCheck, on the device.
-        """
-        self.begin()
-        self.optimizer.zero_grad(set_to_none=True)
-        counts = self.backward(batches, slot_samples)
-        is_scaled = self.precision.scaler.is_enabled()
-        largest = None if is_scaled or self.max_grad_value is None else largest_of(self._gradients)  # before the clip
-        is_fused = not is_scaled and all(group.get("fused") for group in self.optimizer.param_groups)
-        kept = [] if is_fused else self._updated_tensors()
-        before = [tensor.clone() for tensor in kept]  # activations are free by now
-        self.prepare_update(counts)
-        if largest is None and not is_scaled:
-            largest = largest_of(self._gradients)
-        own = self.own_check(counts, largest)
-        is_good = own.isfinite().all() & ((own[0] == 0) | (own[1] > 0))
-        if is_fused:
-            self._apply_where(is_good)
-        else:
-            self.apply_update()
-            select(is_good, kept, before)
-        self._backup().select(is_good)
-        return own
-
-    def _apply_where(self, is_good: Tensor) -> None:
-        """The update by a fused optimizer, which skips it on the device by itself: what GradScaler uses."""
-        optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, is_good.logical_not().float()
-        try:
-            self.apply_update()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
     def begin(self) -> None:
         """Before a slot's first forward. The steps call it; for a loop of the user's own the loop does."""
         self._has_begun = True
-        self._backup().save()
+        self.backup().save()
 
     def accumulate(self, batch: Batch, samples: int, slot_samples: int) -> None:
         """A micro-batch ahead of its step, without any collective."""
@@ -157,7 +121,7 @@ class EagerStep:
     def skip(self) -> None:
         """Leave a step out that has begun."""
         self._has_begun = False
-        self._backup().restore()
+        self.backup().restore()
 
     def sum_gradients(
         self,
@@ -226,10 +190,15 @@ class EagerStep:
 
     def fault_of(self, checks: Sequence[OwnCheck]) -> Fault | None:
         """What is wrong with a step of these ranks, if anything; the same on every rank."""
+        return find_fault(checks, self.limit, checks_gradients=not self.precision.scaler.is_enabled())
+
+    @property
+    def limit(self) -> float:
+        """The largest number that every gradient can hold."""
         if self._limit is None:
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             self._limit = min((torch.finfo(param.dtype).max for param in params), default=torch.inf)
-        return find_fault(checks, self._limit, checks_gradients=not self.precision.scaler.is_enabled())
+        return self._limit
 
     def backward(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor | None:
         """Sum gradients over the micro-batches; returns the count they must still be divided by, if any.
@@ -343,31 +312,21 @@ class EagerStep:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
         return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def _own_gradients(self, norm: Tensor | None) -> Tensor | float:
         """A number that is not finite if a gradient is not: their norm, if it is known, serves as well."""
-        return largest_unless_finite(self._gradients) if norm is None else norm
+        return largest_unless_finite(self.gradients) if norm is None else norm
 
     def _is_finite(self) -> bool:
-        return bool(largest_of(self._gradients).isfinite())
-
-    def _updated_tensors(self) -> list[Tensor]:
-        """What an update changes: params, optimizer state, the loss scale."""
-        scaler = self.precision.scaler
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
-        scale = [scaler._scale, scaler._growth_tracker] if scaler.is_enabled() else []
-        return [
-            *(param.detach() for group in self.optimizer.param_groups for param in group["params"]),
-            *(value for value in (*state, *scale) if isinstance(value, Tensor)),
-        ]
+        return bool(largest_of(self.gradients).isfinite())
 
     def _begin_once(self) -> None:
         if not self._has_begun:
             self.begin()
 
-    def _backup(self) -> Backup:
+    def backup(self) -> Backup:
         """Made at the first step, when the model's layers are final."""
         if self._made_backup is None:
             self._made_backup = Backup(self.model, self.meter.totals)

@@ -17,6 +17,7 @@ from uneven.data.tensors import Batch
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.eager import EagerStep
 from uneven.step.finite import OwnCheck, Verdict
+from uneven.step.on_device import run_on_device
 from uneven.step.optimizer_capture import CapturedSettings, prepare_optimizer
 from uneven.step.warmup import no_trace
 
@@ -66,7 +67,7 @@ class GraphStep:
         return self._settings.constants() == self._constants
 
     def _run_on_device(self, inputs: InputMicros, slot_samples: int) -> Tensor:
-        return self._eager.run_on_device(self._opened(inputs), slot_samples)
+        return run_on_device(self._eager, self._opened(inputs), slot_samples)
 
     def _opened(self, inputs: InputMicros) -> list[tuple[Batch, int]]:
         return [(self._open_batch(micro), samples) for micro, samples in inputs]

@@ -5,7 +5,7 @@ bucket, so agreeing on shares costs no collective of its own. One rank alone tak
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -15,41 +15,27 @@ from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.data.feed import Micros
-from uneven.data.replay import read_log
 from uneven.data.tensors import Batch
-from uneven.parallel.batchnorm import describe_batchnorm, has_batchnorm, synced_buffers
+from uneven.parallel.batchnorm import describe_batchnorm, synced_buffers
 from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.subset import advice, forecast
-from uneven.step.captured import GRID, check_capturable
+from uneven.step.captured import check_capturable
 from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
+from uneven.step.whole import Key, WholeStep
 from uneven.train.apply_strategy import apply_strategy
-from uneven.train.capture_ahead import REACH, capture_ahead
+from uneven.train.capture_ahead import capture_ahead, use_whole_steps
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import request
+from uneven.train.exact_policy import make_exact_policy
 from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.step_stats import StepStats, is_leaving, record_wait
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
-
-
-class StepStats(NamedTuple):
-    """What each rank sends to the others with every gradient sum."""
-
-    busy_ms: float  # this rank's own work in the step, without waiting
-    is_unrepresentative: float  # 1 where busy_ms is no measure of its speed (a new size, a capture)
-    status: float  # RankStatus
-    fingerprint: float  # of the policy's state: equal on all ranks
-    user_ms: float = 0.0  # code of the user's own since the last step, which is not in busy_ms
-    wish: float = 0.0  # Wish
-
-
-def _is_leaving(row: Sequence[float]) -> bool:
-    """Whether the rank with these statistics takes no part in the step."""
-    return int(StepStats(*row).status) not in (RankStatus.TRAINING, RankStatus.STOP_REQUESTED)
 
 
 class GradientSync:
@@ -79,6 +65,8 @@ class GradientSync:
         self._free_ns = 0  # when this rank's last collective ended
         self._waited_s = 0.0  # that this rank had waited in collectives until then
         self._user_ns = 0  # code of the user's own since then
+        self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
+        self._before: tuple[Key, float] | None = None  # the last step, where it was one graph: its own work, in ms
 
     @property
     def group(self) -> Group:
@@ -96,7 +84,7 @@ class GradientSync:
         if engine.batchnorm_sync.layers:
             engine.connect_batchnorm(self.group)
             _, ((self._dummy_batch, _),) = next(engine.feed.stream([Part(engine.axis.slot(0), 0, 1, 1)]))
-        self.policy = self._make_policy(costs)
+        self.policy = make_exact_policy(engine, costs, self._is_model_parallel)
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
         self._lr_scale = engine.lr_scale(1.0, shares)
@@ -113,12 +101,14 @@ class GradientSync:
         # Whole speeds, not shares of samples: a slow rank without samples can still do a part of the optimizer's work.
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
-        self.notes += apply_strategy(engine, self.group, num_stats, speeds, _is_leaving)
+        self.notes += apply_strategy(engine, self.group, num_stats, speeds, is_leaving)
+        use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
             self._advise(costs)
 
     def state_dict(self) -> dict[str, Any]:
+        self._follow_speeds()
         return {"kind": type(self.policy).__name__, "policy": self.policy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +117,8 @@ class GradientSync:
             self._capture_ahead()
 
     def _capture_ahead(self) -> None:
-        capture_ahead(self.engine, self.policy.shares, is_moving=isinstance(self.policy, Balanced))
+        is_moving = isinstance(self.policy, Balanced)
+        self.notes += capture_ahead(self.engine, self.group, self.policy.shares, is_moving)
 
     def ledger(self) -> Ledger:
         return self.engine.ledger.advanced_to(self.engine.trained)
@@ -191,6 +182,7 @@ class GradientSync:
             self._is_skipping = False
             engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
         engine.recorder.enter("compute")
+        self._follow_speeds()
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
@@ -291,6 +283,11 @@ class GradientSync:
         Returns whether any rank was asked to stop, and whether the step was finite.
         """
         engine, slot, recorder, traffic = self.engine, part.slot, self.engine.recorder, self.group.traffic
+        if engine.captured is not None and (whole := engine.captured.whole) is not None:
+            key = tuple(self.policy.shares(slot.index, slot.samples)), slot.samples
+            if whole.has(key):
+                return self._whole_step(whole, key, slot, micros)
+            self._before = None
         busy_ms = 0.0
         sent_ns = 0
 
@@ -298,35 +295,72 @@ class GradientSync:
             # Called just before the last bucket is sent: this rank's own work since its last collective ended.
             nonlocal busy_ms, sent_ns
             # Before the wait for the device, which computes meanwhile.
-            status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
-            is_first = float(engine.was_first_of_its_size(part))
-            user_ms, self._user_ns = self._user_ns / 1e6, 0
-            own = (float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
+            own, is_first = self._own_stats(), float(engine.was_first_of_its_size(part))
             engine.run_ahead.catch_up()
-            began_ns = self._free_ns + int((traffic.wait_s - self._waited_s) * 1e9)
+            began_ns = self._began_ns
             engine.simulate_slowdown(began_ns)
             sent_ns = recorder.enter("wait")
             busy_ms = (sent_ns - began_ns) / 1e6
-            return StepStats(busy_ms, is_first, *own)
+            return own._replace(busy_ms=busy_ms, is_unrepresentative=is_first)
 
         rows, checks = engine.eager.sum_gradients(micros, slot.samples, own_stats, engine.captured)
+        self._free_ns, self._waited_s = recorder.clock(), traffic.wait_s
         stats = [StepStats(*row) for row in rows]
-        self.busy_ms = [rank.busy_ms for rank in stats]
-        self._record_wait(sent_ns, stats)
-        self._free_ns, self._waited_s = recorder.enter("compute"), traffic.wait_s
-        if stats[engine.rank_info.rank].is_unrepresentative:
-            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
-        self._wished = wished(rank.wish for rank in stats)
+        own = stats[engine.rank_info.rank]
+        record_wait(recorder, own, stats, sent_ns, self._free_ns)
         statuses = [RankStatus(int(rank.status)) for rank in stats]
         check_status(statuses, slot.index)
-        check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
+        fault = None
         if RankStatus.SKIPS_REST in statuses:
             self._is_skipping = True
             engine.eager.skip()
-            return False, lambda: None
-        fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
-        self._follow_speeds(slot, stats)
+        else:  # before anything else: a device is idle until then
+            fault = engine.eager.finish(checks, None if engine.captured is None else engine.captured.update)
+        if own.is_unrepresentative:
+            recorder.event("prepared", phase="step", slot=slot.index, samples=part.samples, ms=busy_ms)
+        self._read(slot, stats)
         return RankStatus.STOP_REQUESTED in statuses, lambda: fault
+
+    def _whole_step(self, whole: WholeStep, key: Key, slot: Slot, micros: Micros) -> tuple[bool, Verdict]:
+        """The same as one CUDA graph on every rank.
+
+        A rank's row is written before the launch, so its time is that of the step before; it counts only if that one
+        was like this one. How long this rank waited for the others is estimated by it.
+        """
+        recorder, began_ns, own = self.engine.recorder, self._began_ns, self._own_stats()
+        if self._before is not None and self._before[0] == key:
+            own = own._replace(busy_ms=self._before[1], is_unrepresentative=0.0)
+        launched_ns = recorder.clock()
+        rows, fault = whole(key, micros, own)
+        own_ms, sum_ms, update_ms = whole.times
+        self._before = (key, (launched_ns - began_ns) / 1e6 + own_ms + update_ms)
+        stats = [StepStats(*row) for row in rows]
+        sent_ns = recorder.enter("wait", launched_ns + int(own_ms * 1e6))
+        record_wait(recorder, own, stats, sent_ns, sent_ns + int(sum_ms * 1e6))
+        self._free_ns, self._waited_s = recorder.clock(), self.group.traffic.wait_s
+        self._read(slot, stats)
+        return any(rank.status == RankStatus.STOP_REQUESTED for rank in stats), lambda: fault
+
+    @property
+    def _began_ns(self) -> int:
+        """When this rank's own work began: at the end of its last collective."""
+        return self._free_ns + int((self.group.traffic.wait_s - self._waited_s) * 1e9)
+
+    def _own_stats(self) -> StepStats:
+        """What this rank says with a sum, but for its times."""
+        self._follow_speeds()
+        status = RankStatus.STOP_REQUESTED if self._is_stopping() else RankStatus.TRAINING
+        user_ms, self._user_ns = self._user_ns / 1e6, 0
+        return StepStats(0.0, 1.0, float(status), float(self.policy.fingerprint()), user_ms, float(self.wish()))
+
+    def _read(self, slot: Slot, stats: Sequence[StepStats]) -> None:
+        """What all ranks said with the sum; raises where one differs from the others."""
+        self.busy_ms = [rank.busy_ms for rank in stats]
+        self._wished = wished(rank.wish for rank in stats)
+        check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
+        self._unnoted = None if self._is_skipping else (slot, stats)
+        if self.engine.captured is None:
+            self._follow_speeds()
 
     def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
@@ -338,22 +372,15 @@ class GradientSync:
             part, fault = bad_steps[-1]
             raise too_many(part.slot.index, fault, most)
 
-    def _record_wait(self, sent_ns: int, stats: Sequence[StepStats]) -> None:
-        """Divide the time since `sent_ns`: until the last rank came this one waited, the rest was communication.
+    def _follow_speeds(self) -> None:
+        """Feed the last step's times to the policy, which may move the shares of later slots.
 
-        What the last rank worked longer is waiting. What it came later still, it spent in code of the user's own
-        (an evaluation between epochs, on rank 0 alone): that is the user's time on this rank, too.
+        With captured steps this happens when the next one is on the device: all that lies between two launches leaves
+        the device idle. The policy's `lookahead` is one more for it.
         """
-        recorder, own = self.engine.recorder, stats[self.engine.rank_info.rank]
-        waited_ms = max(rank.user_ms + rank.busy_ms for rank in stats) - (own.user_ms + own.busy_ms)
-        user_ms = max(0.0, waited_ms - (max(rank.busy_ms for rank in stats) - own.busy_ms))
-        if user_ms:
-            recorder.enter("user", sent_ns)
-            recorder.enter("wait", sent_ns + int(user_ms * 1e6))
-        recorder.enter("communication", sent_ns + int(waited_ms * 1e6))
-
-    def _follow_speeds(self, slot: Slot, stats: Sequence[StepStats]) -> None:
-        """Feed the step's times to the policy, which may move the shares of later slots."""
+        if self._unnoted is None:
+            return
+        (slot, stats), self._unnoted = self._unnoted, None
         # 0 means not measured. Otherwise a rank that captures a graph looks slow, its share moves to a size that must
         # be captured in turn, and so on.
         times = [0.0 if rank.is_unrepresentative else rank.busy_ms for rank in stats]
@@ -371,26 +398,3 @@ class GradientSync:
             return  # devices that hold shards are needed for their memory, whatever their speed
         found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(self.group, engine.model))
         self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
-
-    def _make_policy(self, costs: Sequence[Cost]) -> ExactPolicy:
-        engine, config = self.engine, self.engine.config
-        if config.replay is not None:
-            info = engine.rank_info
-            log = read_log(
-                config.replay, engine.axis, info.world_size, config.to_json(), False, machines=info.roster.machines
-            )
-            return log.shares(engine.axis.total)
-        if config.shares is not None:
-            return Fixed(config.shares)
-        if config.policy == "sync" or self._is_model_parallel:
-            return Fixed.even(engine.rank_info.world_size)
-        least = 2 if has_batchnorm(engine.model) and not engine.batchnorm_sync.layers else 1
-        samples, lookahead = engine.axis.slot(0).samples, engine.feed.lookahead
-        caps = tuple(int(min(cap * config.accumulate, samples)) for cap in engine.caps)
-        if not engine.can_warm_up:
-            first = engine.trained + 1  # the slot before it compiles and allocates
-            return Calibrating(engine.rank_info.world_size, samples, first, least, lookahead, caps)
-        # In a slot smaller than this a grid would leave ranks without samples. The same on all ranks.
-        is_on_grid = config.compile == "graph" and samples >= GRID * engine.rank_info.world_size
-        grid, reach = (GRID, REACH) if is_on_grid else (1, None)
-        return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)

@@ -31,9 +31,10 @@ from uneven.step.evaluation import evaluate
 from uneven.step.finite import OwnCheck
 from uneven.step.precision import Precision
 from uneven.train.engine import Engine
-from uneven.train.gradient_sync import GradientSync, StepStats
+from uneven.train.gradient_sync import GradientSync
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.step_stats import StepStats
 from uneven.train.worker import Worker
 
 LEAST_STEPS = 3
