@@ -35,6 +35,7 @@ from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.history import make_entry
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
@@ -296,32 +297,16 @@ class Worker:
         """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
         hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
         callbacks have stopped the run.
-
-        Where loss and speed are known only over several epochs, from `first` to that of `until`, the entry says so in
-        "epochs".
         """
         assert self.synchronizer is not None, "an epoch ends after round 0"
         self.recorder.enter("other")
-        slot, last = self.axis.epoch_end(epoch) if step is None else step, self.axis.slot(until - 1).epoch
+        slot = self.axis.epoch_end(epoch) if step is None else step
         if not self.engine.events.has_entry(slot):
             return self._save_checkpoint(slot)
         if epoch == first:
             self._span = (self._span[1], (until, self.saves.train_seconds))
-        (slots, seconds), (_, now_s) = self._span
-        skipped = {} if step is not None else dict(self.engine.skipped)
-        samples = self.axis.samples_before(until) - self.axis.samples_before(slots) - skipped.get(epoch, 0)
-        entry = {
-            "epoch": epoch + 1,
-            "step": slot,
-            **({} if step is None else {"is_inside_epoch": True}),
-            **({"epochs": [first + 1, last + 1]} if last > first else {}),
-            "samples": self.engine.samples_before(slot),
-            **({"skipped": skipped[epoch]} if epoch in skipped else {}),
-            "train_loss": loss,
-            "lr": self.engine.schedule.rates[0],
-            "train_seconds": now_s,
-            "samples_per_s": samples / max(now_s - seconds, 1e-9),
-        }
+        before, (_, now_s) = self._span
+        entry = make_entry(self.engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
         if self.epoch_metrics is not None and step is None:
             entry |= self.epoch_metrics(epoch)
         if dropped := self.engine.dropped.take_unreported():
