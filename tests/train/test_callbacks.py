@@ -206,17 +206,17 @@ def test_a_wrong_input_found_by_a_callback_is_one() -> None:
 def test_the_time_of_callbacks_is_a_state_of_its_own_and_no_work_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither training time nor a reason to give the rank a smaller share."""
     busy_ms: list[float] = []
-    follow = GradientSync._follow_speeds
+    read = GradientSync._read
 
     def noted(sync: GradientSync, slot: Any, stats: Any) -> None:
         busy_ms.append(stats[0].busy_ms)
-        follow(sync, slot, stats)
+        read(sync, slot, stats)
 
     class Slow(Callback):
         def on_step(self, info: CallbackInfo) -> None:
             threading.Event().wait(0.2)
 
-    monkeypatch.setattr(GradientSync, "_follow_speeds", noted)
+    monkeypatch.setattr(GradientSync, "_read", noted)
     result = train(2, max_steps=3, callbacks=lambda rank: [Slow()] if rank == 0 else [])[0]
     (account,) = result.timeline.accounts
     assert account.seconds["user"] >= 0.6
