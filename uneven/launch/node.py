@@ -29,7 +29,7 @@ from uneven.version import __version__
 
 T = TypeVar("T")
 
-WAIT_S = 10.0  # for a leader that is not there yet
+WAIT_S = 8.0  # for a leader that is not there yet
 ORDER_S = 30.0
 START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
 POLL_S = 0.05
