@@ -50,7 +50,7 @@ def test_three_machines_train_as_one(tmp_path: Path) -> None:
         ]
         while any(process.poll() is None for process in processes):
             seen.update(address for machine in machines for address in listeners(machine))
-            time.sleep(0.2)
+            time.sleep(1.0)
         outputs = [process.communicate(timeout=60)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], outputs
         assert [machine.pids() for machine in machines] == [[], [], []]
