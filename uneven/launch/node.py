@@ -19,7 +19,7 @@ from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable
 from uneven.machines import ship
-from uneven.machines.addresses import host_label, interface_of
+from uneven.machines.addresses import host_label
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -95,7 +95,7 @@ class Node:
             script, go = self._prepare(script, listener)
         finally:
             listener.close()
-        placement = Placement.from_json(go["go"], self._door, interface_of(self._session.own_address))
+        placement = Placement.from_json(go["go"], self._door, self._session.own_address)
         names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
         self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
         order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
