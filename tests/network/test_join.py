@@ -16,14 +16,12 @@ TOKEN = "a-token-of-the-tests"
 UNEVEN = ("-m", "uneven")
 
 
-def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path = ROOT) -> "subprocess.Popen[str]":
+def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path) -> "subprocess.Popen[str]":
     env = {"UNEVEN_TOKEN": TOKEN}
     return machine.python(*UNEVEN, "run", "--nodes", nodes, "--port", "29400", *args, env=env, cwd=cwd)
 
 
-def join(
-    machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path = ROOT
-) -> "subprocess.Popen[str]":
+def join(machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path) -> "subprocess.Popen[str]":
     place = f"{leader.address or f'[{leader.address6}]'}:29400"
     return machine.python(*UNEVEN, "join", place, "--wait", "60", *args, env={"UNEVEN_TOKEN": token}, cwd=cwd)
 
@@ -46,13 +44,13 @@ def test_three_machines_train_as_one(tmp_path: Path) -> None:
         results = tmp_path / "results"
         results.mkdir()
         processes = [
-            lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3"),
-            join(second, first, "--devices", "cpu,cpu@0.5"),
-            join(third, first, "--devices", "cpu"),
+            lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3", cwd=tmp_path),
+            join(second, first, "--devices", "cpu,cpu@0.5", cwd=tmp_path),
+            join(third, first, "--devices", "cpu", cwd=tmp_path),
         ]
         while any(process.poll() is None for process in processes):
             seen.update(address for machine in machines for address in listeners(machine))
-            time.sleep(0.2)
+            time.sleep(1.0)
         outputs = [process.communicate(timeout=60)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], outputs
         assert [machine.pids() for machine in machines] == [[], [], []]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.namespaces import Machine, needs_namespaces, network
-from tests.network.test_join import SCRIPT, join, lead
+from tests.network.namespaces import Machine, ip, needs_namespaces, network
+from tests.network.test_join import SCRIPT, join, lead, listeners
 
 pytestmark = [needs_namespaces, pytest.mark.soak]
 FOR_EVER = "100000"
@@ -37,8 +37,8 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
 def train(machines: list[Machine], tmp_path: Path) -> tuple["subprocess.Popen[str]", "subprocess.Popen[str]"]:
     """A run that does not end by itself, and has begun."""
     first, second = machines
-    leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER)
-    node = join(second, first, "--devices", "cpu")
+    leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER, cwd=tmp_path)
+    node = join(second, first, "--devices", "cpu", cwd=tmp_path)
     read_until(leader, "epoch 2/")
     return leader, node
 
@@ -107,3 +107,45 @@ def test_a_rank_that_is_killed_is_named_with_its_host(machines: list[Machine], t
     assert "rank 1 (cpu on node2) was ended by SIGKILL" in output
     assert "rank 1 (cpu on node2) was ended by SIGKILL" in node_output
     assert_empty(machines)
+
+
+def test_a_firewall_between_two_others_is_found_before_the_start(tmp_path: Path) -> None:
+    with network(tmp_path, 3) as machines:
+        first, second, third = machines
+        second.drop_from(third)
+        processes = [
+            lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), nodes="3", cwd=tmp_path),
+            join(second, first, "--devices", "cpu", cwd=tmp_path),
+            join(third, first, "--devices", "cpu", cwd=tmp_path),
+        ]
+        for code, output in [end(process, 60.0) for process in processes]:
+            assert code == 1
+            assert "node2: the way from node3 (10.77.0.3) is closed" in output
+            assert "sudo ufw allow from 10.77.0.3" in output
+        assert_empty(machines)
+
+
+def test_a_machine_with_the_second_family_alone_trains_with_one_that_has_both(tmp_path: Path) -> None:
+    """The leader's interface has an IPv4 address too, and Gloo would take that one."""
+    with network(tmp_path, 2, names="unresolvable", family="dual") as machines:
+        first, second = machines
+        ip("-n", second.namespace, "addr", "del", f"{second.address}/24", "dev", second.interface)
+        leader = lead(first, "--bind", first.address6, "--devices", "cpu", SCRIPT, str(tmp_path), cwd=tmp_path)
+        first.address = ""
+        node = join(second, first, "--devices", "cpu", cwd=tmp_path)
+        (code, output), (node_code, node_output) = end(leader, 90.0), end(node)
+        assert (code, node_code) == (0, 0), (output, node_output)
+
+
+def test_ports_stay_in_their_range(tmp_path: Path) -> None:
+    """Of everything that we listen with ourselves; Gloo takes ports of the system's range."""
+    with network(tmp_path, 2) as machines:
+        first, second = machines
+        leader = lead(first, "--ports", "29401-29410", "--devices", "cpu", SCRIPT, str(tmp_path), cwd=tmp_path)
+        node = join(second, first, "--devices", "cpu", cwd=tmp_path)
+        seen: set[int] = set()
+        read_until(leader, "2 machines with 2 ranks")
+        seen = {int(address.rpartition(":")[2]) for machine in machines for address in listeners(machine)}
+        assert end(leader, 90.0)[0] == end(node)[0] == 0
+        assert 29400 in seen
+        assert all(29400 <= port <= 29410 for port in seen), seen

@@ -25,7 +25,7 @@ def join(
     ] = False,
     wait: Annotated[
         float, typer.Option("--wait", help="How long to try while no leader answers.", metavar="SECONDS")
-    ] = 10.0,
+    ] = 8.0,
 ) -> None:
     """Take part in a run that another machine leads, with this machine's devices.
 

@@ -19,7 +19,7 @@ from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
 from uneven.machines import ship
-from uneven.machines.addresses import choose_address, host_label, interface_of, unique_labels
+from uneven.machines.addresses import choose_address, host_label, unique_labels
 from uneven.machines.door import Door, listen
 from uneven.machines.facts import collect_facts
 from uneven.machines.file_service import FileService
@@ -150,7 +150,7 @@ class Leader:
             node.session.send(go=placement.to_json(), settings=self._script["settings"])
             node.session.limit_s = RUNNING_S
         door = (self._door.address, self._door.port, self._options.token)
-        own = Placement(roster, members, place, 0, door, interface_of(self._door.address))
+        own = Placement(roster, members, place, 0, door, self._door.address)
         folder = make_private_folder()
         try:
             with local_ranks(folder, own, self._script, self._reporter.say) as processes:

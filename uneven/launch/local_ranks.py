@@ -18,6 +18,7 @@ from uneven.hardware.mps import check_slices, oversubscribed, sliced
 from uneven.hardware.preflight import check_device
 from uneven.hardware.roster import Roster
 from uneven.launch.processes import RankProcesses
+from uneven.machines.addresses import interface_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Placement:
     store: tuple[str, int]
     machine: int = 0
     door: tuple[str, int, str] | None = None  # address, port and token of the leader's door
-    interface: str | None = None  # the only one that Gloo and NCCL may use
+    address: str | None = None  # this machine's own, where there are several: Gloo and NCCL use its interface alone
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -52,11 +53,11 @@ class Placement:
 
     @classmethod
     def from_json(
-        cls, found: Mapping[str, Any], door: tuple[str, int, str] | None = None, interface: str | None = None
+        cls, found: Mapping[str, Any], door: tuple[str, int, str] | None = None, address: str | None = None
     ) -> "Placement":
         roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
-        address, port = found["store"]
-        return cls(roster, tuple(found["members"]), (address, port), found["machine"], door, interface)
+        host, port = found["store"]
+        return cls(roster, tuple(found["members"]), (host, port), found["machine"], door, address)
 
 
 def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
@@ -80,6 +81,7 @@ def local_ranks(
     plan = {
         **placement.to_json(),
         "door": placement.door,
+        "address": placement.address,
         "launcher_pid": os.getpid(),
         "cores": cores.cores,
         "threads": cores.threads,
@@ -87,9 +89,9 @@ def local_ranks(
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     network = interface_variables(placement)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if (given := os.environ.get(name, "").removeprefix("=")) not in ("", placement.interface) and network:
-            say([f"  {name}={given} is not used: the leader is reached by {placement.interface}"])
+    for name, chosen in network.items():
+        if (given := os.environ.get(name, chosen)).removeprefix("=") != chosen.removeprefix("="):
+            say([f"  {name}={given} is not used: {chosen.removeprefix('=')} is on the way to the other machines"])
     with sliced(devices) as slices:
         processes = RankProcesses(folder, list(cores.threads), [network | own for own in slices])
         try:
@@ -100,8 +102,8 @@ def local_ranks(
 
 def interface_variables(placement: Placement) -> dict[str, str]:
     """Gloo and NCCL stay on the interface that reached the leader, whatever the machine's name resolves to."""
-    if placement.interface is None:
+    if placement.address is None:
         return {}
-    variables = {"GLOO_SOCKET_IFNAME": placement.interface, "NCCL_SOCKET_IFNAME": f"={placement.interface}"}
-    family = "AF_INET6" if ":" in placement.store[0] else "AF_INET"
-    return {**variables, "NCCL_SOCKET_FAMILY": family}
+    name = interface_of(placement.address)
+    family = "AF_INET6" if ":" in placement.address else "AF_INET"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", "NCCL_SOCKET_FAMILY": family}

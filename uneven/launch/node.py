@@ -19,7 +19,7 @@ from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable
 from uneven.machines import ship
-from uneven.machines.addresses import host_label, interface_of
+from uneven.machines.addresses import host_label
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -29,7 +29,7 @@ from uneven.version import __version__
 
 T = TypeVar("T")
 
-WAIT_S = 10.0  # for a leader that is not there yet
+WAIT_S = 8.0  # for a leader that is not there yet
 ORDER_S = 30.0
 START_S = 24 * 3600.0  # the leader may wait for others as long as it likes
 POLL_S = 0.05
@@ -95,7 +95,7 @@ class Node:
             script, go = self._prepare(script, listener)
         finally:
             listener.close()
-        placement = Placement.from_json(go["go"], self._door, interface_of(self._session.own_address))
+        placement = Placement.from_json(go["go"], self._door, self._session.own_address)
         names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
         self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
         order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
