@@ -21,6 +21,7 @@ import pytest
 from tests.network import relay
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 Names = Literal["plain", "debian", "unresolvable"]
 Family = Literal["v4", "v6", "dual"]
 # As on a machine: its own name, its own file of names.
@@ -76,7 +77,7 @@ class Machine:
             ["ip", "netns", "exec", self.namespace, *inside, *command],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             text=True, cwd=cwd, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **(env or {})},
         )  # fmt: skip
         self.started.append(process)
         return process
