@@ -134,6 +134,7 @@ TYPED = {
     "replay": ("runs/b", "runs/b"),
     "deadline": ("none", None),
     "grace": ("0", 0.0),
+    "skip": ("data,clock", "data,clock"),
     "progress": ("off", "off"),
 }
 

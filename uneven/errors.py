@@ -46,7 +46,8 @@ class NotFiniteError(RankError):
 
 
 # Errors that the launcher raises again as they are when a rank reports them: the traceback would not help.
-USER_ERRORS: dict[str, type[InputError] | type[MachineError] | type[NotFiniteError]] = {
+USER_ERRORS: dict[str, type[InputError] | type[MachineError] | type[RankError]] = {
+    "refused": RefusedError,
     "input": InputError,
     "machine": MachineError,
     "not finite": NotFiniteError,

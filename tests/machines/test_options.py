@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from uneven.config import RunConfig
 from uneven.errors import InputError
 from uneven.hardware.network import Interface
 from uneven.machines.addresses import choose_address, interface_of, unique_labels
 from uneven.machines.hosts import Host, join_command, read_hosts
-from uneven.machines.options import LeadOptions, lead_options, parse_nodes, parse_ports, parse_skip, read_token
+from uneven.machines.options import LeadOptions, lead_options, parse_nodes, parse_ports, read_token
 
 LOOPBACK = Interface("lo", "loopback", True, ("127.0.0.1",), ("::1",))
 WIRED = Interface("eth0", "physical", True, ("192.0.2.10",), ("fe80::1", "2001:db8::10"))
@@ -99,9 +100,10 @@ def test_a_token_has_a_shape_and_is_not_repeated(token: str) -> None:
 
 
 def test_checks_that_can_be_left_out() -> None:
-    assert parse_skip("data, clock") == ("data", "clock")
-    with pytest.raises(InputError, match="--skip colour: no such check"):
-        parse_skip("colour")
+    assert RunConfig(batch_size=1, epochs=1, skip="data, clock").skipped_checks == ("data", "clock")
+    for wrong in ("colour", "data,colour", ""):
+        with pytest.raises(InputError, match=f"skip={wrong!r} must be one or more of uneven, python, "):
+            RunConfig(batch_size=1, epochs=1, skip=wrong)
 
 
 def test_the_address_of_the_default_route_else_of_the_only_interface() -> None:

@@ -72,6 +72,7 @@ class Settings(TypedDict, total=False):
     out: str | Path | None
     overwrite: bool
     replay: str | Path | None
+    skip: str | None
     deadline: float | Deadline | None
     grace: float
     progress: Progress
@@ -263,6 +264,10 @@ class SettingMethods:
     def replay(self, replay: str | Path | None) -> "Self":
         """Folder of a finished run, which is repeated by its log."""
         return self.settings(replay=replay)
+
+    def skip(self, skip: str | None) -> "Self":
+        """Checks between machines that are left out, as in data or data,clock; docs/preflight.md has all."""
+        return self.settings(skip=skip)
 
     def deadline(self, deadline: float | Deadline | None) -> "Self":
         """Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.numbers import numbers
-from uneven.config import RunConfig, Setting, settings_of
+from uneven.config import RunConfig, Setting, read_skip, settings_of
 
 if TYPE_CHECKING:
     from uneven.machines.options import LeadOptions
@@ -33,7 +33,7 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
 
       uneven run train.py --hosts hosts.toml      (starts the others over ssh)
     """
-    machines = _read_machines({name: options.pop(name) for name in MACHINE_OPTIONS})
+    machines = read_machines({name: options.pop(name) for name in MACHINE_OPTIONS}, options.get("skip"))
     known = settings_of(RunConfig)
     given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
     if machines is not None:
@@ -46,10 +46,10 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
     run_script(script, args or [], given)
 
 
-def _read_machines(given: dict[str, Any]) -> "LeadOptions | None":
-    """What was said about other machines, checked; None where nothing was."""
+def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | None":
+    """What was said about other machines, checked; None where nothing was. `skip` is the setting."""
     from uneven.machines.hosts import read_hosts
-    from uneven.machines.options import lead_options, parse_ports, parse_skip, read_token
+    from uneven.machines.options import lead_options, parse_ports, read_token
 
     is_one = given["nodes"] is None and given["hosts"] is None
     named = given["token"] is not None or given["token_file"] is not None
@@ -63,7 +63,7 @@ def _read_machines(given: dict[str, Any]) -> "LeadOptions | None":
         wait=given["wait"],
         ship=bool(given["ship"]),
         ssh=given["ssh"],
-        skip=parse_skip(given["skip"]),
+        skip=read_skip(skip),
     )
 
 
@@ -140,16 +140,6 @@ MACHINE_OPTIONS: dict[str, Any] = {
             "--ship",
             help="Send the text files of the script's folder to machines where they differ and that allow it "
             "(uneven join --allow-ship). Otherwise such a machine is refused, with the difference.",
-            rich_help_panel=MACHINES,
-        ),
-    ],
-    "skip": Annotated[
-        str | None,
-        typer.Option(
-            "--skip",
-            help="Checks between machines to leave out, with commas between them: "
-            "uneven, python, torch, nccl, code, dtype, clock, links, data.",
-            metavar="CHECK,...",
             rich_help_panel=MACHINES,
         ),
     ],

@@ -27,6 +27,7 @@ from uneven.config.names import (
 from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import CHOICES, RunConfig
 from uneven.config.setting import Setting, settings_of
+from uneven.config.skip import SKIPPABLE, read_skip
 from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "POLICIES",
     "REPLICATED",
     "SHARDED",
+    "SKIPPABLE",
     "STRATEGIES",
     "Activations",
     "Backend",
@@ -65,6 +67,7 @@ __all__ = [
     "check_task",
     "is_stream",
     "read_every",
+    "read_skip",
     "resolve",
     "results_of",
     "settings_of",

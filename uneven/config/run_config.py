@@ -31,6 +31,7 @@ from uneven.config.names import (
     Strategy,
 )
 from uneven.config.setting import about, settings_of
+from uneven.config.skip import about_skip, read_skip
 from uneven.errors import InputError
 
 
@@ -306,6 +307,7 @@ class RunConfig:
     replay: Path | None = field(
         default=None, metadata=about("Folder of a finished run, which is repeated by its log.", default="no replay")
     )
+    skip: str | None = field(default=None, metadata=about_skip())
     deadline: float | Deadline | None = field(
         default="auto",
         metadata=about(
@@ -370,6 +372,11 @@ class RunConfig:
     def has_fixed_shares(self) -> bool:
         """Whether the shares are known beforehand, so that nothing has to be measured."""
         return self.shares is not None or self.replay is not None
+
+    @property
+    def skipped_checks(self) -> tuple[str, ...]:
+        """The checks between machines that this run does not make."""
+        return read_skip(self.skip)
 
     @property
     def keeps_rows(self) -> bool:

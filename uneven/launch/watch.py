@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from uneven.comm.store import Store, get_text
-from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, StoppedError
+from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, RefusedError, StoppedError
 from uneven.hardware.device import Device
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, TERMINATED, TERMINATED_KEY, heartbeat_key
@@ -159,7 +159,7 @@ class Watch:
         error, name = errors[number], self._ranks[number].name(number)
         if error["kind"] in USER_ERRORS:
             kind = USER_ERRORS[error["kind"]]
-            # All ranks raise that one alike, and it names the rank that is the cause.
-            return kind(error["message"] if kind is NotFiniteError else f"{name}: {error['message']}")
+            # All ranks raise those alike, and they name the rank or machine that is the cause.
+            return kind(error["message"] if kind in (NotFiniteError, RefusedError) else f"{name}: {error['message']}")
         what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "")
         return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")

@@ -52,6 +52,7 @@ class Listener:
         self._places = threading.BoundedSemaphore(MOST_PROBES)
         self._tcp, self._udp = _bind(address, ports)
         self.port: int = self._tcp.getsockname()[1]
+        self._udp.settimeout(0.5)
         for serve in (self._serve_tcp, self._serve_udp):
             threading.Thread(target=serve, name="uneven-links", daemon=True).start()
 
@@ -83,7 +84,6 @@ class Listener:
             threading.Thread(target=self._answer, args=(sock,), name="uneven-probe", daemon=True).start()
 
     def _serve_udp(self) -> None:
-        self._udp.settimeout(0.5)
         while not self._closed.is_set():
             try:
                 text = self._udp.recv(256).decode(errors="replace")
@@ -177,12 +177,12 @@ def describe(peers: Sequence[Peer], reports: Sequence[Mapping[str, Any]]) -> lis
             rate = link.get("bytes_per_s")
             times = (f"{link['round_trip_s'] * 1e3:.2f} ms", f"{link['jitter_s'] * 1e3:.2f} ms")
             clock = f"{link['clock_s'] * 1e3:+.1f} ms +- {link['clock_error_s'] * 1e3:.1f}"
-            rows.append((*names, *times, "?" if rate is None else _rate(rate), clock))
+            rows.append((*names, *times, "?" if rate is None else describe_rate(rate), clock))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _rate(bytes_per_s: float) -> str:
+def describe_rate(bytes_per_s: float) -> str:
     mbit = bytes_per_s * 8 / 1e6
     return f"{mbit / 1000:.1f} Gbit/s" if mbit >= 1000 else f"{mbit:.0f} Mbit/s"
 
@@ -203,8 +203,10 @@ def _judge_pair(
     error = links.get((source, target), {}).get("error") or links.get((target, source), {}).get("error", "no report")
     theirs, ours = peers[source], peers[target]
     is_one_way = len(closed) == 1 or bool(silent)
-    other_way = f", while {ours.host} reaches {theirs.host}" if len(closed) == 1 else ""
-    if silent:
+    other_way = ""
+    if len(closed) == 1:
+        other_way = f", while {ours.host} reaches {theirs.host}"
+    elif silent:
         other_way = f", while packets of {ours.host} arrive at {theirs.host}"
     what = f"the way from {theirs.host} ({theirs.address})"
     fix = f"let {theirs.address} in by the firewall of {ours.host}, as in: sudo ufw allow from {theirs.address}"

@@ -10,7 +10,6 @@ from pathlib import Path
 from uneven.errors import InputError
 from uneven.machines.door import Ports
 from uneven.machines.hosts import Host
-from uneven.machines.parity import SKIPPABLE
 from uneven.machines.wire import new_token
 
 TOKEN = "UNEVEN_TOKEN"
@@ -33,7 +32,7 @@ class LeadOptions:
     ports: Ports | None = None  # of everything that listens
     wait: float | None = None
     ship: bool = False
-    skip: tuple[str, ...] = ()  # checks that the user leaves out (machines/parity.py)
+    skip: tuple[str, ...] = ()  # the setting `skip`: checks that the user leaves out
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
 
@@ -100,15 +99,6 @@ def read_token(token: str | None, file: Path | None, environ: MutableMapping[str
     return found
 
 
-def parse_skip(text: str | None) -> tuple[str, ...]:
-    """'data,clock' -> the checks to leave out."""
-    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
-    for name in names:
-        if name not in SKIPPABLE:
-            raise InputError(f"--skip {name}: no such check; allowed are {', '.join(SKIPPABLE)}")
-    return names
-
-
 def need_token(token: str | None) -> str:
     """InputError for a machine that joins without one."""
     if token is None:
@@ -136,7 +126,7 @@ def lead_options(
     """The options together; None where this machine trains alone. InputError where one of them has no effect."""
     if nodes is None and hosts is None:
         given: dict[str, object] = {"--bind": bind, "--port": port, "--ports": ports, "--wait": wait, "--ssh": ssh}
-        given |= {"--ship": ship or None, "--skip": skip or None, "--token or --token-file": token}
+        given |= {"--ship": ship or None, "--token or --token-file": token}
         for flag, value in given.items():
             if value is not None:
                 raise InputError(f"{flag} is for several machines: add --nodes N or --hosts FILE, or leave it out")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 CLOCK_S = 30.0  # clocks further apart than this are refused; nearer ones are aligned by round trips
-CHECKS = ("uneven", "python", "torch", "nccl", "code", "dtype", "clock", "links", "data", "model")
-SKIPPABLE = tuple(check for check in CHECKS if check != "model")  # tensors of other shapes corrupt a collective
 
 
 @dataclass(frozen=True)
