@@ -14,11 +14,14 @@ from typing import Literal
 
 from uneven.hardware.cgroup import read_int, read_text
 
-# Created by containers, virtual machines and tunnels: up and with an address, but without a link to other machines.
-_VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)")
+# Created by containers and virtual machines: up and with an address, but without a link to other machines.
+_VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|ifb|dummy)")
+# Tunnels: Tailscale, WireGuard, OpenVPN, ZeroTier, macOS' own, Nebula, PPP, IPsec, AnyConnect, Mullvad, NordVPN. They
+# may lead to the other machines, but slower than a cable and only to members of the VPN.
+_VPN = re.compile(r"(tailscale|wg\d|wg-|tun|zt|utun|nebula|ppp|ipsec|cscotun|gpd\d|wt\d|nordlynx|proton|mullvad|vpn)")
 
 
-InterfaceKind = Literal["loopback", "virtual", "physical"]
+InterfaceKind = Literal["loopback", "virtual", "vpn", "physical"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,18 @@ class Interface:
     v6: tuple[str, ...] = ()
     speed_mbps: int | None = None
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """In the order in which Gloo finds them: it takes the first."""
+        return (*self.v4, *self.v6)
+
 
 def kind_of(name: str) -> InterfaceKind:
     """The kind of an interface, judged by its name."""
     if re.fullmatch(r"lo\d*|Loopback.*", name):
         return "loopback"
+    if _VPN.match(name):
+        return "vpn"
     return "virtual" if _VIRTUAL.match(name) else "physical"
 
 
@@ -139,5 +149,7 @@ def likely_interface(
     if physical:
         fastest = max(physical, key=lambda interface: interface.speed_mbps or 0)
         return fastest.name, "it is up and has an address"
+    if vpn := next((interface.name for interface in ready if interface.kind == "vpn"), None):
+        return vpn, "a VPN, and nothing else is up: other machines must be in it, and its speed is the tunnel's"
     loopback = next((interface.name for interface in ready if interface.kind == "loopback"), None)
     return loopback, "only loopback is up: ranks on this machine only" if loopback else "no interface is up"

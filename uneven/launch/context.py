@@ -1,8 +1,9 @@
 """The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
 There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
-run`, or torchrun. Every entry point of api/ and every rank process gets its Worker and its group here. A script may
-train several times: each run forms a group of its own, under keys of its own in the launcher's store.
+run`, or an engine: torchrun, Slurm, Kubernetes (launch/engines.py). Every entry point of api/ and every rank process
+gets its Worker and its group here. A script may train several times: each run forms a group of its own, under keys of
+its own in the launcher's store.
 """
 
 import os
@@ -19,18 +20,21 @@ from torch import nn
 from uneven.comm.fingerprint import agree, describe_tensors
 from uneven.comm.form import form_group
 from uneven.comm.group import Group, SoloGroup
-from uneven.comm.store import get_text
-from uneven.config import RunConfig, Task
+from uneven.comm.store import Store, get_text
+from uneven.config import Precision, RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
+from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
-from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
+from uneven.launch.engines import read_engine
+from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
+from uneven.launch.placement import Placement
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
@@ -50,13 +54,19 @@ PER_RANK_SETTINGS = ("out", "overwrite", "progress", "resume", "replay")
 def process_context() -> "ProcessContext":
     """The context of this process, made on the first call."""
     if not _contexts:
-        environment = read_torchrun()
-        context = ProcessContext(environment or LaunchEnvironment(ALONE))
-        if environment is not None:
-            context.handle_signals()
-        _contexts.append(context)
+        _contexts.append(make_context(read_engine()))
     _contexts[0].was_used = True
     return _contexts[0]
+
+
+def make_context(
+    engine: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> "ProcessContext":
+    """Of a process that an engine started, or nobody; `settings` by `uneven run`."""
+    context = ProcessContext(engine or LaunchEnvironment(ALONE), settings=settings)
+    if engine is not None:
+        context.handle_signals()
+    return context
 
 
 def set_process_context(context: "ProcessContext") -> None:
@@ -89,7 +99,8 @@ class ProcessContext:
         self.is_terminated = False  # the stop request is a SIGTERM
         self.sigterm: RankSigterm | None = None  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
-        self.note: str | None = None  # about the cores this rank was given
+        self.notes: list[str] = []  # about the cores and the network of this rank
+        self._placement: Placement | None = None  # under an engine, once its ranks have met
         self._roster = roster
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
@@ -99,7 +110,7 @@ class ProcessContext:
         self.starts = 0  # runs that were to begin over several machines
         self.leader = reach_leader(environment.door)
         self._heartbeat: Heartbeat | None = None
-        self._peers: PeerWatch | None = None  # under torchrun
+        self._peers: PeerWatch | None = None  # under an engine
         self._progress: SharedProgress | None = None  # of the run that is on, over several machines
 
     @property
@@ -110,7 +121,8 @@ class ProcessContext:
     @property
     def tree_pid(self) -> int:
         """The process whose descendants belong to the run: this one alone, else the launcher of all ranks."""
-        return os.getpid() if self.is_alone else os.getppid()
+        # In a container the rank may be the first process.
+        return os.getpid() if self.is_alone or os.getppid() <= 1 else os.getppid()
 
     @property
     def member(self) -> str:
@@ -122,33 +134,36 @@ class ProcessContext:
         return self.environment.rank if self._rank_info is None else self._rank_info.rank
 
     def devices(self, setting: str) -> tuple[Device, ...]:
-        """One device per rank, in rank order. Under torchrun 'auto' is a CUDA device each, where there are enough."""
+        """One device per rank, in rank order. Under an engine 'auto' is what each rank finds on its own machine."""
         if self._roster is not None:
             return self._roster.devices
         if self.is_alone:
             return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
         launcher, world_size = self.environment.launcher, self.environment.world_size
-        if setting == "auto":
-            found = [device for device in usable_devices() if device.kind == "cuda"]
-            local = self.environment.local_world_size
-            has_enough = len(found) >= local
-            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(world_size))
-        else:
-            devices = parse_devices(setting)
-        if any(device.percent is not None for device in devices):
-            names = ",".join(device.torch_name for device in devices)
+        named = () if setting == "auto" else parse_devices(setting)
+        if any(device.percent is not None for device in named):
+            names = ",".join(device.torch_name for device in named)
             raise InputError(
                 f"devices={setting!r}: {launcher} has started this process already, which is too late for a slice; set "
                 "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
                 f"{names!r}, or start the script by: uneven run --devices {setting}"
             )
-        if len(devices) != world_size:
+        if named and len(named) != world_size:
             raise InputError(
-                f"devices={setting!r} names {len(devices)} for the {world_size} processes that {launcher} started; "
-                f"name {world_size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
+                f"devices={setting!r} names {len(named)} for the {world_size} processes that {launcher} started; name "
+                f"{world_size}, in the order of ranks, leave devices='auto', or start {len(named)} processes"
             )
+        devices = named or self.placement.auto_devices()
         self._place(devices)
         return devices
+
+    @property
+    def placement(self) -> Placement:
+        """Under an engine: who is where. The ranks meet when it is first asked for, and settle how they speak."""
+        if self._placement is None:
+            self.environment, self._placement, notes = assemble(self.environment)
+            self.notes += notes
+        return self._placement
 
     def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Those of `devices` that belong to ranks of this machine."""
@@ -156,14 +171,21 @@ class ProcessContext:
 
     def roster_of(self, devices: tuple[Device, ...]) -> Roster:
         """On which machines these devices, one per rank, are."""
-        if self.is_alone:
-            return Roster.on_one_machine(devices)
         if self._roster is not None and self._roster.devices == devices:
             return self._roster
-        # torchrun starts the same number of processes on every machine, and numbers them machine by machine.
-        local = self.environment.local_world_size
-        machines = tuple(rank // local for rank in range(len(devices)))
-        return Roster(devices, machines, tuple(f"node {number}" for number in range(machines[-1] + 1)))
+        return self.placement.roster(devices) if self.environment.is_external else Roster.on_one_machine(devices)
+
+    def is_crowded(self, devices: tuple[Device, ...]) -> bool:
+        """Whether two ranks of any machine have the same GPU; all ranks come to the same answer."""
+        if self.environment.is_external:
+            return self.placement.is_crowded(devices)
+        roster = self.roster_of(devices)
+        ranks = (roster.ranks_of(machine) for machine in range(len(roster.hosts)))
+        return any(is_crowded([devices[rank] for rank in one]) for one in ranks)
+
+    def formats(self, devices: tuple[Device, ...]) -> tuple[tuple[Precision, str], ...] | None:
+        """Under an engine, per rank: the number format that its machine would choose, and why. None: all are here."""
+        return self.placement.formats(devices) if self.environment.is_external else None
 
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
@@ -224,9 +246,10 @@ class ProcessContext:
         if self._progress is not None:
             self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
         self._rank_info = rank_info
-        if self.environment.launcher == "torchrun" and not is_single:
+        if self.environment.is_external and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
-            self._peers = PeerWatch(store, rank_info.rank, rank_info.devices, self._show)
+            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
+            self._peers = PeerWatch(store, rank_info.rank, rank_info.roster, self._show, store_place=place)
         return rank_info.group
 
     def _form_group(
@@ -235,6 +258,8 @@ class ProcessContext:
         self._runs += 1
         store = self.environment.connect(f"run/{self._runs}")
         rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
+        if self.environment.is_external:
+            await_all(store, rank, world_size)
         lines = list(data)
         given = {} if config is None else config.to_json()
         lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
@@ -244,7 +269,7 @@ class ProcessContext:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))
             return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
         device = torch.device(rank_info.device.torch_name)
-        crowded = is_crowded(self.of_this_machine(rank_info.devices))
+        crowded = self.is_crowded(rank_info.devices)
         return form_group(
             store, rank, world_size, device, config.backend, crowded, machines=machines, verify=config.verify
         )
@@ -327,12 +352,12 @@ class ProcessContext:
             requests.save.set()
 
     def handle_signals(self) -> None:
-        """Under torchrun, to the end of the process: while no run is on, a signal ends the script."""
+        """Under an engine, to the end of the process: while no run is on, a signal ends the script."""
         between_runs = Stoppable(lambda: GRACE_S, lambda _: None, lambda: True, is_cut_by_second=False)
         SIGNALS.add(between_runs, signal.SIGTERM, signal.SIGINT)
 
     def stoppable(self, requests: Requests, may_leave: Callable[[], bool] = lambda: False) -> Stoppable:
-        """A run of this process, for the signals that it gets: alone, or under torchrun."""
+        """A run of this process, for the signals that it gets: alone, or under an engine."""
 
         def stop(number: int) -> None:
             if not self.is_alone:
@@ -347,11 +372,11 @@ class ProcessContext:
     @property
     def gets_signals(self) -> bool:
         """Whether signals to this process are its own to handle. Those to our rank processes are the launcher's."""
-        return self.is_alone or self.environment.launcher == "torchrun"
+        return self.is_alone or self.environment.is_external
 
     def was_peer_terminated(self) -> bool:
-        """Under torchrun, after a run: whether it ended early because another rank got a SIGTERM."""
-        if self.environment.launcher != "torchrun":
+        """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
+        if not self.environment.is_external or self.environment.world_size == 1:
             return False
         try:
             return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
@@ -360,21 +385,35 @@ class ProcessContext:
 
     def _tell_peers(self) -> None:
         """Before this rank stops: where the others look when the run is over, there is why."""
+        self._write("", lambda store: store.set(TERMINATED_KEY, "1"))
 
-        def tell() -> None:
+    def tell_failure(self, error: BaseException) -> None:
+        """This rank's run has failed: ranks that wait for it at the start of the run end with the same words."""
+        if self._rank_info is None and isinstance(error, Exception):
+            rank = self.environment.rank
+            host = "" if self._placement is None else self._placement.hosts[self._placement.machines[rank]]
+            self._write(f"run/{self._runs + 1}", lambda store: tell_refusal(store, rank, host, error))
+
+    def _write(self, name: str, write: Callable[[Store], None]) -> None:
+        """Write to the store that the ranks share, if they have met; one that is gone is not waited for."""
+        if self._placement is None or self.environment.world_size == 1:
+            return
+
+        def connect() -> None:
             with suppress(RuntimeError):
-                self.environment.connect("").set(TERMINATED_KEY, "1")
+                write(self.environment.connect(name))
 
-        thread = threading.Thread(target=tell, daemon=True)
+        thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(TELL_S)
 
     def _place(self, devices: tuple[Device, ...]) -> None:
-        """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""
+        """An engine gives every rank all cores and one thread: take this rank's own cores instead."""
         if self._is_placed:
             return
         self._is_placed = True
-        plan = assign_cores(self.of_this_machine(devices), available_cores())
-        self.note = plan.note
-        pin(plan.cores[self.environment.local_rank])
-        torch.set_num_threads(plan.threads[self.environment.local_rank])
+        ranks, rank = self.placement.sharing_cores(self.environment.rank), self.environment.rank
+        plan = assign_cores([devices[other] for other in ranks], available_cores())
+        self.notes += [f"  {plan.note}"] if plan.note else []
+        pin(plan.cores[ranks.index(rank)])
+        torch.set_num_threads(plan.threads[ranks.index(rank)])

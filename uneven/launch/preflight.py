@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from uneven.comm.group import has_nccl
 from uneven.comm.segment import why_impossible
-from uneven.config import SHARDED, RunConfig, Task, check_task, is_stream
+from uneven.config import SHARDED, Precision, RunConfig, Task, check_task, is_stream
 from uneven.data.check_batch import check_batch
 from uneven.data.epoch_order import make_axis, make_order
 from uneven.data.replay import read_global_batch, read_log
@@ -55,7 +55,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
     machines = context.roster_of(devices).machines
-    config, notes = settle(config, devices, local, machines)
+    config, notes = settle(config, devices, local, machines, context)
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
     if len(local) < len(devices):
@@ -91,8 +91,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if is_lead:
         found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
         reporter.say([*describe(axis, config, devices, found), *notes])
-    if context.note:
-        reporter.say([f"  {context.note}"])
+    reporter.say(context.notes)
     return Prepared(config, devices, reporter, finished)
 
 
@@ -101,17 +100,21 @@ def settle(
     devices: tuple[Device, ...],
     local: tuple[Device, ...] | None = None,
     machines: Sequence[int] = (),
+    context: ProcessContext | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
 
-    `local` are the devices of this machine, where the others are elsewhere, and `machines` has each rank's machine.
+    `local` are the devices of this machine, where the others are elsewhere, and `machines` has each rank's machine;
+    `context` then knows what those devices are like.
     InputError or MachineError where settings and devices do not fit together.
     """
-    for device in devices:
+    local = devices if local is None else local
+    for device in local:
         check_device(device)
-    config, precision_notes = _resolve_precision(config, devices)
+    config, precision_notes = _resolve_precision(config, devices, None if context is None else context.formats(devices))
     _check_together(config, devices)
-    config, backend_notes = _resolve_backend(config, devices, devices if local is None else local, machines)
+    crowded = is_crowded(local) if context is None else context.is_crowded(devices)
+    config, backend_notes = _resolve_backend(config, devices, len(local) == len(devices), crowded, machines)
     return config, [*precision_notes, *backend_notes]
 
 
@@ -209,8 +212,13 @@ def _check_replay(axis: Axis, config: RunConfig, ranks: int, machines: Sequence[
     return replace(config, replay=config.replay.resolve())
 
 
-def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[RunConfig, list[str]]:
-    """The number format all devices train in, and a line with the reason where there was a choice or a drawback."""
+def _resolve_precision(
+    config: RunConfig, devices: tuple[Device, ...], told: Sequence[tuple[Precision, str]] | None = None
+) -> tuple[RunConfig, list[str]]:
+    """The number format all devices train in, and a line with the reason where there was a choice or a drawback.
+
+    `told` is what each rank's own machine would choose, and why, where they have told each other.
+    """
     has_cpu = any(device.kind == "cpu" for device in devices)
     if config.precision == "bf16" and has_cpu and not read_system().cpu.flags:
         return config, [
@@ -218,17 +226,18 @@ def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[
         ]
     if config.precision != "auto":
         return config, []
-    gpus = {gpu.index: gpu for gpu in _visible_gpus(devices)}
-    system = read_system()
-    choices = {str(device): choose_precision(device, system, gpus.get(device.index or 0)) for device in devices}
-    formats = {precision for precision, _ in choices.values()}
+    if told is None:
+        gpus, system = {gpu.index: gpu for gpu in _visible_gpus(devices)}, read_system()
+        told = [choose_precision(device, system, gpus.get(device.index or 0)) for device in devices]
+    choices = dict.fromkeys((str(device), *choice) for device, choice in zip(devices, told, strict=True))
+    formats = {precision for _, precision, _ in choices}
     if len(formats) == 1:
         (chosen,) = formats
-        reason = "; ".join(dict.fromkeys(why for _, why in choices.values()))
+        reason = "; ".join(dict.fromkeys(why for _, _, why in choices))
     else:
         # One model has one format on all devices; where they would choose differently, the one that all have.
         chosen = "fp32"
-        each = (f"{name} would take {precision} ({why})" for name, (precision, why) in choices.items())
+        each = (f"{name} would take {precision} ({why})" for name, precision, why in choices)
         reason = f"the devices differ: {', '.join(each)}"
     return replace(config, precision=chosen), [f"  precision auto -> {chosen}: {reason}"]
 
@@ -240,14 +249,13 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 
 
 def _resolve_backend(
-    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...], machines: Sequence[int]
+    config: RunConfig, devices: tuple[Device, ...], is_one_machine: bool, crowded: bool, machines: Sequence[int]
 ) -> tuple[RunConfig, list[str]]:
     """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
-    is_one_machine = len(local) == len(devices)
     why_not_shared = why_impossible() if is_one_machine else ""  # on each of several it shows when the group forms
-    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local), why_not_shared, machines)
+    backend, why = choose_backend(config.backend, devices, has_nccl(), crowded, why_not_shared, machines)
     has_choice = why_not_shared or not is_one_machine or any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 

@@ -1,0 +1,131 @@
+"""Who is where, from the facts that the ranks of an engine have told each other: machines, devices, number formats.
+
+Pure functions of the facts, which all ranks hold alike, so all come to the same roster; `read_facts` alone looks at
+this process. Used by launch/context.py.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from uneven.config import Precision
+from uneven.hardware.addresses import own_name_resolves_to, source_address
+from uneven.hardware.cgroup import read_text
+from uneven.hardware.choices import choose_precision
+from uneven.hardware.cores import available_cores
+from uneven.hardware.device import Device
+from uneven.hardware.gpus import read_gpus
+from uneven.hardware.inventory import read_visible, why_unusable
+from uneven.hardware.roster import Roster
+from uneven.hardware.system import read_system
+from uneven.hardware.torchbuild import read_torch
+from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.meeting import Facts
+
+
+def machine_identity(root: Path = Path("/")) -> str:
+    """Equal for processes that share loopback and shared memory, and for no others, whatever their hostnames.
+
+    Containers of one machine have its boot id, but a network or a /dev/shm of their own.
+    """
+    boot = (read_text(root / "proc/sys/kernel/random/boot_id") or read_text(root / "etc/machine-id") or "").strip()
+    try:
+        network = os.readlink(root / "proc/self/ns/net")
+    except OSError:
+        network = ""
+    try:
+        memory = str((root / "dev/shm").stat().st_dev)
+    except OSError:
+        memory = ""
+    return "/".join([boot or socket.gethostname(), network, memory])
+
+
+def read_facts(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> Facts:
+    """What the other ranks need to know of this one; `environment` has the numeric address of the store."""
+    build, system = read_torch(), read_system()
+    visible = read_visible(build, read_gpus())
+    usable = [gpu for gpu in visible.gpus if why_unusable(gpu, build) is None]
+    formats = {"cpu": choose_precision(Device("cpu"), system, None)}
+    formats |= {f"cuda:{gpu.index}": choose_precision(Device("cuda", gpu.index), system, gpu) for gpu in usable}
+    return {
+        "host": socket.gethostname(),
+        "machine": machine_identity(),
+        "local_rank": environment.local_rank,
+        "address": source_address(environment.host) or "" if environment.host else "",
+        "name": own_name_resolves_to(),
+        "gpus": [[gpu.index, gpu.uuid or str(gpu.index)] for gpu in usable],
+        "formats": formats,
+        "cores": list(available_cores()),
+        "gloo": environ.get("GLOO_SOCKET_IFNAME", ""),
+    }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of one attempt, by their facts in rank order."""
+
+    facts: tuple[Facts, ...]
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        numbers: dict[str, int] = {}
+        return tuple(numbers.setdefault(str(fact["machine"]), len(numbers)) for fact in self.facts)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """A name per machine, with its address where two machines have the same."""
+        first = dict(reversed([*zip(self.machines, self.facts, strict=True)]))
+        facts = [first[machine] for machine in sorted(first)]
+        names = [str(fact["host"]) for fact in facts]
+        return tuple(
+            name if names.count(name) == 1 else f"{name} ({fact['address']})"
+            for name, fact in zip(names, facts, strict=True)
+        )
+
+    def roster(self, devices: Sequence[Device]) -> Roster:
+        return Roster(tuple(devices), self.machines, self.hosts)
+
+    def auto_devices(self) -> tuple[Device, ...]:
+        """A GPU of its own for every rank of a machine where there are enough, else the cpu for all of them.
+
+        A rank sees all GPUs of its machine, or those alone that Slurm gave to it: indices say nothing, identities do.
+        """
+        devices = [Device("cpu")] * len(self.facts)
+        for machine in range(len(self.hosts)):
+            ranks = [rank for rank, place in enumerate(self.machines) if place == machine]
+            taken: dict[int, tuple[int, str]] = {}
+            for rank in ranks:
+                used = {uuid for _, uuid in taken.values()}
+                free = ((index, uuid) for index, uuid in self.facts[rank]["gpus"] if uuid not in used)
+                if (found := next(free, None)) is not None:
+                    taken[rank] = found
+            if len(taken) == len(ranks):
+                for rank, (index, _) in taken.items():
+                    devices[rank] = Device("cuda", index)
+        return tuple(devices)
+
+    def is_crowded(self, devices: Sequence[Device]) -> bool:
+        """Whether two ranks of any machine have the same GPU."""
+        gpus = []
+        for machine, device, fact in zip(self.machines, devices, self.facts, strict=True):
+            if device.kind == "cuda":
+                names = dict(fact["gpus"])
+                gpus.append((machine, names.get(device.index, device.index)))
+        return len(set(gpus)) < len(gpus)
+
+    def formats(self, devices: Sequence[Device]) -> tuple[tuple[Precision, str], ...]:
+        """Per rank the number format of precision='auto' on its device, and the reason."""
+        unknown = ("fp32", "its GPU is unknown")
+        pairs = zip(self.facts, devices, strict=True)
+        return tuple(tuple(fact["formats"].get(device.torch_name, unknown)) for fact, device in pairs)
+
+    def sharing_cores(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's machine that may use the same cores as it; Slurm may have given each its own."""
+        own = self.facts[rank]
+        return tuple(
+            other
+            for other, fact in enumerate(self.facts)
+            if fact["machine"] == own["machine"] and fact["cores"] == own["cores"]
+        )
