@@ -17,6 +17,7 @@ LO = Interface("lo", "loopback", True, ("127.0.0.1",))
 ETH = Interface("eth0", "physical", True, ("192.168.1.2",), speed_mbps=1000)
 FAST = Interface("enp5s0", "physical", True, ("10.0.0.2",), speed_mbps=10000)
 DOWN = Interface("eth1", "physical", False, ("192.168.2.2",), speed_mbps=100000)
+VPN = Interface("tailscale0", "vpn", True, ("100.64.0.2",))
 DOCKER = Interface("docker0", "virtual", True, ("172.17.0.1",))
 
 
@@ -28,6 +29,8 @@ DOCKER = Interface("docker0", "virtual", True, ("172.17.0.1",))
         ("veth12ab", "virtual"),
         ("br-1f", "virtual"),
         ("virbr0", "virtual"),
+        *((name, "vpn") for name in ("tailscale0", "wg0", "wg-home", "tun0", "ztabc123", "utun3", "nebula1", "ppp0")),
+        ("wlan0", "physical"),
         ("eth0", "physical"),
         ("wlp3s0", "physical"),
         ("bond0", "physical"),
@@ -45,6 +48,9 @@ def test_kinds(name: str, kind: str) -> None:
         ([LO, DOCKER, ETH], "docker0", {}, "eth0"),
         ([LO, DOWN, DOCKER], "eth1", {}, "lo"),
         ([LO, ETH], "eth0", {"GLOO_SOCKET_IFNAME": "wg0"}, "wg0"),
+        ([LO, VPN, ETH], None, {}, "eth0"),
+        ([LO, VPN, ETH], "tailscale0", {}, "eth0"),
+        ([LO, VPN], None, {}, "tailscale0"),
         ([], None, {}, None),
     ],
 )
