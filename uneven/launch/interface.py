@@ -7,7 +7,6 @@ together with the line to export: Gloo would wait without a word, and on one sid
 
 import json
 import os
-import re
 import socket
 import threading
 from collections.abc import MutableMapping, Sequence
@@ -193,7 +192,7 @@ def _describe(placement: Placement, choices: Sequence[Choice], own: Choice) -> l
         rank = placement.machines.index(machine)
         name = str(placement.facts[rank]["name"])
         if not choices[rank].is_users and (name == "nowhere" or is_loopback(name)):
-            wrong.setdefault(name, []).append(re.sub(r" \(.*", "", host))
+            wrong.setdefault(name, []).append(host)
     if wrong:
         names = "; ".join(f"{', '.join(hosts)} to {name}" for name, hosts in wrong.items())
         line += f", not what the hostnames lead to ({names}), which Gloo would tell the others"

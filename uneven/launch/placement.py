@@ -23,6 +23,7 @@ from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.meeting import Facts
+from uneven.machines.addresses import unique_labels
 
 
 def machine_identity(root: Path = Path("/")) -> str:
@@ -75,14 +76,9 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """A name per machine, with its address where two machines have the same."""
+        """A name per machine."""
         first = dict(reversed([*zip(self.machines, self.facts, strict=True)]))
-        facts = [first[machine] for machine in sorted(first)]
-        names = [str(fact["host"]) for fact in facts]
-        return tuple(
-            name if names.count(name) == 1 else f"{name} ({fact['address']})"
-            for name, fact in zip(names, facts, strict=True)
-        )
+        return unique_labels([str(first[machine]["host"]) for machine in sorted(first)])
 
     def roster(self, devices: Sequence[Device]) -> Roster:
         return Roster(tuple(devices), self.machines, self.hosts)
