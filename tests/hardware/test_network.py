@@ -6,6 +6,8 @@ import pytest
 from uneven.hardware.network import (
     Interface,
     default_route,
+    describe_variables,
+    describe_vpns,
     kind_of,
     likely_interface,
     read_interfaces,
@@ -102,3 +104,17 @@ def test_the_fallback_agrees_with_psutil_on_this_machine(monkeypatch: pytest.Mon
 def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
     assert read_interfaces(tmp_path) == ()
     assert default_route(tmp_path) is None
+
+
+def test_variables_that_are_set_are_explained_and_those_that_nobody_reads_named() -> None:
+    lines = describe_variables({"NCCL_SOCKET_FAMILY": "AF_INET", "GLOO_IPV6": "0", "GLOO_LOG_LEVEL": "1", "HOME": "/"})
+    assert len(lines) == 2
+    assert lines[0].startswith("NCCL_SOCKET_FAMILY=AF_INET is set: NCCL uses addresses of this kind alone")
+    assert lines[1].startswith("GLOO_IPV6=0 is set, but Gloo does not read it")
+    assert describe_variables({}) == []
+
+
+def test_a_vpn_is_named() -> None:
+    (line,) = describe_vpns([LO, ETH, VPN])
+    assert line.startswith("tailscale0: a VPN")
+    assert describe_vpns([LO, ETH]) == []

@@ -101,7 +101,7 @@ def _may_be_many(environment: LaunchEnvironment) -> bool:
 def _host(environment: LaunchEnvironment) -> str:
     """Serve the store in this process, which is rank 0's; returns its address."""
     targets = store_addresses(environment)
-    if environment.is_kubernetes or not targets:
+    if environment.is_kubernetes:
         # A service's address leads to this pod, which does not have it.
         targets = (*targets, *filter(None, [outward_address(environment.peers)]))
     if not targets:
