@@ -152,8 +152,10 @@ class Machine:
         self._tc("qdisc", "replace", "dev", self.interface, "root", "tbf", *rate)
 
     def add_interface(self, name: str, address: str) -> None:
-        """One more interface, without a link to the others, as a VPN's or a container's."""
-        ip("-n", self.namespace, "tuntap", "add", name, "mode", "tun")
+        """One more interface that is up, but does not lead to the others, as a VPN's or a container's."""
+        other = f"{name}-x"  # a tunnel that no program holds has no carrier and counts as down
+        ip("-n", self.namespace, "link", "add", name, "type", "veth", "peer", "name", other)
+        ip("-n", self.namespace, "link", "set", other, "up")
         ip("-n", self.namespace, "addr", "add", address, "dev", name)
         ip("-n", self.namespace, "link", "set", name, "up")
 
