@@ -57,9 +57,7 @@ def _run_on_engine(
     engine: str, script: Path, args: list[str], settings: dict[str, Any], machines: "LeadOptions | None"
 ) -> None:
     if engine != "ray":
-        raise InputError(
-            f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option"
-        )
+        raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option")
     if machines is not None:
         raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
     from uneven.launch.ray_engine import run_on_ray
