@@ -24,7 +24,6 @@ from uneven.comm.store import Store, get_text
 from uneven.config import Precision, RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.choices import is_crowded
-from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
@@ -34,7 +33,7 @@ from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.peers import PeerWatch
-from uneven.launch.placement import Placement
+from uneven.launch.placement import Placement, name_devices, take_cores
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
@@ -139,20 +138,7 @@ class ProcessContext:
             return self._roster.devices
         if self.is_alone:
             return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
-        launcher, world_size = self.environment.launcher, self.environment.world_size
-        named = () if setting == "auto" else parse_devices(setting)
-        if any(device.percent is not None for device in named):
-            names = ",".join(device.torch_name for device in named)
-            raise InputError(
-                f"devices={setting!r}: {launcher} has started this process already, which is too late for a slice; set "
-                "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
-                f"{names!r}, or start the script by: uneven run --devices {setting}"
-            )
-        if named and len(named) != world_size:
-            raise InputError(
-                f"devices={setting!r} names {len(named)} for the {world_size} processes that {launcher} started; name "
-                f"{world_size}, in the order of ranks, leave devices='auto', or start {len(named)} processes"
-            )
+        named = () if setting == "auto" else name_devices(setting, self.environment)
         devices = named or self.placement.auto_devices()
         self._place(devices)
         return devices
@@ -180,11 +166,10 @@ class ProcessContext:
         if self.environment.is_external:
             return self.placement.is_crowded(devices)
         roster = self.roster_of(devices)
-        ranks = (roster.ranks_of(machine) for machine in range(len(roster.hosts)))
-        return any(is_crowded([devices[rank] for rank in one]) for one in ranks)
+        return any(is_crowded([devices[r] for r in roster.ranks_of(m)]) for m in range(len(roster.hosts)))
 
-    def formats(self, devices: tuple[Device, ...]) -> tuple[tuple[Precision, str], ...] | None:
-        """Under an engine, per rank: the number format that its machine would choose, and why. None: all are here."""
+    def formats(self, devices: tuple[Device, ...]) -> Sequence[tuple[Precision, str]] | None:
+        """Under an engine, per rank: the number format that its machine would choose, and why."""
         return self.placement.formats(devices) if self.environment.is_external else None
 
     def begin_run(self, requests: Requests) -> None:
@@ -412,8 +397,4 @@ class ProcessContext:
         if self._is_placed:
             return
         self._is_placed = True
-        ranks, rank = self.placement.sharing_cores(self.environment.rank), self.environment.rank
-        plan = assign_cores([devices[other] for other in ranks], available_cores())
-        self.notes += [f"  {plan.note}"] if plan.note else []
-        pin(plan.cores[ranks.index(rank)])
-        torch.set_num_threads(plan.threads[ranks.index(rank)])
+        self.notes += take_cores(self.placement, self.environment.rank, devices)

@@ -1,7 +1,7 @@
 """Who is where, from the facts that the ranks of an engine have told each other: machines, devices, number formats.
 
-Pure functions of the facts, which all ranks hold alike, so all come to the same roster; `read_facts` alone looks at
-this process. Used by launch/context.py.
+Pure functions of the facts, which all ranks hold alike, so all come to the same roster; `read_facts` looks at this
+process, `take_cores` pins it. Used by launch/context.py.
 """
 
 import os
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from uneven.config import Precision
+from uneven.errors import InputError
 from uneven.hardware.addresses import own_name_resolves_to, source_address
 from uneven.hardware.cgroup import read_text
 from uneven.hardware.choices import choose_precision
-from uneven.hardware.cores import available_cores
-from uneven.hardware.device import Device
+from uneven.hardware.cores import assign_cores, available_cores, pin
+from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.gpus import read_gpus
 from uneven.hardware.inventory import read_visible, why_unusable
 from uneven.hardware.roster import Roster
@@ -125,3 +126,32 @@ class Placement:
             for other, fact in enumerate(self.facts)
             if fact["machine"] == own["machine"] and fact["cores"] == own["cores"]
         )
+
+
+def name_devices(setting: str, environment: LaunchEnvironment) -> tuple[Device, ...]:
+    """The devices that the user named, one per rank; InputError where they do not fit the processes that there are."""
+    devices, launcher, world_size = parse_devices(setting), environment.launcher, environment.world_size
+    if any(device.percent is not None for device in devices):
+        names = ",".join(device.torch_name for device in devices)
+        raise InputError(
+            f"devices={setting!r}: {launcher} has started this process already, which is too late for a slice; set "
+            "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
+            f"{names!r}, or start the script by: uneven run --devices {setting}"
+        )
+    if len(devices) != world_size:
+        raise InputError(
+            f"devices={setting!r} names {len(devices)} for the {world_size} processes that {launcher} started; name "
+            f"{world_size}, in the order of ranks, leave devices='auto', or start {len(devices)} processes"
+        )
+    return devices
+
+
+def take_cores(placement: Placement, rank: int, devices: Sequence[Device]) -> list[str]:
+    """Pin this process to its share of the cores that it has together with others; returns lines for the user."""
+    import torch
+
+    ranks = placement.sharing_cores(rank)
+    plan = assign_cores([devices[other] for other in ranks], available_cores())
+    pin(plan.cores[ranks.index(rank)])
+    torch.set_num_threads(plan.threads[ranks.index(rank)])
+    return [f"  {plan.note}"] if plan.note else []
