@@ -6,6 +6,8 @@ import pytest
 from uneven.hardware.network import (
     Interface,
     default_route,
+    describe_variables,
+    describe_vpns,
     kind_of,
     likely_interface,
     read_interfaces,
@@ -17,6 +19,7 @@ LO = Interface("lo", "loopback", True, ("127.0.0.1",))
 ETH = Interface("eth0", "physical", True, ("192.168.1.2",), speed_mbps=1000)
 FAST = Interface("enp5s0", "physical", True, ("10.0.0.2",), speed_mbps=10000)
 DOWN = Interface("eth1", "physical", False, ("192.168.2.2",), speed_mbps=100000)
+VPN = Interface("tailscale0", "vpn", True, ("100.64.0.2",))
 DOCKER = Interface("docker0", "virtual", True, ("172.17.0.1",))
 
 
@@ -28,6 +31,8 @@ DOCKER = Interface("docker0", "virtual", True, ("172.17.0.1",))
         ("veth12ab", "virtual"),
         ("br-1f", "virtual"),
         ("virbr0", "virtual"),
+        *((name, "vpn") for name in ("tailscale0", "wg0", "wg-home", "tun0", "ztabc123", "utun3", "nebula1", "ppp0")),
+        ("wlan0", "physical"),
         ("eth0", "physical"),
         ("wlp3s0", "physical"),
         ("bond0", "physical"),
@@ -45,6 +50,9 @@ def test_kinds(name: str, kind: str) -> None:
         ([LO, DOCKER, ETH], "docker0", {}, "eth0"),
         ([LO, DOWN, DOCKER], "eth1", {}, "lo"),
         ([LO, ETH], "eth0", {"GLOO_SOCKET_IFNAME": "wg0"}, "wg0"),
+        ([LO, VPN, ETH], None, {}, "eth0"),
+        ([LO, VPN, ETH], "tailscale0", {}, "eth0"),
+        ([LO, VPN], None, {}, "tailscale0"),
         ([], None, {}, None),
     ],
 )
@@ -96,3 +104,17 @@ def test_the_fallback_agrees_with_psutil_on_this_machine(monkeypatch: pytest.Mon
 def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
     assert read_interfaces(tmp_path) == ()
     assert default_route(tmp_path) is None
+
+
+def test_variables_that_are_set_are_explained_and_those_that_nobody_reads_named() -> None:
+    lines = describe_variables({"NCCL_SOCKET_FAMILY": "AF_INET", "GLOO_IPV6": "0", "GLOO_LOG_LEVEL": "1", "HOME": "/"})
+    assert len(lines) == 2
+    assert lines[0].startswith("NCCL_SOCKET_FAMILY=AF_INET is set: NCCL uses addresses of this kind alone")
+    assert lines[1].startswith("GLOO_IPV6=0 is set, but Gloo does not read it")
+    assert describe_variables({}) == []
+
+
+def test_a_vpn_is_named() -> None:
+    (line,) = describe_vpns([LO, ETH, VPN])
+    assert line.startswith("tailscale0: a VPN")
+    assert describe_vpns([LO, ETH]) == []

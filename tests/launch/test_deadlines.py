@@ -6,10 +6,12 @@ import pytest
 
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.peers import PeerWatch
 
 DEVICES = parse_devices("cpu,cpu@0.4")
+ROSTER = Roster(DEVICES, (0, 1), ("here", "there"))
 
 
 def ranks(*phases: str, now_s: float = 100.0, **status: Any) -> list[RankHealth]:
@@ -70,7 +72,7 @@ def peer_watches(phases: list[str], now: list[float], told: list[tuple[int, str]
         def read() -> dict[str, Any]:
             return {"member": f"host{rank}/x/aa", "rank": rank, "slot": 7, "phase": phases[rank]}
 
-        made = PeerWatch(store, rank, DEVICES, read, lambda text: told.append((rank, text)), clock=lambda: now[0])
+        made = PeerWatch(store, rank, ROSTER, read, lambda text: told.append((rank, text)), clock=lambda: now[0])
         made.close()
         return made
 

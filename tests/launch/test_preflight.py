@@ -168,7 +168,8 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
         context: Any = SimpleNamespace(
             rank=number,
-            note=None,
+            notes=[],
+            is_crowded=lambda _: False,
             is_alone=False,
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],

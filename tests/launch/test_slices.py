@@ -22,7 +22,7 @@ from uneven import Ddp, InputError, RankError, fit
 from uneven.hardware.device import Device, parse_devices
 from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
-from uneven.launch.environment import read_torchrun
+from uneven.launch.engines import read_engine
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
@@ -172,10 +172,8 @@ def test_a_loop_of_ones_own_on_a_slice_says_how_to_start_it() -> None:
 
 
 def test_under_torchrun_it_is_too_late_for_slices() -> None:
-    names = ("RANK", "LOCAL_RANK", "MASTER_PORT")
-    started = read_torchrun(
-        {**dict.fromkeys(names, "0"), "WORLD_SIZE": "2", "MASTER_ADDR": "host", "TORCHELASTIC_RUN_ID": "job"}
-    )
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+    started = read_engine({**place, "TORCHELASTIC_RUN_ID": "job"})
     assert started is not None
     with pytest.raises(InputError) as caught:
         ProcessContext(started).devices(PAIR)

@@ -4,20 +4,23 @@ Nothing outside is touched: the bridge lives in a namespace of its own, names ca
 `network` ends what still runs inside and removes everything. `why_impossible` says where the system does not permit it.
 """
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from tests.forked import ForkedPopen
 from tests.network import relay
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,24 @@ def why_impossible() -> str | None:
 needs_namespaces = pytest.mark.skipif(
     sys.platform != "linux" or why_impossible() is not None, reason=str(why_impossible())
 )
+
+
+def _enter(namespace: str, hostname: str, hosts: str) -> None:
+    """What `ip netns exec` and INSIDE do, in this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    private, bind = 0x4000 | 0x40000, 0x1000  # MS_REC | MS_PRIVATE, MS_BIND
+    steps = (
+        lambda: libc.setns(descriptor, 0x40000000),  # CLONE_NEWNET
+        lambda: libc.unshare(0x04000000 | 0x00020000),  # CLONE_NEWUTS | CLONE_NEWNS
+        lambda: libc.mount(b"none", b"/", None, private, None),
+        lambda: libc.mount(hosts.encode(), b"/etc/hosts", None, bind, None),
+    )
+    for number, step in enumerate(steps):
+        if step() != 0:
+            raise OSError(ctypes.get_errno(), f"step {number} into {namespace}")
+    os.close(descriptor)
+    socket.sethostname(hostname)
 
 
 def ip(*args: str) -> None:
@@ -87,6 +108,17 @@ class Machine:
     ) -> "subprocess.Popen[str]":
         return self.start(sys.executable, *args, env=env, cwd=cwd)
 
+    def forked_python(self, *args: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+        """As `python`, from a warmed-up process: torch is loaded already."""
+        process = ForkedPopen(
+            [sys.executable, *args],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+            start_new_session=True, preexec_fn=partial(_enter, self.namespace, self.hostname, str(self.hosts)),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})},
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
     def output(self, *command: str) -> str:
         """What a short command prints in this namespace."""
         done = subprocess.run(
@@ -121,8 +153,10 @@ class Machine:
         self._tc("qdisc", "replace", "dev", self.interface, "root", "tbf", *rate)
 
     def add_interface(self, name: str, address: str) -> None:
-        """One more interface, without a link to the others, as a VPN's or a container's."""
-        ip("-n", self.namespace, "tuntap", "add", name, "mode", "tun")
+        """One more interface that is up, but does not lead to the others, as a VPN's or a container's."""
+        other = f"{name}-x"  # a tunnel that no program holds has no carrier and counts as down
+        ip("-n", self.namespace, "link", "add", name, "type", "veth", "peer", "name", other)
+        ip("-n", self.namespace, "link", "set", other, "up")
         ip("-n", self.namespace, "addr", "add", address, "dev", name)
         ip("-n", self.namespace, "link", "set", name, "up")
 

@@ -12,6 +12,7 @@ import typer
 
 from uneven.cli.numbers import numbers
 from uneven.config import RunConfig, Setting, read_skip, settings_of
+from uneven.errors import InputError
 
 if TYPE_CHECKING:
     from uneven.machines.options import LeadOptions
@@ -32,10 +33,16 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
       uneven run train.py --nodes 2               (prints the line to paste on the other machine)
 
       uneven run train.py --hosts hosts.toml      (starts the others over ssh)
+
+      srun uneven run train.py                    (as the ranks that Slurm has started)
     """
+    engine = options.pop("engine")
     machines = read_machines({name: options.pop(name) for name in MACHINE_OPTIONS}, options.get("skip"))
     known = settings_of(RunConfig)
     given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
+    if engine is not None:
+        _run_on_engine(engine, script, args or [], given, machines)
+        return
     if machines is not None:
         from uneven.launch.lead import lead_script
 
@@ -44,6 +51,18 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
     from uneven.launch.script import run_script
 
     run_script(script, args or [], given)
+
+
+def _run_on_engine(
+    engine: str, script: Path, args: list[str], settings: dict[str, Any], machines: "LeadOptions | None"
+) -> None:
+    if engine != "ray":
+        raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option")
+    if machines is not None:
+        raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
+    from uneven.launch.ray_engine import run_on_ray
+
+    run_on_ray(script, args, settings)
 
 
 def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | None":
@@ -68,6 +87,16 @@ def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | Non
 
 
 MACHINES = "Options for several machines"
+ENGINE_OPTION = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="ray: one process per GPU of a Ray cluster, or per machine without GPUs. Needs ray (pip install "
+        "'uneven[ray]').",
+        metavar="ray",
+        rich_help_panel=MACHINES,
+    ),
+]
 MACHINE_OPTIONS: dict[str, Any] = {
     "nodes": Annotated[
         str | None,
@@ -222,7 +251,7 @@ def _give_options() -> None:
     ]
     own += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in MACHINE_OPTIONS.items()
+        for name, annotation in {**MACHINE_OPTIONS, "engine": ENGINE_OPTION}.items()
     ]
     parameters = [*own, *(_option(setting) for setting in settings_of(RunConfig).values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -45,4 +45,5 @@ def form_group(
 
 def _allow_shared_gpu(rank: int) -> None:
     """NCCL refuses two ranks on one GPU unless they seem to be on two hosts. Slow, but the results are the same."""
-    os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
+    os.environ.update({"NCCL_HOSTID": f"uneven-{rank}", "NCCL_IB_DISABLE": "1"})
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one is set already where ranks are on several machines

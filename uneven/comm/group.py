@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from uneven.comm.gloo_address import gloo_backend
 from uneven.comm.store import Store
 from uneven.comm.work import Traffic, Work
 
@@ -78,7 +79,8 @@ class TorchGroup:
         self._counter: Store | None = None  # the store by a connection of its own, for claims
         self._nccl = nccl
         self.backend = "gloo" if nccl is None else "nccl"
-        self._backend = "gloo" if nccl is None else "cpu:gloo,cuda:nccl"
+        gloo = gloo_backend()
+        self._backend = f"cpu:{gloo},cuda:nccl" if nccl is not None else gloo if gloo == "gloo" else f"cpu:{gloo}"
         if nccl is not None:
             torch.cuda.set_device(nccl)
         dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

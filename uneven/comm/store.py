@@ -1,6 +1,8 @@
 """The rendezvous store. It runs in the launcher, not in a rank, so that it outlives a rank that dies.
 
-Each rank and thread has a client of its own: a client that waits blocks its other users.
+Each rank and thread has a client of its own: a client that waits blocks its other users. The store has no
+authentication, so it listens on one address alone: given only a host name TCPStore listens on every interface,
+127.0.0.1 or not (seen in /proc/net/tcp6 with torch 2.13), so it gets a socket that is already bound.
 """
 
 import socket
@@ -16,9 +18,6 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 def open_store(listener: socket.socket | None = None) -> tuple[TCPStore, int]:
     """A new store in this process, on a free port of the loopback interface or where `listener` is bound already;
     returns its port too.
-
-    The store has no authentication. Given only a host name TCPStore listens on every interface, 127.0.0.1 or not
-    (seen in /proc/net/tcp6 with torch 2.13), so it gets a socket that is already bound.
     """
     if listener is None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -33,13 +32,6 @@ def open_store(listener: socket.socket | None = None) -> tuple[TCPStore, int]:
         master_listen_fd=fd,
     )
     return store, port
-
-
-def host_store(host: str, port: int) -> TCPStore:
-    """A store at a given address, for ranks that were started by torchrun or another launcher without one of ours."""
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, multi_tenant=True, use_libuv=True
-    )
 
 
 def reach_store(host: str, port: int) -> TCPStore:

@@ -15,7 +15,14 @@ from uneven.hardware.choices import choose_precision
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
 from uneven.hardware.inventory import VisibleGpus, read_visible
-from uneven.hardware.network import Interface, default_route, likely_interface, read_interfaces
+from uneven.hardware.network import (
+    Interface,
+    default_route,
+    describe_variables,
+    describe_vpns,
+    likely_interface,
+    read_interfaces,
+)
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
 from uneven.hardware.wheels import how_to_cover, oldest_driver
@@ -214,5 +221,5 @@ def diagnose(
         likely=likely,
         likely_why=why,
         problems=tuple(problems),
-        notes=tuple(_notes(system, report, build, fits)),
+        notes=(*_notes(system, report, build, fits), *describe_vpns(found_interfaces), *describe_variables()),
     )

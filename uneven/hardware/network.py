@@ -14,11 +14,27 @@ from typing import Literal
 
 from uneven.hardware.cgroup import read_int, read_text
 
-# Created by containers, virtual machines and tunnels: up and with an address, but without a link to other machines.
-_VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|tun|ifb|dummy)")
+# Created by containers and virtual machines: up and with an address, but without a link to other machines.
+_VIRTUAL = re.compile(r"(docker|veth|br-|virbr|vmnet|vboxnet|cni|flannel|cali|cilium|lxc|lxd|podman|tap|ifb|dummy)")
+# Tunnels: Tailscale, WireGuard, OpenVPN, ZeroTier, macOS' own, Nebula, PPP, IPsec, AnyConnect, Mullvad, NordVPN. They
+# may lead to the other machines, but slower than a cable and only to members of the VPN.
+_VPN = re.compile(r"(tailscale|wg\d|wg-|tun|zt|utun|nebula|ppp|ipsec|cscotun|gpd\d|wt\d|nordlynx|proton|mullvad|vpn)")
 
 
-InterfaceKind = Literal["loopback", "virtual", "physical"]
+# What decides between interfaces and families: looked up in the strings of torch 2.13 and NCCL's guide.
+VARIABLES = {
+    "GLOO_SOCKET_IFNAME": "Gloo uses these interfaces (whole names, commas between), the first address of each",
+    "NCCL_SOCKET_IFNAME": "NCCL uses interfaces that begin so; =eth0 is that one alone, ^docker all but those",
+    "NCCL_SOCKET_FAMILY": "NCCL uses addresses of this kind alone: AF_INET is IPv4, AF_INET6 is IPv6",
+    "NCCL_COMM_ID": "NCCL's ranks meet at this HOST:PORT",
+    "NCCL_IB_DISABLE": "1 keeps NCCL to sockets where InfiniBand is there",
+    "GLOO_DEVICE_TRANSPORT": "Gloo's transport: TCP, or TCP_TLS where torch was built with it",
+    "TP_SOCKET_IFNAME": "read by torch's RPC alone, not by Gloo or NCCL",
+}
+_FURTHER = ("GLOO_LOG_LEVEL", "GLOO_DISABLE_CONNECTION_RETRIES", "GLOO_ENABLE_")
+
+
+InterfaceKind = Literal["loopback", "virtual", "vpn", "physical"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +48,18 @@ class Interface:
     v6: tuple[str, ...] = ()
     speed_mbps: int | None = None
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """In the order in which Gloo finds them: it takes the first."""
+        return (*self.v4, *self.v6)
+
 
 def kind_of(name: str) -> InterfaceKind:
     """The kind of an interface, judged by its name."""
     if re.fullmatch(r"lo\d*|Loopback.*", name):
         return "loopback"
+    if _VPN.match(name):
+        return "vpn"
     return "virtual" if _VIRTUAL.match(name) else "physical"
 
 
@@ -139,5 +162,30 @@ def likely_interface(
     if physical:
         fastest = max(physical, key=lambda interface: interface.speed_mbps or 0)
         return fastest.name, "it is up and has an address"
+    if vpn := next((interface.name for interface in ready if interface.kind == "vpn"), None):
+        return vpn, "a VPN, and nothing else is up: other machines must be in it, and its speed is the tunnel's"
     loopback = next((interface.name for interface in ready if interface.kind == "loopback"), None)
     return loopback, "only loopback is up: ranks on this machine only" if loopback else "no interface is up"
+
+
+def describe_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each variable that is set about the network of a job, and for those that nobody reads."""
+    lines = [f"{name}={environ[name]} is set: {what}" for name, what in VARIABLES.items() if environ.get(name)]
+    unread = [
+        name for name in sorted(environ) if name.startswith("GLOO_") and not name.startswith((*VARIABLES, *_FURTHER))
+    ]
+    return lines + [
+        f"{name}={environ[name]} is set, but Gloo does not read it: it takes the first address of "
+        "GLOO_SOCKET_IFNAME's interface, IPv4 before IPv6; NCCL has NCCL_SOCKET_FAMILY"
+        for name in unread
+    ]
+
+
+def describe_vpns(interfaces: Sequence[Interface]) -> list[str]:
+    names = [interface.name for interface in interfaces if interface.kind == "vpn" and interface.is_up]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: a VPN; it is used between machines only where the address of rank 0 lies in it, or by "
+        f"GLOO_SOCKET_IFNAME={names[0]} on all of them"
+    ]

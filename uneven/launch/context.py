@@ -1,37 +1,39 @@
 """The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
 There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
-run`, or torchrun. Every entry point of api/ and every rank process gets its Worker and its group here. A script may
-train several times: each run forms a group of its own, under keys of its own in the launcher's store.
+run`, or an engine: torchrun, Slurm, Kubernetes (launch/engines.py). Every entry point of api/ and every rank process
+gets its Worker and its group here. A script may train several times: each run forms a group of its own, under keys of
+its own in the launcher's store.
 """
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from uneven.comm.fingerprint import agree, describe_tensors, exchange
+from uneven.comm.fingerprint import exchange
 from uneven.comm.form import form_group
 from uneven.comm.group import Group, SoloGroup
-from uneven.comm.store import get_text
+from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.hardware.choices import is_crowded
-from uneven.hardware.cores import assign_cores, available_cores, pin
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
+from uneven.launch.agreement import check_agreement
+from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
-from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
+from uneven.launch.engines import read_engine
+from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
-from uneven.launch.parity import describe_initial, initial_norms
 from uneven.launch.peers import PeerWatch
+from uneven.launch.placement import Placement, name_devices, take_cores
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
@@ -42,22 +44,23 @@ from uneven.train.worker import Worker
 
 _contexts: list["ProcessContext"] = []
 
-TELL_S = 2.0  # for a store that is there; a rank whose store is gone must not wait for it
-# Settings that may differ between ranks: only the first rank writes and prints, and the folders that others read may
-# have other paths on other machines; what is in them is compared (`content_lines`).
-PER_RANK_SETTINGS = ("out", "overwrite", "progress", "resume", "replay")
-
 
 def process_context() -> "ProcessContext":
     """The context of this process, made on the first call."""
     if not _contexts:
-        environment = read_torchrun()
-        context = ProcessContext(environment or LaunchEnvironment(ALONE))
-        if environment is not None:
-            context.handle_signals()
-        _contexts.append(context)
+        _contexts.append(make_context(read_engine()))
     _contexts[0].was_used = True
     return _contexts[0]
+
+
+def make_context(
+    engine: LaunchEnvironment | None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> "ProcessContext":
+    """Of a process that an engine started, or nobody; `settings` by `uneven run`."""
+    context = ProcessContext(engine or LaunchEnvironment(ALONE), settings=settings)
+    if engine is not None:
+        context.handle_signals()
+    return context
 
 
 def set_process_context(context: "ProcessContext") -> None:
@@ -90,7 +93,8 @@ class ProcessContext:
         self.is_terminated = False  # the stop request is a SIGTERM
         self.sigterm: RankSigterm | None = None  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
-        self.note: str | None = None  # about the cores this rank was given
+        self.notes: list[str] = []  # about the cores and the network of this rank
+        self._placement: Placement | None = None  # under an engine, once its ranks have met
         self._roster = roster
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
@@ -101,7 +105,7 @@ class ProcessContext:
         self.leader = reach_leader(environment.door)
         self._shared = 0  # values that the ranks have told each other outside a run
         self._heartbeat: Heartbeat | None = None
-        self._peers: PeerWatch | None = None  # under torchrun
+        self._peers: PeerWatch | None = None  # under an engine
         self._progress: SharedProgress | None = None  # of the run that is on, over several machines
 
     @property
@@ -112,7 +116,8 @@ class ProcessContext:
     @property
     def tree_pid(self) -> int:
         """The process whose descendants belong to the run: this one alone, else the launcher of all ranks."""
-        return os.getpid() if self.is_alone else os.getppid()
+        # In a container the rank may be the first process.
+        return os.getpid() if self.is_alone or os.getppid() <= 1 else os.getppid()
 
     @property
     def member(self) -> str:
@@ -124,33 +129,23 @@ class ProcessContext:
         return self.environment.rank if self._rank_info is None else self._rank_info.rank
 
     def devices(self, setting: str) -> tuple[Device, ...]:
-        """One device per rank, in rank order. Under torchrun 'auto' is a CUDA device each, where there are enough."""
+        """One device per rank, in rank order. Under an engine 'auto' is what each rank finds on its own machine."""
         if self._roster is not None:
             return self._roster.devices
         if self.is_alone:
             return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
-        launcher, world_size = self.environment.launcher, self.environment.world_size
-        if setting == "auto":
-            found = [device for device in usable_devices() if device.kind == "cuda"]
-            local = self.environment.local_world_size
-            has_enough = len(found) >= local
-            devices = tuple(found[rank % local] if has_enough else Device("cpu") for rank in range(world_size))
-        else:
-            devices = parse_devices(setting)
-        if any(device.percent is not None for device in devices):
-            names = ",".join(device.torch_name for device in devices)
-            raise InputError(
-                f"devices={setting!r}: {launcher} has started this process already, which is too late for a slice; set "
-                "CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE for each process yourself and pass "
-                f"{names!r}, or start the script by: uneven run --devices {setting}"
-            )
-        if len(devices) != world_size:
-            raise InputError(
-                f"devices={setting!r} names {len(devices)} for the {world_size} processes that {launcher} started; "
-                f"name {world_size}, leave devices='auto', or start with --nproc-per-node {len(devices)}"
-            )
+        named = () if setting == "auto" else name_devices(setting, self.environment)
+        devices = named or self.placement.auto_devices()
         self._place(devices)
         return devices
+
+    @property
+    def placement(self) -> Placement:
+        """Under an engine: who is where. The ranks meet when it is first asked for, and settle how they speak."""
+        if self._placement is None:
+            self.environment, self._placement, notes = assemble(self.environment)
+            self.notes += notes
+        return self._placement
 
     def of_this_machine(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         """Those of `devices` that belong to ranks of this machine."""
@@ -158,14 +153,16 @@ class ProcessContext:
 
     def roster_of(self, devices: tuple[Device, ...]) -> Roster:
         """On which machines these devices, one per rank, are."""
-        if self.is_alone:
-            return Roster.on_one_machine(devices)
         if self._roster is not None and self._roster.devices == devices:
             return self._roster
-        # torchrun starts the same number of processes on every machine, and numbers them machine by machine.
-        local = self.environment.local_world_size
-        machines = tuple(rank // local for rank in range(len(devices)))
-        return Roster(devices, machines, tuple(f"node {number}" for number in range(machines[-1] + 1)))
+        return self.placement.roster(devices) if self.environment.is_external else Roster.on_one_machine(devices)
+
+    def is_crowded(self, devices: tuple[Device, ...]) -> bool:
+        """Whether two ranks of any machine have the same GPU; all ranks come to the same answer."""
+        if self.environment.is_external:
+            return self.placement.is_crowded(devices)
+        roster = self.roster_of(devices)
+        return any(is_crowded([devices[r] for r in roster.ranks_of(m)]) for m in range(len(roster.hosts)))
 
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
@@ -232,9 +229,10 @@ class ProcessContext:
         if self._progress is not None:
             self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
         self._rank_info = rank_info
-        if self.environment.launcher == "torchrun" and not is_single:
+        if self.environment.is_external and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
-            self._peers = PeerWatch(store, rank_info.rank, rank_info.devices, self._show)
+            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
+            self._peers = PeerWatch(store, rank_info.rank, rank_info.roster, self._show, store_place=place)
         return rank_info.group
 
     def share(self, value: Any) -> list[Any]:
@@ -256,21 +254,14 @@ class ProcessContext:
         self._runs += 1
         store = self.environment.connect(f"run/{self._runs}")
         rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
-        lines = list(data)
-        given = {} if config is None else config.to_json()
-        lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
-        roster, named = rank_info.roster, [*model.named_parameters(), *model.named_buffers()]
-        hosts = () if roster.is_one_machine else [roster.host(other) for other in range(world_size)]
-        agree(store, rank, world_size, lines, what="was given other settings", where="settings", hosts=hosts)
-        agree(store, rank, world_size, describe_tensors(named), hosts=hosts)
-        if hosts:
-            norms = exchange(store, "initial", rank, range(world_size), initial_norms(named))
-            say(describe_initial(norms, roster) if rank == 0 else ())
+        if self.environment.is_external:
+            await_all(store, rank, world_size)
+        check_agreement(store, rank_info, model, config, data, say)
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))
             return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
         device = torch.device(rank_info.device.torch_name)
-        crowded = is_crowded(self.of_this_machine(rank_info.devices))
+        crowded = self.is_crowded(rank_info.devices)
         return form_group(
             store, rank, world_size, device, config.backend, crowded, machines=machines, verify=config.verify
         )
@@ -353,12 +344,12 @@ class ProcessContext:
             requests.save.set()
 
     def handle_signals(self) -> None:
-        """Under torchrun, to the end of the process: while no run is on, a signal ends the script."""
+        """Under an engine, to the end of the process: while no run is on, a signal ends the script."""
         between_runs = Stoppable(lambda: GRACE_S, lambda _: None, lambda: True, is_cut_by_second=False)
         SIGNALS.add(between_runs, signal.SIGTERM, signal.SIGINT)
 
     def stoppable(self, requests: Requests, may_leave: Callable[[], bool] = lambda: False) -> Stoppable:
-        """A run of this process, for the signals that it gets: alone, or under torchrun."""
+        """A run of this process, for the signals that it gets: alone, or under an engine."""
 
         def stop(number: int) -> None:
             if not self.is_alone:
@@ -373,11 +364,11 @@ class ProcessContext:
     @property
     def gets_signals(self) -> bool:
         """Whether signals to this process are its own to handle. Those to our rank processes are the launcher's."""
-        return self.is_alone or self.environment.launcher == "torchrun"
+        return self.is_alone or self.environment.is_external
 
     def was_peer_terminated(self) -> bool:
-        """Under torchrun, after a run: whether it ended early because another rank got a SIGTERM."""
-        if self.environment.launcher != "torchrun":
+        """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
+        if not self.environment.is_external or self.environment.world_size == 1:
             return False
         try:
             return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
@@ -386,21 +377,23 @@ class ProcessContext:
 
     def _tell_peers(self) -> None:
         """Before this rank stops: where the others look when the run is over, there is why."""
+        self._write("", lambda store: store.set(TERMINATED_KEY, "1"))
 
-        def tell() -> None:
-            with suppress(RuntimeError):
-                self.environment.connect("").set(TERMINATED_KEY, "1")
+    def tell_failure(self, error: BaseException) -> None:
+        """This rank's run has failed: ranks that wait for it at the start of the run end with the same words."""
+        if self._rank_info is None and isinstance(error, Exception):
+            rank = self.environment.rank
+            host = "" if self._placement is None else self._placement.hosts[self._placement.machines[rank]]
+            self._write(f"run/{self._runs + 1}", lambda store: tell_refusal(store, rank, host, error))
 
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        thread.join(TELL_S)
+    def _write(self, name: str, write: Callable[[Store], None]) -> None:
+        """Write to the store that the ranks share, if they have met."""
+        if self._placement is not None and self.environment.world_size > 1:
+            self.environment.write(name, write)
 
     def _place(self, devices: tuple[Device, ...]) -> None:
-        """torchrun gives every rank all cores and one thread: take this rank's own cores instead."""
+        """An engine gives every rank all cores and one thread: take this rank's own cores instead."""
         if self._is_placed:
             return
         self._is_placed = True
-        plan = assign_cores(self.of_this_machine(devices), available_cores())
-        self.note = plan.note
-        pin(plan.cores[self.environment.local_rank])
-        torch.set_num_threads(plan.threads[self.environment.local_rank])
+        self.notes += take_cores(self.placement, self.environment.rank, devices)

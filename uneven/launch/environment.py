@@ -1,20 +1,24 @@
 """What the launcher of this process said about it: rank, world size, and the address of the ranks' store.
 
-Read by launch/context.py. Only torchrun's variables are read. `uneven run` and `fit` hand theirs over in a file (see
-launch/rank.py) and set no variables: a program that the user's script starts must not take itself for a rank.
+Made by launch/engines.py from the variables of torchrun, Slurm, Kubernetes or Open MPI, and by launch/rank.py from the
+plan of `uneven run` and `fit`. Those hand theirs over in a file and set no variables: a program that the user's script
+starts must not take itself for a rank.
 """
 
-import os
 import socket
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from uneven.comm.store import Store, TCPStore, host_store, reach_store, under
+if TYPE_CHECKING:
+    from uneven.comm.store import Store
 
 ALONE = ""  # the launcher of a process that nobody started as a rank
-
-_hosted: list[TCPStore] = []  # lives as long as the process: the other ranks need it to the end
+OWN_LAUNCHERS = ("fit", "uneven run")
+WRITE_S = 2.0  # for a store that is there
 
 
 def new_member_id(place: str, host: str | None = None) -> str:
@@ -27,45 +31,55 @@ def new_member_id(place: str, host: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """One process among `world_size`, as its launcher numbered them, and the address of their store."""
+    """One process among `world_size`, as its launcher numbered them, and the address of their store.
 
-    launcher: str  # "fit", "uneven run", "torchrun", or ALONE
+    What an engine does not say is None. `host` may be a name until launch/locate.py has made it a number.
+    """
+
+    launcher: str  # "fit", "uneven run", the name of an engine, or ALONE
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int | None = 1
     host: str = ""
     port: int = 0
     prefix: str = ""  # of all our keys: torchrun shares its store with other programs
-    hosts_store: bool = False  # the launcher has no store of its own: this rank must serve it
+    has_store: bool = True  # the launcher serves the store; else rank 0 must
+    node: int | None = None  # the engine's number of this machine
+    variable: str = "MASTER_ADDR"  # what `host` was read from, with its value, for messages
+    fallback: str = ""  # another way to the store's machine, where `host` is a name that nobody knows
+    peers: tuple[str, ...] = ()  # names of the other machines, as far as the engine tells
+    is_kubernetes: bool = False
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
 
-    def connect(self, name: str) -> Store:
+    @property
+    def is_external(self) -> bool:
+        """Whether an engine that is not ours started the ranks: they find and watch each other."""
+        return self.launcher != ALONE and self.launcher not in OWN_LAUNCHERS
+
+    @property
+    def hosts_store(self) -> bool:
+        return self.rank == 0 and not self.has_store
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether the engine says that all ranks are on this machine; it may not say it where they are."""
+        return self.local_world_size == self.world_size
+
+    def connect(self, name: str) -> "Store":
         """A new client of the store, with its keys under `name`; a client that waits blocks its other users."""
-        if self.hosts_store and not _hosted:
-            _hosted.append(host_store(self.host, self.port))
+        from uneven.comm.store import reach_store, under  # imports torch
+
         return under(f"{self.prefix}{name}", reach_store(self.host, self.port))
 
+    def write(self, name: str, write: Callable[["Store"], None]) -> None:
+        """Write to the store; one that is gone, with the rank that served it, is not waited for."""
 
-def read_torchrun(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """What torchrun's variables say about this process, or None where torchrun did not start it."""
-    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
-        return None
-    rank = int(environ["RANK"])
-    local_rank = int(environ.get("LOCAL_RANK", rank))
-    # The agent's store still holds the keys of the last attempt when torchrun restarts the ranks.
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(
-        "torchrun",
-        rank,
-        int(environ["WORLD_SIZE"]),
-        local_rank,
-        int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        f"uneven/{environ['TORCHELASTIC_RUN_ID']}/{attempt}/",
-        hosts_store=rank == 0 and not has_agent_store,
-        member=new_member_id(f"local-{local_rank}"),
-    )
+        def connect() -> None:
+            with suppress(RuntimeError):
+                write(self.connect(name))
+
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(WRITE_S)

@@ -1,23 +1,25 @@
-"""The watch under torchrun, where no launcher of ours runs: the ranks watch each other through torchrun's store.
+"""The watch under torchrun, Slurm and other engines, where no launcher of ours runs: the ranks watch each other.
 
 Made by launch/context.py when a group has formed, closed when its run is over. A thread of every rank sends
 heartbeats; rank 0's also reads them all, judges by launch/deadlines.py, and posts the failure. Every rank that reads
-it ends: a rank that waits in a collective cannot be woken in another way before its own limit of 30 minutes.
+it ends: a rank that waits in a collective cannot be woken in another way before its own limit of 30 minutes. A rank
+whose store does not answer any more is cut off, or rank 0's machine is: a second thread ends it in words.
 """
 
 import atexit
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from uneven.comm.store import Store, get_text
 from uneven.errors import RankError
-from uneven.hardware.device import Device
-from uneven.launch.deadlines import RankHealth, check_deadlines
+from uneven.hardware.roster import Roster
+from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
 
 FAILED_KEY = "failed"
@@ -27,26 +29,33 @@ JOIN_S = 2.0  # for the thread, which may be inside a call of a store that is go
 class PeerWatch:
     """Life cycle: one per group, on every rank; the thread runs from the start to `close()`.
 
-    `store` is used by this thread alone, with keys of this group alone. `on_failed(message)` ends the process.
+    `store` is used by this thread alone, with keys of this group alone. `on_failed(message)` ends the process; it is
+    called with what rank 0 has posted, or because the store, at `store_place`, has not answered for SILENT_S.
     """
 
     def __init__(
         self,
         store: Store,
         rank: int,
-        devices: Sequence[Device],
+        roster: Roster,
         read_status: Callable[[], dict[str, Any]],
         on_failed: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        store_place: str = "rank 0",
     ) -> None:
         self._store, self._rank, self._read_status, self._clock = store, rank, read_status, clock
+        self._store_place, self._unanswered, self._limit_s = store_place, 0, SILENT_S
         self._on_failed = on_failed or self._end_process
         now = clock()
-        self._peers = [RankHealth(f"rank-{number}", device, now, now) for number, device in enumerate(devices)]
+        self._peers = [
+            RankHealth(f"{roster.host(number)}/rank-{number}", device, now, now)
+            for number, device in enumerate(roster.devices)
+        ]
         self._count = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="uneven-peers", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="uneven-store", daemon=True).start()
         atexit.register(self.close)  # a thread inside a call of the store would break the interpreter's shutdown
 
     def close(self) -> None:
@@ -62,18 +71,36 @@ class PeerWatch:
             self._check()
         if message := get_text(self._store, FAILED_KEY):
             self._on_failed(message)
+        self._unanswered = 0
+
+    def _watch_store(self) -> None:
+        """Counts its own rounds, not the clock: code that holds Python's lock stops this thread and the other alike."""
+        while not self._closed.wait(INTERVAL_S):
+            self._unanswered += 1
+            if self._is_cut_off:
+                self._on_failed(
+                    f"the store of {self._store_place} has not answered rank {self._rank} for {self._limit_s:.0f} s: "
+                    "that machine is gone, or the network between"
+                )
+                return
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._unanswered * INTERVAL_S > self._limit_s
 
     def _run(self) -> None:
         try:
             while not self._closed.wait(INTERVAL_S):
                 self.exchange()
             self._send(has_ended=True)
-        except RuntimeError:  # the store is gone, so the run is over, and torchrun ends what is left
+        except RuntimeError:  # the store is gone: the run is over and closes this, or the other thread ends it
             return
 
     def _send(self, has_ended: bool = False) -> None:
         self._count += 1
         status = {"count": self._count, "has_ended": has_ended, **self._read_status()}
+        deadline = status.get("deadline", "auto")
+        self._limit_s = math.inf if deadline is None else SILENT_S if deadline == "auto" else max(SILENT_S, deadline)
         self._store.set(heartbeat_key(self._peers[self._rank].member), json.dumps(status))
 
     def _check(self) -> None:
@@ -88,6 +115,6 @@ class PeerWatch:
             self._store.set(FAILED_KEY, str(error))
 
     def _end_process(self, message: str) -> NoReturn:
-        if self._rank == 0:
+        if self._rank == 0 or self._is_cut_off:
             print(f"uneven: error: {message}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -67,7 +67,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     is_one_machine = len(local) == len(devices)
     among = None if is_one_machine else Among(roster, context.environment.rank, context.share)
     differing = check_facts(config, among) if among is not None and context.environment.door is None else []
-    config, notes = settle(config, devices, among)
+    config, notes = settle(config, devices, among, context.is_crowded(devices))
     notes += differing
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=is_one_machine)
@@ -106,27 +106,29 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if is_lead:
         found = describe_devices(devices, _visible_gpus(local), _advice(config), is_one_machine)
         reporter.say([*describe(axis, config, devices, found), *notes])
-    if context.note:
-        reporter.say([f"  {context.note}"])
+    reporter.say(context.notes)
     return Prepared(config, devices, reporter, finished)
 
 
-def settle(config: RunConfig, devices: tuple[Device, ...], among: Among | None = None) -> tuple[RunConfig, list[str]]:
+def settle(
+    config: RunConfig, devices: tuple[Device, ...], among: Among | None = None, crowded: bool | None = None
+) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
 
     `among` where the devices are on several machines: every rank looks at its own, and all of them take the same.
+    `crowded`: ranks share a GPU; without it devices of the same name are the same one.
     InputError or MachineError where settings and devices do not fit together.
     """
     for device in devices if among is None else among.local:
         check_device(device)
-    known = _look_at(devices, among)
+    known = _look_at(devices, among, is_crowded(devices) if crowded is None else crowded)
     config, precision_notes = _resolve_precision(config, known)
     _check_together(config, devices)
     config, backend_notes = _resolve_backend(config, devices, known, () if among is None else among.roster.machines)
     return config, [*precision_notes, *backend_notes]
 
 
-def _look_at(devices: tuple[Device, ...], among: Among | None) -> Devices:
+def _look_at(devices: tuple[Device, ...], among: Among | None, crowded: bool) -> Devices:
     """What each device computes; on several machines each rank looks at its own and tells the others."""
     own = devices if among is None else (devices[among.rank],)
     gpus = {gpu.index: gpu for gpu in _visible_gpus(own)}
@@ -138,8 +140,8 @@ def _look_at(devices: tuple[Device, ...], among: Among | None) -> Devices:
             DeviceFormat(str(device), *choose_precision(device, system, gpu), native_precisions(device, system, gpu))
         )
     if among is None:
-        return Devices(formats, is_crowded(devices), has_nccl())
-    return exchange_devices(formats[0], is_crowded(among.local), has_nccl(), among)
+        return Devices(formats, crowded, has_nccl())
+    return exchange_devices(formats[0], crowded, has_nccl(), among)
 
 
 def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:

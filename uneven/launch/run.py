@@ -197,6 +197,7 @@ class Run:
                 SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
             self._error = error
+            self._context.tell_failure(error)
             if self._requests.is_terminated and not self._is_joined:
                 self._reporter.say([str(error)])
             if self._config.out is not None and self._context.rank == 0:
@@ -248,6 +249,7 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
         SIGNALS.discard(start.stoppable)
         if context.leader is not None:
             context.leader.close()
+        context.tell_failure(error)
         if isinstance(error, Terminated):
             print(f"uneven: {NOTHING_TRAINED}", file=sys.stderr, flush=True)
             if config.out is not None and context.rank == 0:

@@ -20,6 +20,8 @@ from uneven.files import check_resumed_folder
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
+from uneven.launch.engines import read_engine
+from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
 from uneven.launch.signals import SIGNALS, Stoppable
@@ -34,13 +36,19 @@ CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
     """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C."""
     check_script(script, settings)
+    if (engine := read_engine()) is not None:
+        # srun, torchrun or a pod has started this process as one of its ranks: it takes part as that one.
+        if engine.world_size > 1:
+            refuse_plain_script(script, engine.world_size, "process")
+        _execute_here(script, args, settings, engine)
+        return
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
     for device in devices:
         check_device(device)
     check_count(devices, available_cores())
     if not needs_ranks(devices):
-        _execute_alone(script, args, settings)
+        _execute_here(script, args, settings, None)
         return
     if len(devices) > 1:
         refuse_plain_script(script, len(devices))
@@ -148,12 +156,14 @@ def unused_ranks(folder: Path) -> int:
     return len(list(folder.glob("unused-*")))
 
 
-def _execute_alone(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """In this process. The settings hold to its end: a thread of the script may still train after its last line."""
-    from uneven.launch.context import ProcessContext, set_process_context  # imports torch
-    from uneven.launch.environment import ALONE, LaunchEnvironment
+def _execute_here(
+    script: Path, args: Sequence[str], settings: Mapping[str, Any], engine: LaunchEnvironment | None
+) -> None:
+    """In this process, alone or as a rank of an engine. The settings hold to its end: a thread of the script may still
+    train after its last line."""
+    from uneven.launch.context import make_context, set_process_context  # imports torch
 
-    context = ProcessContext(LaunchEnvironment(ALONE), settings=settings)
+    context = make_context(engine, settings)
     set_process_context(context)
     try:
         _execute(script, args)
