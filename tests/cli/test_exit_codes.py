@@ -55,7 +55,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_the_list_of_verbs_is_complete() -> None:
-    plain = [("devices",), ("diagnose",), ("run",), ("join",), ("demo",), ("data", "list"), ("data", "get")]
+    plain = [("devices",), ("diagnose",), ("run",), ("join",), ("preflight",), ("demo",)]
+    plain += [("data", "list"), ("data", "get")]
     states = [("state", verb) for verb in ("show", "diff", "export")]
     runs = [("bench", verb) for verb in ("list", "run", "efficiency", "sweep", "report", "compare", "check")]
     studies = [("bench", verb) for verb in ("policies", "scaling", "strategies")]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from uneven.comm.fingerprint import agree, describe_tensors
+from uneven.comm.fingerprint import agree, describe_tensors, refuse_differences
 from uneven.comm.store import get_text, open_store, reach_store
-from uneven.errors import InputError
+from uneven.errors import InputError, RefusedError
 
 
 def outcomes(models: list[nn.Module]) -> list[str]:
@@ -47,6 +47,15 @@ def test_all_ranks_raise_and_name_the_same(other: nn.Module, words: str) -> None
     assert errors[0] == errors[1] == errors[2]
     assert errors[0].startswith("rank 2 built another model than rank 0: ")
     assert words in errors[0]
+
+
+def test_on_several_machines_the_host_and_the_fix_are_named() -> None:
+    hosts = ["node1", "node1", "node2"]
+    with pytest.raises(RefusedError) as caught:
+        refuse_differences([["w (3, 2)"], ["w (3, 2)"], ["w (4, 2)"]], hosts=hosts)
+    assert str(caught.value).startswith(
+        "node2: rank 2 built another model than rank 0 on node1: 'w (4, 2)' where rank 0 has 'w (3, 2)'; build it from"
+    )
 
 
 def test_get_text_never_waits() -> None:

@@ -13,7 +13,7 @@ from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.device import Device
 from uneven.hardware.inventory import VisibleGpus
 from uneven.hardware.roster import Roster
-from uneven.launch import preflight
+from uneven.launch import parity, preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import ALONE, LaunchEnvironment
 
@@ -155,11 +155,14 @@ def test_the_devices_are_named_and_judged_once_at_the_start(
 
 
 def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = (Device("cpu"), Device("cpu"))
     lines = '["resume is given = False", "replay is given = False"]'  # as the other rank posts them
     store = SimpleNamespace(set=lambda *_: None, wait=lambda *_: None, get=lambda _: lines)
+    monkeypatch.setattr(parity, "describe_data", lambda _: {})
+    monkeypatch.setattr(parity, "compare_data", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_facts", lambda *_: [])
 
     def rank(number: int, progress: str) -> str:
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
@@ -170,8 +173,9 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
             roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("lab-a", "lab-b")),
-            environment=SimpleNamespace(rank=number, connect=lambda _: store),
+            environment=SimpleNamespace(rank=number, connect=lambda _: store, door=None),
             starts=0,
+            share=lambda value: [value, value],
         )
         preflight.prepare(TASK, config, context)
         return capsys.readouterr().err

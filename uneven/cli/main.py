@@ -16,6 +16,7 @@ from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
 from uneven.cli.join import join
+from uneven.cli.preflight import preflight
 from uneven.cli.run import run
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
@@ -62,6 +63,7 @@ def _root(
 
 app.command("run")(run)
 app.command("join")(join)
+app.command("preflight")(preflight)
 app.command("devices")(devices)
 app.command("diagnose")(diagnose)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from uneven.comm.fingerprint import agree, describe_tensors
+from uneven.comm.fingerprint import exchange
 from uneven.comm.form import form_group
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import get_text
@@ -30,6 +30,7 @@ from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.environment import ALONE, LaunchEnvironment, read_torchrun
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
+from uneven.launch.parity import agree_on_start
 from uneven.launch.peers import PeerWatch
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
@@ -98,6 +99,7 @@ class ProcessContext:
         self._runs = 0
         self.starts = 0  # runs that were to begin over several machines
         self.leader = reach_leader(environment.door)
+        self._shared = 0  # values that the ranks have told each other outside a run
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under torchrun
         self._progress: SharedProgress | None = None  # of the run that is on, over several machines
@@ -191,7 +193,7 @@ class ProcessContext:
             axis, order = worker.engine.axis, worker.engine.order
             data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
             data += content_lines(config)
-            return self.join(model, rank_info, config, data)
+            return self.join(model, rank_info, config, data, report.say)
 
         stop, save = requests.stop, requests.save
         worker = self._worker = Worker(
@@ -209,15 +211,21 @@ class ProcessContext:
         return RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
 
     def join(
-        self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None = None, data: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        rank_info: RankInfo,
+        config: RunConfig | None = None,
+        data: Sequence[str] = (),
+        say: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> Group:
         """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
         InputError on every rank where they differ. Without `config` the model is trained by hand, through host memory.
+        `say` prints what differs and may.
         """
         self._refuse_second_group()
         is_single = rank_info.world_size == 1
-        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data))
+        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data, say))
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
@@ -229,8 +237,21 @@ class ProcessContext:
             self._peers = PeerWatch(store, rank_info.rank, rank_info.devices, self._show)
         return rank_info.group
 
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. All ranks call it at the same points of the script; values are JSON."""
+        if self.environment.world_size == 1:
+            return [value]
+        self._shared += 1
+        store = self.environment.connect("share")
+        return exchange(store, str(self._shared), self.environment.rank, range(self.environment.world_size), value)
+
     def _form_group(
-        self, model: nn.Module, rank_info: RankInfo, config: RunConfig | None, data: Sequence[str]
+        self,
+        model: nn.Module,
+        rank_info: RankInfo,
+        config: RunConfig | None,
+        data: Sequence[str],
+        say: Callable[[Sequence[str]], None],
     ) -> Group:
         self._runs += 1
         store = self.environment.connect(f"run/{self._runs}")
@@ -238,8 +259,7 @@ class ProcessContext:
         lines = list(data)
         given = {} if config is None else config.to_json()
         lines += [f"{name} = {value}" for name, value in given.items() if name not in PER_RANK_SETTINGS]
-        agree(store, rank, world_size, lines, what="was given other settings", where="settings")
-        agree(store, rank, world_size, describe_tensors([*model.named_parameters(), *model.named_buffers()]))
+        agree_on_start(store, rank_info.roster, rank, lines, model, say)
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))
             return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)

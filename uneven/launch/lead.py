@@ -18,7 +18,7 @@ from uneven.launch.local_ranks import Placement, local_ranks, own_devices
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
-from uneven.machines import ship
+from uneven.machines import ship, table
 from uneven.machines.addresses import choose_address, host_label, unique_labels
 from uneven.machines.door import Door, listen
 from uneven.machines.facts import collect_facts
@@ -31,10 +31,17 @@ from uneven.machines.wire import WireError
 from uneven.results.progress import Reporter
 
 REACH_S = 20.0
+CHECKED = "all checks are passed; nothing was trained"
 
 
-def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], options: LeadOptions) -> None:
-    """Train the script on this machine and on those that join. Errors and exit codes as `run_script` has them."""
+def lead_script(
+    script: Path, args: Sequence[str], settings: Mapping[str, Any], options: LeadOptions, *, is_check: bool = False
+) -> dict[str, Any]:
+    """Train the script on this machine and on those that join. Errors and exit codes as `run_script` has them.
+
+    `is_check`: all of it up to the start of the ranks, for `uneven preflight`. Returns what was found about the
+    machines, as plain JSON.
+    """
     check_script(script, settings)
     refuse_plain_script(script, options.fewest, "machine")
     named = settings.get("devices", "auto")
@@ -53,7 +60,12 @@ def lead_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
         _announce(door, options, devices, reporter)
         if options.hosts:
             hosts = StartedHosts(options.hosts, door.place, options.token, options.ssh)
-        leader.run(gathering.wait(hosts), devices)
+        leader.check(gathering.wait(hosts))
+        if is_check:
+            reason = CHECKED
+        else:
+            leader.run(gathering.nodes, devices)
+        return leader.found
     except BaseException as error:
         reason, code = describe_end(error)
         raise
@@ -77,7 +89,7 @@ def describe_end(error: BaseException) -> tuple[str, int]:
 
 
 class Leader:
-    """One run over machines: `run` once, when they are there."""
+    """One run over machines: `check` and `run` once each, when they are there."""
 
     def __init__(
         self,
@@ -91,7 +103,9 @@ class Leader:
     ) -> None:
         self._options, self._door, self._reporter = options, door, reporter
         self._script = script_order(script, args, {k: v for k, v in settings.items() if k != "devices"})
-        self._own = str(facts["host"])
+        self._own, self._facts = str(facts["host"]), facts
+        self.hosts: tuple[str, ...] = ()
+        self.found: dict[str, Any] = {}
         where = script.resolve()
         is_below = where.is_relative_to(Path.cwd())
         self.order = {
@@ -101,12 +115,20 @@ class Leader:
             "ports": options.ports,
         }
 
-    def run(self, nodes: Sequence[RemoteNode], own: tuple[Device, ...]) -> None:
-        """Reach test, roster, store, start; returns when all ranks have ended well."""
-        hosts = unique_labels([self._own, *(node.host for node in nodes)])
-        for node, host in zip(nodes, hosts[1:], strict=True):
+    def check(self, nodes: Sequence[RemoteNode]) -> None:
+        """Reach test, and all that is known about the machines as one table; RefusedError where one is not reached."""
+        self.hosts = unique_labels([self._own, *(node.host for node in nodes)])
+        for node, host in zip(nodes, self.hosts[1:], strict=True):
             node.host = host
-        self._reach_all(nodes, hosts)
+        reports = self._reach_all(nodes, self.hosts)
+        facts = [{**self._facts, "host": self._own}, *({**node.facts, "host": node.host} for node in nodes)]
+        self.found = {"machines": facts, "links": reports}
+        self._reporter.say([f"  {line}" for line in table.lines(facts, reports)])
+        self._reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
+
+    def run(self, nodes: Sequence[RemoteNode], own: tuple[Device, ...]) -> None:
+        """Roster, store, start; returns when all ranks have ended well."""
+        hosts = self.hosts
         counts = [len(own), *(len(node.devices) for node in nodes)]
         machines = tuple(number for number, count in enumerate(counts) for _ in range(count))
         devices = (*own, *(parse_device(name) for node in nodes for name in node.devices))
@@ -116,7 +138,7 @@ class Leader:
         self._script["settings"]["devices"] = ",".join(map(str, devices))
         run_stoppable(lambda requests: self._train(nodes, roster, requests), self._script, len(devices), self._reporter)
 
-    def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> None:
+    def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""
         ports = self._options.ports
         listener = Listener(self._door.address, self._options.token, range(ports[0], ports[1] + 1) if ports else ())
@@ -131,6 +153,7 @@ class Leader:
             listener.close()
         if differences := judge(peers, reports, self._options.skip):
             raise RefusedError(str(differences[0]))
+        return reports
 
     def _train(self, nodes: Sequence[RemoteNode], roster: Roster, requests: Requests) -> int:
         """Start all ranks and watch them; returns how many never called uneven."""

@@ -203,13 +203,14 @@ class Node:
             raise RefusedError(f"refused by {self._leader}: {message['refused']}")
         if "end" in message:
             self._finish(message)
+            raise SystemExit(0)  # `uneven preflight` there: nothing is trained
         return message
 
     def _finish(self, message: Mapping[str, Any]) -> None:
         """As the leader ended: return, or raise what leads to the same exit code."""
         reason, code = str(message["end"]), int(message["code"])
         if code == 0:
-            self._say(f"trained; {self._leader} has the results")
+            self._say(reason or f"trained; {self._leader} has the results")
             return
         if code in (130, 143):
             self._say(reason)

@@ -17,7 +17,7 @@ from uneven.data.replay import read_global_batch, read_log
 from uneven.data.source import shard_sizes
 from uneven.errors import InputError
 from uneven.files import make_out_folder
-from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded
+from uneven.hardware.choices import choose_backend, choose_precision, describe_devices, is_crowded, native_precisions
 from uneven.hardware.cores import available_cores, check_count
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.gpus import Gpu, read_gpus
@@ -27,6 +27,15 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
+from uneven.launch.parity import (
+    Among,
+    DeviceFormat,
+    Devices,
+    check_data_parity,
+    check_facts,
+    check_formats,
+    exchange_devices,
+)
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.resume_machines import plan_over_machines
 from uneven.launch.streams import check_streams
@@ -54,12 +63,16 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     check_task(task)
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
-    machines = context.roster_of(devices).machines
-    config, notes = settle(config, devices, local, machines)
+    roster = context.roster_of(devices)
+    is_one_machine = len(local) == len(devices)
+    among = None if is_one_machine else Among(roster, context.environment.rank, context.share)
+    differing = check_facts(config, among) if among is not None and context.environment.door is None else []
+    config, notes = settle(config, devices, among)
+    notes += differing
     _check_before_step(task, config, len(devices))
-    check_streams(task, config, len(devices), is_one_machine=len(local) == len(devices))
-    if len(local) < len(devices):
-        plan = plan_over_machines(task, config, context, context.roster_of(devices))
+    check_streams(task, config, len(devices), is_one_machine=is_one_machine)
+    if among is not None:
+        plan = plan_over_machines(task, config, context, roster)
     else:
         plan = plan_resume(task, config, len(devices)) if config.resume is not None else ResumePlan(config, [])
     config, finished = plan.config, plan.finished
@@ -74,9 +87,11 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     elif finished is not None:
         check_length(f"run {finished.folder}", finished.dataset_samples, axis)
     check_batch(task, config, order)
+    if among is not None:
+        notes += check_data_parity(task, config, among)
     _check_evaluation(task, config)
     if config.replay is not None:
-        config = _check_replay(axis, config, len(devices), machines)
+        config = _check_replay(axis, config, len(devices), roster.machines)
     # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
@@ -89,30 +104,42 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
             notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
-        found = describe_devices(devices, _visible_gpus(devices), _advice(config), len(local) == len(devices))
+        found = describe_devices(devices, _visible_gpus(local), _advice(config), is_one_machine)
         reporter.say([*describe(axis, config, devices, found), *notes])
     if context.note:
         reporter.say([f"  {context.note}"])
     return Prepared(config, devices, reporter, finished)
 
 
-def settle(
-    config: RunConfig,
-    devices: tuple[Device, ...],
-    local: tuple[Device, ...] | None = None,
-    machines: Sequence[int] = (),
-) -> tuple[RunConfig, list[str]]:
+def settle(config: RunConfig, devices: tuple[Device, ...], among: Among | None = None) -> tuple[RunConfig, list[str]]:
     """The settings with 'auto' resolved for these devices, and lines that explain the choices.
 
-    `local` are the devices of this machine, where the others are elsewhere, and `machines` has each rank's machine.
+    `among` where the devices are on several machines: every rank looks at its own, and all of them take the same.
     InputError or MachineError where settings and devices do not fit together.
     """
-    for device in devices:
+    for device in devices if among is None else among.local:
         check_device(device)
-    config, precision_notes = _resolve_precision(config, devices)
+    known = _look_at(devices, among)
+    config, precision_notes = _resolve_precision(config, known)
     _check_together(config, devices)
-    config, backend_notes = _resolve_backend(config, devices, devices if local is None else local, machines)
+    config, backend_notes = _resolve_backend(config, devices, known, () if among is None else among.roster.machines)
     return config, [*precision_notes, *backend_notes]
+
+
+def _look_at(devices: tuple[Device, ...], among: Among | None) -> Devices:
+    """What each device computes; on several machines each rank looks at its own and tells the others."""
+    own = devices if among is None else (devices[among.rank],)
+    gpus = {gpu.index: gpu for gpu in _visible_gpus(own)}
+    system = read_system()
+    formats = []
+    for device in own:
+        gpu = gpus.get(device.index or 0)
+        formats.append(
+            DeviceFormat(str(device), *choose_precision(device, system, gpu), native_precisions(device, system, gpu))
+        )
+    if among is None:
+        return Devices(formats, is_crowded(devices), has_nccl())
+    return exchange_devices(formats[0], is_crowded(among.local), has_nccl(), among)
 
 
 def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
@@ -209,26 +236,27 @@ def _check_replay(axis: Axis, config: RunConfig, ranks: int, machines: Sequence[
     return replace(config, replay=config.replay.resolve())
 
 
-def _resolve_precision(config: RunConfig, devices: tuple[Device, ...]) -> tuple[RunConfig, list[str]]:
+def _resolve_precision(config: RunConfig, known: Devices) -> tuple[RunConfig, list[str]]:
     """The number format all devices train in, and a line with the reason where there was a choice or a drawback."""
-    has_cpu = any(device.kind == "cpu" for device in devices)
-    if config.precision == "bf16" and has_cpu and not read_system().cpu.flags:
+    formats = known.formats
+    if any(one.host for one in formats):
+        check_formats(config.precision, formats, config.skipped_checks)
+    emulated = [one for one in formats if one.device.startswith("cpu") and "bf16" not in one.native]
+    if config.precision == "bf16" and emulated:
+        where = f"the CPU of {emulated[0].host}" if emulated[0].host else "this CPU"
         return config, [
-            "  precision bf16: this CPU has no bf16 instructions, so bf16 is emulated there: slower than fp32"
+            f"  precision bf16: {where} has no bf16 instructions, so bf16 is emulated there: slower than fp32"
         ]
     if config.precision != "auto":
         return config, []
-    gpus = {gpu.index: gpu for gpu in _visible_gpus(devices)}
-    system = read_system()
-    choices = {str(device): choose_precision(device, system, gpus.get(device.index or 0)) for device in devices}
-    formats = {precision for precision, _ in choices.values()}
-    if len(formats) == 1:
-        (chosen,) = formats
-        reason = "; ".join(dict.fromkeys(why for _, why in choices.values()))
+    choices = {one.auto for one in formats}
+    if len(choices) == 1:
+        (chosen,) = choices
+        reason = "; ".join(dict.fromkeys(one.why for one in formats))
     else:
         # One model has one format on all devices; where they would choose differently, the one that all have.
         chosen = "fp32"
-        each = (f"{name} would take {precision} ({why})" for name, (precision, why) in choices.items())
+        each = dict.fromkeys(f"{one.label} would take {one.auto} ({one.why})" for one in formats)
         reason = f"the devices differ: {', '.join(each)}"
     return replace(config, precision=chosen), [f"  precision auto -> {chosen}: {reason}"]
 
@@ -240,14 +268,14 @@ def _visible_gpus(devices: tuple[Device, ...]) -> tuple[Gpu, ...]:
 
 
 def _resolve_backend(
-    config: RunConfig, devices: tuple[Device, ...], local: tuple[Device, ...], machines: Sequence[int]
+    config: RunConfig, devices: tuple[Device, ...], known: Devices, machines: Sequence[int]
 ) -> tuple[RunConfig, list[str]]:
     """The backend that 'auto' means here, and a line with the reason where there was a choice."""
     if len(devices) == 1:
         return config, []
-    is_one_machine = len(local) == len(devices)
+    is_one_machine = len(set(machines)) <= 1
     why_not_shared = why_impossible() if is_one_machine else ""  # on each of several it shows when the group forms
-    backend, why = choose_backend(config.backend, devices, has_nccl(), is_crowded(local), why_not_shared, machines)
+    backend, why = choose_backend(config.backend, devices, known.has_nccl, known.is_crowded, why_not_shared, machines)
     has_choice = why_not_shared or not is_one_machine or any(device.kind == "cuda" for device in devices)
     return replace(config, backend=backend), [f"  backend {backend}: {why}"] if has_choice else []
 

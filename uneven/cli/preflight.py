@@ -1,0 +1,102 @@
+"""`uneven preflight`: everything that is checked before a run, without the run, on this machine or on several."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from uneven.cli.run import MACHINE_OPTIONS, read_machines
+
+
+def preflight(
+    script: Path | None = None,
+    devices: str = "auto",
+    as_json: bool = False,
+    skip: str | None = None,
+    **options: Any,
+) -> None:
+    """Check what a run needs, and train nothing: versions, devices, number formats, code, memory, disk, links, clocks.
+
+    On one machine torch is loaded only for a GPU. With --nodes or --hosts the machines join by 'uneven join' as for a
+    run, are compared, and test every link in both directions; the first one that does not fit ends it on all of them
+    with its name and the fix. Data sets and models are compared when the script has made them, at the start of a run.
+
+    Exit code 0: all is well. 1: the machines do not fit together. 2: bad input. 3: this machine cannot.
+
+    Examples:
+
+      uneven preflight train.py
+
+      uneven preflight train.py --nodes 2         (and on the other machine the line that it prints)
+    """
+    from uneven.config import RunConfig, settings_of
+
+    settings_of(RunConfig)["skip"].check(skip)
+    machines = read_machines({"ship": None, **options}, skip)
+    if machines is None:
+        _check_here(script, devices, as_json)
+        return
+    from uneven.errors import InputError
+    from uneven.launch.lead import CHECKED, lead_script
+
+    if script is None:
+        raise InputError("preflight --nodes needs the script, which the machines compare: uneven preflight train.py")
+    settings = {"devices": devices, **({} if skip is None else {"skip": skip})}
+    found = lead_script(script, [], settings, machines, is_check=True)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(f"uneven: {CHECKED}", file=sys.stderr)
+
+
+def _check_here(script: Path | None, devices: str, as_json: bool) -> None:
+    from uneven.errors import InputError
+    from uneven.hardware.preflight import refuse_unsupported
+    from uneven.launch.local_ranks import own_devices
+    from uneven.launch.script import refuse_plain_script
+    from uneven.machines import table
+    from uneven.machines.facts import collect_facts
+
+    refuse_unsupported()
+    if script is not None and not script.is_file():
+        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven preflight [script.py]")
+    facts = collect_facts(script, [name.strip() for name in devices.split(",")])
+    found = own_devices(facts)
+    if script is not None and len(found) > 1:
+        refuse_plain_script(script, len(found))
+    warnings = table.warnings(facts)
+    if as_json:
+        print(json.dumps({"machines": [facts], "warnings": warnings}, indent=2))
+        return
+    print(*table.lines([facts]), *(f"warning: {line}" for line in warnings), "All is well.", sep="\n")
+
+
+def _give_options() -> None:
+    """The options of several machines are those of `uneven run`."""
+    kinds = {
+        "script": Annotated[Path | None, typer.Argument(help="The script that is to be trained.")],
+        "devices": Annotated[str, typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.")],
+        "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
+        "skip": Annotated[
+            str | None, typer.Option("--skip", help="Checks that are left out, as in clock,links.", metavar="CHECK,...")
+        ],
+    }
+    defaults = {"script": None, "devices": "auto", "as_json": False, "skip": None}
+    shared = {name: kind for name, kind in MACHINE_OPTIONS.items() if name not in ("ship",)}
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if name == "script" else inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(name),
+            annotation=kind,
+        )
+        for name, kind in {**kinds, **shared}.items()
+    ]
+    preflight.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    preflight.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+_give_options()
