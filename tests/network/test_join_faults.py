@@ -125,7 +125,6 @@ def test_a_firewall_between_two_others_is_found_before_the_start(tmp_path: Path)
         assert_empty(machines)
 
 
-@pytest.mark.xfail(reason="Gloo takes the first address of the interface, which is IPv4 where a machine has both")
 def test_a_machine_with_the_second_family_alone_trains_with_one_that_has_both(tmp_path: Path) -> None:
     """The leader's interface has an IPv4 address too, and Gloo would take that one."""
     with network(tmp_path, 2, names="unresolvable", family="dual") as machines:

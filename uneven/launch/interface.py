@@ -98,6 +98,13 @@ def check_nccl(host: str, given: str, interfaces: Sequence[Interface]) -> str:
     return ""
 
 
+def keep_gloo_at(address: str, interfaces: Sequence[Interface]) -> None:
+    """Groups of this process use this address: by itself Gloo takes the first one of the interface, an IPv4 one."""
+    listed = interface_with(address, interfaces)
+    if listed is None or listed.addresses[0] != address:
+        use_gloo_address(address)
+
+
 def settle_interface(
     store: Store,
     rank: int,
@@ -119,9 +126,7 @@ def settle_interface(
         _refuse(exchange(store, "reached", rank, size, found))
     if not own.is_users and own.interface:
         environ[GLOO] = own.interface
-    listed = interface_with(own.address, interfaces)
-    if listed is None or listed.addresses[0] != own.address:
-        use_gloo_address(own.address)
+    keep_gloo_at(own.address, interfaces)
     if own.interface and "," not in own.interface:
         environ.setdefault(NCCL, f"={own.interface}")
         environ.setdefault(FAMILY, "AF_INET6" if is_v6(own.address) else "AF_INET")

@@ -17,7 +17,7 @@ from uneven.hardware.mps import check_slices
 from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.environment import new_member_id
-from uneven.launch.local_ranks import Placement, local_ranks
+from uneven.launch.local_ranks import RunPlan, local_ranks
 from uneven.launch.payload import write_payload
 from uneven.launch.requests import Requests
 from uneven.launch.training import Program, read_state
@@ -59,7 +59,7 @@ def run_ranks(
     store, port = open_store()
     try:
         members = tuple(new_member_id(str(device)) for device in devices)
-        placement = Placement(Roster.on_one_machine(devices), members, ("127.0.0.1", port))
+        placement = RunPlan(Roster.on_one_machine(devices), members, ("127.0.0.1", port))
         if content is not None:
             _write_content(content, folder)
         with local_ranks(folder, placement, script, reporter.say) as processes:

@@ -14,7 +14,7 @@ from uneven.hardware.device import Device, parse_device, parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.gathering import Gathering
-from uneven.launch.local_ranks import Placement, local_ranks, own_devices
+from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
@@ -168,12 +168,12 @@ class Leader:
         )
         place = (self._door.address, port)
         for machine, node in enumerate(nodes, 1):
-            placement = Placement(roster, members, place, machine)
+            placement = RunPlan(roster, members, place, machine)
             node.place(placement.ranks)
             node.session.send(go=placement.to_json(), settings=self._script["settings"])
             node.session.limit_s = RUNNING_S
         door = (self._door.address, self._door.port, self._options.token)
-        own = Placement(roster, members, place, 0, door, self._door.address)
+        own = RunPlan(roster, members, place, 0, door, self._door.address)
         folder = make_private_folder()
         try:
             with local_ranks(folder, own, self._script, self._reporter.say) as processes:

@@ -22,7 +22,7 @@ from uneven.machines.addresses import interface_of
 
 
 @dataclass(frozen=True)
-class Placement:
+class RunPlan:
     """All ranks of a run, and which of them are on this machine."""
 
     roster: Roster
@@ -54,7 +54,7 @@ class Placement:
     @classmethod
     def from_json(
         cls, found: Mapping[str, Any], door: tuple[str, int, str] | None = None, address: str | None = None
-    ) -> "Placement":
+    ) -> "RunPlan":
         roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
         host, port = found["store"]
         return cls(roster, tuple(found["members"]), (host, port), found["machine"], door, address)
@@ -72,7 +72,7 @@ def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
 
 @contextmanager
 def local_ranks(
-    folder: Path, placement: Placement, script: Mapping[str, Any] | None, say: Callable[[list[str]], None]
+    folder: Path, placement: RunPlan, script: Mapping[str, Any] | None, say: Callable[[list[str]], None]
 ) -> Iterator[RankProcesses]:
     """Start the ranks of this machine, in a private folder; when the block ends none of them is left."""
     devices = placement.devices
@@ -100,7 +100,7 @@ def local_ranks(
             processes.end()
 
 
-def interface_variables(placement: Placement) -> dict[str, str]:
+def interface_variables(placement: RunPlan) -> dict[str, str]:
     """Gloo and NCCL stay on the interface that reached the leader, whatever the machine's name resolves to."""
     if placement.address is None:
         return {}

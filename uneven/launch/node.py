@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
 from uneven.hardware.preflight import refuse_unsupported
 from uneven.launch.cleanup import make_private_folder, remove
-from uneven.launch.local_ranks import Placement, local_ranks, own_devices
+from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable
@@ -95,7 +95,7 @@ class Node:
             script, go = self._prepare(script, listener)
         finally:
             listener.close()
-        placement = Placement.from_json(go["go"], self._door, self._session.own_address)
+        placement = RunPlan.from_json(go["go"], self._door, self._session.own_address)
         names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
         self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
         order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
@@ -152,7 +152,7 @@ class Node:
         self._say(f"received the script's folder from {self._leader}")
         return folder / script.name
 
-    def _train(self, placement: Placement, order: dict[str, Any]) -> None:
+    def _train(self, placement: RunPlan, order: dict[str, Any]) -> None:
         """Start the ranks, report how they do, and obey the leader to the end."""
         grace_s = float(order["settings"].get("grace", GRACE_S))
         stoppable = Stoppable(lambda: grace_s, lambda number: self._session.send(stop=number))

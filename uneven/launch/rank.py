@@ -67,6 +67,11 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     from uneven.launch.environment import LaunchEnvironment
 
     torch.set_num_threads(plan["threads"][number])
+    if plan["address"] is not None:
+        from uneven.hardware.network import read_interfaces
+        from uneven.launch.interface import keep_gloo_at
+
+        keep_gloo_at(plan["address"], read_interfaces())
     roster = Roster(parse_devices(plan["devices"]), tuple(plan["machines"]), tuple(plan["hosts"]))
     rank, member = placed_rank(plan, number)
     host, port = plan["store"]
