@@ -104,3 +104,26 @@ def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is
         first.exchange()
     ((_, text),) = told[:1]
     assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
+
+
+def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may serve the store: without it the others would say that rank 0's machine is gone."""
+    now, told = [0.0], list[tuple[int, str]]()
+    first, second = peer_watches(["wait", "data"], now, told)
+    second.exchange()
+    first.exchange()
+    heard: list[int] = []
+
+    def wait(seconds: float) -> bool:
+        heard.append(len(told))
+        second.exchange()  # while rank 0 waits
+        return False
+
+    monkeypatch.setattr(first._closed, "wait", wait)
+    for now[0] in range(1, 40):
+        second.exchange()
+        first.exchange()
+        if told:
+            break
+    assert heard == [0]  # one look was enough
+    assert [rank for rank, _ in told] == [1, 0]

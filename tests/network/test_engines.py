@@ -218,6 +218,7 @@ def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path) 
         machines[2].pull_cable()
         said = finish(ranks, 60)
         assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
-        assert "rank 3 (cpu on node3) fell silent" in said[0]
+        for text in said[:2]:  # of every machine that is still there
+            assert "rank 3 (cpu on node3) fell silent" in text
         assert "the store of rank 0 (node1, 10.77.0.1:" in said[3]
         assert [machine.pids() for machine in machines] == [[], [], []]

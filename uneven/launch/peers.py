@@ -23,6 +23,8 @@ from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
 
 FAILED_KEY = "failed"
+HEARD_KEY = "heard"
+HEARD_S = 2.0  # for the others to read a failure: rank 0 may serve the store, which ends with it
 JOIN_S = 2.0  # for the thread, which may be inside a call of a store that is gone
 
 
@@ -46,6 +48,7 @@ class PeerWatch:
         self._store, self._rank, self._read_status, self._clock = store, rank, read_status, clock
         self._store_place, self._unanswered, self._limit_s = store_place, 0, SILENT_S
         self._on_failed = on_failed or self._end_process
+        self._speaks = roster.local_ranks(rank)[0] == rank  # for its machine
         now = clock()
         self._peers = [
             RankHealth(f"{roster.host(number)}/rank-{number}", device, now, now)
@@ -70,8 +73,20 @@ class PeerWatch:
         if self._rank == 0:
             self._check()
         if message := get_text(self._store, FAILED_KEY):
+            if self._rank == 0:
+                self._wait_until_heard()
+            else:
+                self._store.set(f"{HEARD_KEY}/{self._rank}", "1")
             self._on_failed(message)
         self._unanswered = 0
+
+    def _wait_until_heard(self) -> None:
+        """Else the others would find no store, and say 15 s later that rank 0's machine is gone."""
+        now = self._clock()
+        alive = [n for n, peer in enumerate(self._peers) if now - peer.heard_s < HEARD_S and n != 0]
+        for _ in range(round(HEARD_S / INTERVAL_S) if alive else 0):
+            if self._store.check([f"{HEARD_KEY}/{number}" for number in alive]) or self._closed.wait(INTERVAL_S):
+                return
 
     def _watch_store(self) -> None:
         """Counts its own rounds, not the clock: code that holds Python's lock stops this thread and the other alike."""
@@ -115,6 +130,6 @@ class PeerWatch:
             self._store.set(FAILED_KEY, str(error))
 
     def _end_process(self, message: str) -> NoReturn:
-        if self._rank == 0 or self._is_cut_off:
+        if self._speaks:
             print(f"uneven: error: {message}", file=sys.stderr, flush=True)
         os._exit(1)
