@@ -12,8 +12,8 @@ from uneven.errors import USER_ERRORS, InputError, RankError
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.interface import settle_interface
 from uneven.launch.locate import locate_store, warn
-from uneven.launch.meeting import meet
 from uneven.launch.placement import Placement, read_facts
+from uneven.launch.rendezvous import rendezvous
 
 READY_PAUSE_S = 0.02
 REFUSED_KEY = "refused"
@@ -25,7 +25,7 @@ def assemble(environment: LaunchEnvironment) -> tuple[LaunchEnvironment, Placeme
     if size == 1:
         return environment, Placement((read_facts(replace(environment, host="")),)), []
     environment = locate_store(environment)
-    name, facts = meet(environment.connect("meeting"), rank, size, read_facts(environment), warn)
+    name, facts = rendezvous(environment.connect("meeting"), rank, size, read_facts(environment), warn)
     environment = replace(environment, prefix=f"{environment.prefix}{name}/")
     placement = Placement(facts)
     return environment, placement, settle_interface(environment.connect("interface"), rank, placement)

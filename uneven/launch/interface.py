@@ -18,8 +18,8 @@ from uneven.comm.store import Store
 from uneven.errors import InputError
 from uneven.hardware.addresses import interface_with, is_loopback, is_v6, source_address
 from uneven.hardware.network import Interface, read_interfaces
-from uneven.launch.meeting import exchange
 from uneven.launch.placement import Placement
+from uneven.launch.rendezvous import exchange
 
 GLOO, NCCL, FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 REACH_S = 3.0

@@ -1,6 +1,6 @@
 """Find the store of ranks that an engine started, before Gloo or NCCL see an address: numeric, and seen to answer.
 
-Called once per process by launch/meeting.py. Where the engine has no store, rank 0 serves it, on one address of its
+Called once per process by launch/assemble.py. Where the engine has no store, rank 0 serves it, on one address of its
 machine alone. A name that leads to this machine's own loopback (Debian's 127.0.1.1) is then taken for what the other
 machines know under it: this machine's address on the network.
 """

@@ -20,7 +20,7 @@ from uneven.hardware.inventory import read_visible, why_unusable
 from uneven.hardware.roster import Roster
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.meeting import Facts
+from uneven.launch.rendezvous import Facts
 from uneven.machines.addresses import unique_labels
 
 

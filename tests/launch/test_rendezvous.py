@@ -11,11 +11,12 @@ import pytest
 
 from uneven.comm.store import open_store, reach_store, under
 from uneven.errors import InputError, MachineError
-from uneven.launch import locate, meeting
+from uneven.launch import locate
+from uneven.launch import rendezvous as module
 from uneven.launch.assemble import await_all, tell_refusal
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.locate import locate_store, store_addresses
-from uneven.launch.meeting import meet
+from uneven.launch.rendezvous import rendezvous
 
 
 def met(port: int, attempts: dict[int, str], size: int) -> dict[int, tuple[str, tuple[Any, ...]]]:
@@ -23,7 +24,7 @@ def met(port: int, attempts: dict[int, str], size: int) -> dict[int, tuple[str, 
 
     def run(rank: int) -> tuple[str, tuple[Any, ...]]:
         store = under("uneven/job/meeting", reach_store("127.0.0.1", port))
-        return meet(store, rank, size, {"restarts": attempts[rank], "rank": rank}, lambda _: None, 60.0)
+        return rendezvous(store, rank, size, {"restarts": attempts[rank], "rank": rank}, lambda _: None, 60.0)
 
     with ThreadPoolExecutor(size) as pool:
         return dict(zip(attempts, pool.map(run, attempts), strict=True))
@@ -67,9 +68,9 @@ def test_who_waits_says_for_whom_and_not_for_ever(monkeypatch: pytest.MonkeyPatc
     store, _ = open_store()
     said: list[str] = []
     times = iter(range(0, 1000, 4))
-    monkeypatch.setattr(meeting, "PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
     with pytest.raises(MachineError, match=r"has waited .* not heard of: 1, 2"):
-        meet(store, 0, 3, {}, said.append, limit_s=60.0, clock=lambda: float(next(times)))
+        rendezvous(store, 0, 3, {}, said.append, limit_s=60.0, clock=lambda: float(next(times)))
     assert said == ["rank 0 waits for ranks 1, 2 of 3"]
 
 

@@ -16,20 +16,20 @@ from typing import Any
 from uneven.comm.store import Store, get_text
 from uneven.errors import MachineError
 
-MEET_S = 1800.0  # another rank may still load its data before it trains
+RENDEZVOUS_S = 1800.0  # another rank may still load its data before it trains
 PATIENCE_S = 10.0  # then rank 0 says for whom it waits
 PAUSE_S = 0.02
 
 Facts = dict[str, Any]
 
 
-def meet(
+def rendezvous(
     store: Store,
     rank: int,
     size: int,
     facts: Facts,
     say: Callable[[str], None],
-    limit_s: float = MEET_S,
+    limit_s: float = RENDEZVOUS_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[str, tuple[Facts, ...]]:
     """(name of the attempt, the facts of all ranks in rank order), the same on all ranks."""
