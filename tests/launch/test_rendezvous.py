@@ -14,6 +14,7 @@ from uneven.errors import InputError, MachineError
 from uneven.launch import locate
 from uneven.launch import rendezvous as module
 from uneven.launch.assemble import await_all, tell_refusal
+from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.locate import locate_store, store_addresses
 from uneven.launch.rendezvous import rendezvous
@@ -81,6 +82,19 @@ def test_what_one_rank_refuses_is_said_by_all() -> None:
         await_all(store, 0, 2)
     store.set("ready/1", "1")
     await_all(store, 0, 2)
+
+
+def test_a_rank_that_shares_hears_of_one_that_will_not() -> None:
+    store, port = open_store()
+    first, second = (LaunchEnvironment("torchrun", rank, 2, host="127.0.0.1", port=port) for rank in range(2))
+    tell_refusal(second.connect("run/1"), 1, "node2", InputError("device 'cuda:3': this machine has cpu"))
+    with pytest.raises(InputError, match="rank 1 on node2: device 'cuda:3'"):
+        ProcessContext(first).share("a value")
+    ranks = [ProcessContext(one) for one in (first, second)]
+    ranks[0].environment.connect("run/1").delete_key("refused")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda rank: rank.share(rank.environment.rank), ranks)) == [[0, 1], [0, 1]]
+    del store
 
 
 @pytest.fixture

@@ -31,12 +31,15 @@ def assemble(environment: LaunchEnvironment) -> tuple[LaunchEnvironment, Placeme
     return environment, placement, settle_interface(environment.connect("interface"), rank, placement)
 
 
-def await_all(store: Store, rank: int, size: int) -> None:
-    """Wait until every rank has passed its checks. InputError or MachineError with the words of one that has not."""
+def await_all(store: Store, rank: int, size: int, refusals: Store | None = None) -> None:
+    """Wait until every rank has passed its checks. InputError or MachineError with the words of one that has not.
+
+    `refusals` is where those are written, if not to the same keys.
+    """
     store.set(f"ready/{rank}", "1")
     keys = [f"ready/{other}" for other in range(size)]
     while not store.check(keys):
-        if (text := get_text(store, REFUSED_KEY)) is not None:
+        if (text := get_text(refusals or store, REFUSED_KEY)) is not None:
             told = json.loads(text)
             raise USER_ERRORS.get(told["kind"], RankError)(told["message"])
         time.sleep(READY_PAUSE_S)

@@ -237,11 +237,11 @@ class ProcessContext:
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. All ranks call it at the same points of the script; values are JSON."""
-        if self.environment.world_size == 1:
-            return [value]
         self._shared += 1
-        store = self.environment.connect("share")
-        return exchange(store, str(self._shared), self.environment.rank, range(self.environment.world_size), value)
+        rank, size = self.environment.rank, self.environment.world_size
+        store = self.environment.connect(f"share/{self._shared}")
+        await_all(store, rank, size, self.environment.connect(f"run/{self._runs + 1}"))  # where tell_failure writes
+        return exchange(store, "value", rank, range(size), value)
 
     def _form_group(
         self,
