@@ -36,8 +36,8 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
 
       srun uneven run train.py                    (as the ranks that Slurm has started)
     """
-    engine = options.pop("engine")
-    machines = read_machines({name: options.pop(name) for name in MACHINE_OPTIONS}, options.get("skip"))
+    engine = options.pop("engine", None)
+    machines = read_machines({name: options.pop(name, None) for name in MACHINE_OPTIONS}, options.get("skip"))
     known = settings_of(RunConfig)
     given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
     if engine is not None:

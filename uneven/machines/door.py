@@ -134,10 +134,12 @@ class Door:
         except WireError:
             self._cut(stranger)
             return
+        is_welcome = is_known and not more  # whoever knows the token waits for the answer before it says more
+        if not is_welcome:
+            self._remember(stranger.address)  # before it is told, and may look
         if not self._answer(stranger, answer):
             return
-        if not is_known or more:  # whoever knows the token waits for the answer before it says more
-            self._remember(stranger.address)
+        if not is_welcome:
             self._cut(stranger)
             return
         self._selector.unregister(stranger.sock)
