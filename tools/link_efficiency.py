@@ -3,7 +3,7 @@
 Two machines (network namespaces, one device each, the second at 0.4 of the speed) train LeNet on random images of
 MNIST's shape: each alone but at the same time, then together over a link of a given rate, or with a given delay each
 way. A line has the joint speed over the sum of the two, and where the time of the slower rank went. These are whole
-runs, a few seconds each: an estimate, not a paired measurement. Each machine has cores of its own.
+runs, some seconds each: an estimate, not a paired measurement. Each machine has a core of its own.
 """
 
 import argparse
@@ -69,9 +69,9 @@ def read(folder: Path) -> tuple[float, list[dict[str, Any]]]:
 
 
 def cores_of(machine: int) -> str:
+    """One core: threads of a larger rank would wait for each other whenever anything else runs."""
     own = sorted(os.sched_getaffinity(0))
-    half = max(len(own) // 2, 1)
-    return ",".join(map(str, own[machine * half : (machine + 1) * half][:4]))
+    return str(own[machine * (len(own) // 2)])
 
 
 def solo(folder: Path, epochs: int) -> list[float]:
