@@ -26,6 +26,7 @@ from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
 from uneven.launch.preflight import prepare
@@ -42,6 +43,7 @@ from uneven.timeline.page import write_page
 from uneven.timeline.record import TRAINING
 from uneven.timeline.timeline import Timeline
 
+HEARD_S = 2.0  # for a heartbeat, which comes several times a second
 Body = Callable[[Requests, Reporter], TrainedState]
 
 
@@ -189,8 +191,12 @@ class Run:
                 return
             interference = Interference.between(begin, read_counters(self._context.tree_pid))
             self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
-            if not state.finished and state.stopped is None and self._context.was_peer_terminated():
-                self._requests.terminate()
+            if not state.finished and state.stopped is None:
+                if self._context.environment.launcher in OWN_LAUNCHERS:
+                    # It has stopped with its peers, and its own heartbeat reads the request a moment later.
+                    self._context.stop_requested.wait(HEARD_S)
+                if self._context.was_peer_terminated():
+                    self._requests.terminate()
             for _ in range(2):  # again when no signal can come any more: one may have come since
                 if self._requests.is_terminated:
                     self._save_interrupted()
