@@ -5,7 +5,6 @@ choice from their variables. What is wrong with a variable that the user set is 
 together with the line to export: Gloo would wait without a word, and on one side only.
 """
 
-import json
 import os
 import socket
 import threading
@@ -13,13 +12,13 @@ from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from uneven.comm.fingerprint import exchange
 from uneven.comm.gloo_address import use_gloo_address
 from uneven.comm.store import Store
 from uneven.errors import InputError
 from uneven.hardware.addresses import interface_with, is_loopback, is_v6, source_address
 from uneven.hardware.network import Interface, read_interfaces
 from uneven.launch.placement import Placement
-from uneven.launch.rendezvous import exchange
 
 GLOO, NCCL, FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 REACH_S = 3.0
@@ -116,14 +115,15 @@ def settle_interface(
     interfaces = read_interfaces() if interfaces is None else interfaces
     own = choose(placement, rank, interfaces, environ.get(GLOO, ""))
     problem = own.problem or check_nccl(own.host, environ.get(NCCL, ""), interfaces)
-    size, is_many = len(placement.facts), len(placement.hosts) > 1
-    told = exchange(store, "interface", rank, size, json.dumps({**asdict(own), "problem": problem}))
-    choices = [Choice(**json.loads(text)) for text in told]
+    ranks, is_many = range(len(placement.facts)), len(placement.hosts) > 1
+    choices = [
+        Choice(**told) for told in exchange(store, "interface", rank, ranks, {**asdict(own), "problem": problem})
+    ]
     _refuse([choice.problem for choice in choices])
     _refuse_two_families(choices)
     if is_many and any(choice.is_users for choice in choices):
         found = _reach(store, rank, placement, choices)
-        _refuse(exchange(store, "reached", rank, size, found))
+        _refuse(exchange(store, "reached", rank, ranks, found))
     if not own.is_users and own.interface:
         environ[GLOO] = own.interface
     keep_gloo_at(own.address, interfaces)
@@ -156,8 +156,8 @@ def _reach(store: Store, rank: int, placement: Placement, choices: Sequence[Choi
     family = socket.AF_INET6 if is_v6(own.address) else socket.AF_INET
     with socket.create_server((own.address, 0), family=family) as listener:
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        size = len(choices)
-        ports = exchange(store, "listen", rank, size, str(listener.getsockname()[1]))
+        ranks = range(len(choices))
+        ports = exchange(store, "listen", rank, ranks, listener.getsockname()[1])
         lost = ""
         for speaker in speakers:
             if placement.machines[speaker] == placement.machines[rank] or lost:
@@ -165,10 +165,10 @@ def _reach(store: Store, rank: int, placement: Placement, choices: Sequence[Choi
             there = choices[speaker]
             try:
                 source = (own.address, 0)
-                socket.create_connection((there.address, int(ports[speaker])), REACH_S, source).close()
+                socket.create_connection((there.address, ports[speaker]), REACH_S, source).close()
             except OSError as error:
                 lost = _blame(own, there, error)
-        exchange(store, "listened", rank, size, "")  # nobody closes before all have tried
+        exchange(store, "listened", rank, ranks, None)  # nobody closes before all have tried
     return lost
 
 

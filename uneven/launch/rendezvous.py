@@ -40,14 +40,6 @@ def rendezvous(
     return name, tuple(json.loads(text)["facts"] for text in words)
 
 
-def exchange(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
-    """Everybody's text, in rank order, under a key that is new in this attempt."""
-    store.set(f"{name}/{rank}", text)
-    keys = [f"{name}/{other}" for other in range(size)]
-    store.wait(keys)
-    return [store.get(key).decode() for key in keys]
-
-
 class _Patience:
     """Between two looks at the store: says once for whom it waits, and gives up after the limit."""
 

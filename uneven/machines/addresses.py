@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 
 from uneven.errors import InputError
+from uneven.hardware.addresses import interface_with
 from uneven.hardware.network import Interface, default_route, read_interfaces
 
 
@@ -35,10 +36,9 @@ def choose_address(
 
 def interface_of(address: str, interfaces: Sequence[Interface] | None = None) -> str:
     """The name of the interface with this address; InputError where there is none."""
-    for interface in read_interfaces() if interfaces is None else interfaces:
-        is_loopback = interface.kind == "loopback" and address.startswith("127.")
-        if is_loopback or address.partition("%")[0] in (*interface.v4, *interface.v6):
-            return interface.name
+    found = interface_with(address.partition("%")[0], read_interfaces() if interfaces is None else interfaces)
+    if found is not None:
+        return found.name
     raise InputError(f"no interface of this machine has the address {address}; see: uneven diagnose")
 
 
