@@ -41,6 +41,13 @@ class RefusedError(RankError):
     """The machines of a run do not fit together, or do not find each other: all of them end with the same line."""
 
 
+class GroupLostError(RankError):
+    """A peer is gone, or this group was given up for a newer generation: none of its collectives will complete.
+
+    Raised by whatever waits for the group (comm/). The worker settles with whoever is left, or the run ends with it.
+    """
+
+
 class NotFiniteError(RankError):
     """Losses, gradients or params are not finite: all ranks end the run together, none of them has failed."""
 

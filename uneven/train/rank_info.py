@@ -115,6 +115,13 @@ class RankInfo:
         self._group = group
 
 
+    def rejoin(self, generation: int, roster: Roster, rank: int, group: Group) -> None:
+        """This member goes on as `rank` of another roster, whose group has formed; clocks are compared anew."""
+        self.generation, self.roster, self.rank, self.devices = generation, roster, rank, roster.devices
+        self.clocks = None
+        self.join(group)
+
+
 @dataclass(frozen=True)
 class RankResult:
     """A finished rank's results: `log` holds (slot, first, samples) of every part it trained, in order.
