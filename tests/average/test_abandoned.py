@@ -88,7 +88,7 @@ def two_rounds(lost: Collection[int], on: Collection[int], *, stale: float, veri
                 transport.average.buffer.copy_(agreed["params"])
                 side.average.roll_forward(agreed["buffers"], is_unchanged=not stale * side.rank)
             after = side.params
-            again = BackgroundAverage(side.average._replica, transport, buffers, group.new_group(), verify)
+            again = BackgroundAverage(side.average.replica, transport, buffers, group.new_group(), verify)
             again.start(1.0, list)
             again.finish(is_unchanged=True)
             again.close()

@@ -87,7 +87,7 @@ class BackgroundAverage:
     def __init__(
         self, replica: Replica, transport: Transport, buffers: BufferAverage, group: Group, verify: bool = False
     ) -> None:
-        self._replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
+        self.replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
         self.transport = transport
         self.traffic = group.traffic
         self.phase = "idle"
@@ -174,9 +174,9 @@ class BackgroundAverage:
 
     def _merge(self, is_unchanged: bool) -> None:
         if is_unchanged:  # [Note: merge rule]
-            self._replica.load(self.transport.device_average)
+            self.replica.load(self.transport.device_average)
         else:
-            self._replica.merge(self.transport.device_average, delta=self.transport.delta)
+            self.replica.merge(self.transport.device_average, delta=self.transport.delta)
         self.transport.keep()
 
     def close(self) -> None:
@@ -186,8 +186,8 @@ class BackgroundAverage:
             self._thread.join()
 
     def _run(self) -> None:
-        if self._replica.device.type == "cuda":
-            torch.cuda.set_device(self._replica.device)  # else this thread would take memory of the first GPU
+        if self.replica.device.type == "cuda":
+            torch.cuda.set_device(self.replica.device)  # else this thread would take memory of the first GPU
         while (round_ := self._queue.get()) is not None:
             try:
                 if not round_.is_abandoned:

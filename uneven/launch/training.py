@@ -53,7 +53,7 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
         "log": result.log,
         "rounds": result.rounds,
         "dropped": result.dropped,
-        "earlier_logs": result.run.earlier_logs,  # of ranks that earlier segments of the run had, on rank 0
+        "earlier_logs": result.run.earlier_logs if group.rank == 0 else [],  # of ranks that this group does not have
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]

@@ -135,4 +135,5 @@ def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
     """
     own = [slot for slot, _, _ in engine.log[mark:]]
     gathered = gather_bytes(engine.rank_info.group, json.dumps(own).encode())
-    return engine.ledger.advanced_to(last_event).after(slot for data in gathered for slot in json.loads(data))
+    known = engine.ledger.advanced_to(max(last_event, engine.ledger.trained))
+    return known.after(slot for data in gathered for slot in json.loads(data))
