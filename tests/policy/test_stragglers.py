@@ -116,8 +116,8 @@ def test_probes_of_a_device_that_is_far_too_slow_cost_little() -> None:
     usual = [FAST, FAST]
     course = train(Balanced(tuple(usual), 128), usual, {AT: (1, 300.0)}, 1000)
     out = slice(AT + 20, 1000)
-    assert 2 <= sum(shares[1] > 0 for shares in course.shares[out]) <= 5
-    assert sum(course.slower[out]) / len(course.slower[out]) < 1.06
+    assert 2 <= sum(shares[1] > 0 for shares in course.shares[out]) <= 10
+    assert sum(course.slower[out]) / len(course.slower[out]) < 1.11
 
 
 def test_shares_that_left_their_reach_for_a_straggler_stay_near_the_new_ones() -> None:

@@ -21,7 +21,7 @@ LARGE_GAIN = 1.0  # a step that would be twice as fast: no noise, so the move is
 STRAGGLES = 5.0  # a rank that became so many times slower (or faster again) is followed beyond `reach` ...
 FAR_GAIN = 0.25  # ... for no less than this
 PROBE_EVERY = 50  # slots after which a rank without samples is tried again, at the earliest
-PROBE_COST = 0.05  # of the time between two probes: a rank that is far too slow is tried less often
+PROBE_COST = 0.1  # of the time between two probes: a rank that is far too slow is tried less often
 PROBE_DOUBLINGS = 6  # of PROBE_EVERY, at most
 
 

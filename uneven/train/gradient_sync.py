@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
-from uneven.config import SHARDED
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import describe_batchnorm, synced_buffers
@@ -22,9 +21,7 @@ from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
-from uneven.policy.subset import advice, forecast
 from uneven.step.captured import check_capturable
-from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.step.whole import Key, WholeStep
 from uneven.train.apply_strategy import apply_strategy
@@ -32,9 +29,10 @@ from uneven.train.capture_ahead import capture_ahead, use_whole_steps
 from uneven.train.dropped import BadStep, describe_drop, too_many
 from uneven.train.engine import Engine
 from uneven.train.events import request
-from uneven.train.exact_policy import make_exact_policy
+from uneven.train.exact_policy import advise, make_exact_policy
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
+from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 
 
@@ -59,6 +57,7 @@ class GradientSync:
         self._is_model_parallel = engine.rank_info.world_size > 1 and engine.config.is_model_parallel
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._has_advised = False
+        self._stragglers = Stragglers(engine.recorder, engine.rank_info)
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
@@ -88,6 +87,7 @@ class GradientSync:
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
         self._lr_scale = engine.lr_scale(1.0, shares)
+        self.notes += self._stragglers.follow(0, shares)
         is_measured = engine.can_warm_up and not config.has_fixed_shares
         alone = [1e3 * config.batch_size / cost.time_ms(config.batch_size) for cost in costs]
         engine.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
@@ -105,7 +105,7 @@ class GradientSync:
         use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
-            self._advise(costs)
+            self.notes += advise(engine, costs)
 
     def state_dict(self) -> dict[str, Any]:
         self._follow_speeds()
@@ -387,14 +387,7 @@ class GradientSync:
         move = self.policy.note(slot.index, slot.samples, times)
         if move is not None:
             self.engine.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
+            self.notes += self._stragglers.follow(move.slot, move.shares)
         if isinstance(self.policy, Calibrating) and self.policy.costs is not None and not self._has_advised:
             self._has_advised = True
-            self._advise(self.policy.costs)
-
-    def _advise(self, costs: Sequence[Cost]) -> None:
-        """Note where fewer devices would be faster; a collective, so all ranks call it after the same slot."""
-        engine = self.engine
-        if engine.config.strategy in SHARDED:
-            return  # devices that hold shards are needed for their memory, whatever their speed
-        found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(self.group, engine.model))
-        self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
+            self.notes += advise(self.engine, self.policy.costs)
