@@ -93,6 +93,7 @@ class BackgroundAverage:
         self.phase = "idle"
         self.before_sending: Callable[[], None] | None = None
         self._round: _Round | None = None
+        self._is_abandoned = False
         self._committing = threading.Lock()
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="uneven-average", daemon=True)
@@ -146,6 +147,7 @@ class BackgroundAverage:
         stuck in a sum. May be called again.
         """
         self._queue.put(None)
+        self._is_abandoned = True
         round_ = self._round
         with self._committing:
             is_committed = round_ is not None and round_.is_committed
@@ -182,7 +184,7 @@ class BackgroundAverage:
     def close(self) -> None:
         """End the thread. If a round is in flight it ends after that, and is not waited for."""
         self._queue.put(None)
-        if self._round is None:
+        if self._round is None and not self._is_abandoned:
             self._thread.join()
 
     def _run(self) -> None:

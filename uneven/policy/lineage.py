@@ -49,51 +49,33 @@ class Lineage:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far one rank has got. Ranks that settled in the same generation know the same lineage up to it."""
+class Held:
+    """What one rank that is left has trained."""
 
-    generation: int  # the last in which it settled
-    rounds: int  # of the lineage that it has merged, over all generations
-    events: int  # evaluations, checkpoints and epoch ends that it has finished
-    trained: Runs  # its parts since the last event that it has passed ...
-    held: int  # ... of which so many, the last ones, are in no round that it has merged
+    trained: Runs  # its parts since the last event that it has passed
     given: tuple[int, ...] = ()  # slots that it was to train next
 
     def to_json(self) -> list[Any]:
-        return [self.generation, self.rounds, self.events, self.trained, self.held, list(self.given)]
+        return [self.trained, list(self.given)]
 
     @classmethod
-    def from_json(cls, data: Sequence[Any]) -> "Standing":
-        generation, rounds, events, trained, held, given = data
-        return cls(generation, rounds, events, trained, held, tuple(given))
+    def from_json(cls, data: Sequence[Any]) -> "Held":
+        trained, given = data
+        return cls(trained, tuple(given))
 
 
-def furthest(standings: Sequence[Standing]) -> int:
-    """The rank whose average and records count for all: of equals the first.
-
-    ValueError where another has merged less than all rounds but one: then its work since cannot be kept.
-    """
-    most = max((one.generation, one.rounds, one.events) for one in standings)
-    source = next(rank for rank, one in enumerate(standings) if (one.generation, one.rounds, one.events) == most)
-    for rank, one in enumerate(standings):
-        if not standings[source].rounds - 1 <= one.rounds <= standings[source].rounds:
-            raise ValueError(f"rank {rank} has merged {one.rounds} rounds where rank {source} has {most[1]}")
-    return source
-
-
-def settled_ledger(standings: Sequence[Standing], lost: Iterable[Iterable[Part]], passed: int) -> Ledger:
+def settled_ledger(held: Iterable[Held], lost: Iterable[Iterable[Part]], passed: int) -> Ledger:
     """What is trained: all before the last event, what ranks that are left have trained, what is known of the others.
 
     `lost` are the parts of the lineage that were trained by ranks which are gone. ValueError where a slot was trained
     twice.
     """
-    kept = [decode(one.trained) for one in standings]
-    return Ledger.from_logs([*kept, *lost], done=passed)
+    return Ledger.from_logs([*(decode(one.trained) for one in held), *lost], done=passed)
 
 
-def trained_again(ledger: Ledger, standings: Sequence[Standing]) -> list[int]:
+def trained_again(ledger: Ledger, held: Iterable[Held]) -> list[int]:
     """The slots that ranks which are gone may have trained and that nobody has: at most what they had claimed."""
-    given = {slot for one in standings for slot in one.given}
+    given = {slot for one in held for slot in one.given}
     return [slot for first, stop in ledger.gaps for slot in range(first, stop) if slot not in given]
 
 

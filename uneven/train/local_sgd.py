@@ -30,8 +30,8 @@ from uneven.train.epoch_ends import EpochEnds
 from uneven.train.events import (
     describe_guard,
     follow_wish,
-    local_advice,
     make_slot_schedule,
+    note_shares,
     pass_epoch,
     stopped_ledger,
 )
@@ -63,7 +63,9 @@ class LocalSGD:
         self._skips = False  # a rank leaves out the rest of the epoch
         self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
         self._free_ns = 0  # start of the rank's own work since its last collective
+        self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
         self.agreed: LocalState | None = None  # settled, and not started from yet
+        self._has_thread = False  # of an average of its own
 
     @property
     def group(self) -> Group:
@@ -87,38 +89,21 @@ class LocalSGD:
             replica, transport = self.average.replica, self.average.transport
         # A group of its own: an average on its way must not queue before the main thread's collectives.
         self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
+        self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
-        self.claims = SlotClaims(self.group.claim, engine.recorder, self._note_wait)
         self.windows, self.slot_schedule = make_slot_schedule(engine, self.claims, costs)
-        self.epochs.epoch = engine.axis.epochs_before(engine.trained)
         self._mark = len(engine.log)  # this rank's parts at the last event
         self.scale = LocalScale(engine, self.windows)
-        if agreed is not None:
-            self._go_on(agreed)
+        if agreed is None:
+            self.epochs.epoch = engine.axis.epochs_before(engine.trained)
+        else:
+            agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.trained)
         self.notes += self.scale.update()
         if not engine.rounds:
             engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
-        if agreed is None:
-            self.tally.start()
-        is_measured = engine.can_warm_up and not config.has_fixed_shares
-        slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
-        alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms]
-        counts = list(self.windows.counts)
-        slot = 0 if agreed is None else engine.trained
-        engine.recorder.event("shares", slot=slot, shares=counts, alone=alone if is_measured else [])
-        if is_measured and agreed is None:
-            self.notes += local_advice(engine, self.group, costs)
+        self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
         self.agreed = None
-
-    def _go_on(self, agreed: LocalState) -> None:
-        """As all ranks that are left have settled it."""
-        assert isinstance(self.windows, Windows), "a replay does not settle"
-        assert agreed.windows is not None, "as above"
-        self.windows.go_on(agreed.windows, agreed.places(self.tally.lineage.members))
-        self.windows.resume_at(self.engine.trained, agreed.passed)
-        self.scale.value, self.scale.is_known = agreed.lr_scale
-        self.epochs.epoch = agreed.epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -235,7 +220,26 @@ class LocalSGD:
 
     def close(self) -> None:
         self.claims.close()
-        self.average.close()
+        if self._has_thread:
+            self.average.close()
+
+    def expect_losses(self) -> None:
+        if not self.tally.lineage.members:
+            self.tally.start()
+
+    def own_cost(self) -> Cost | None:
+        rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
+        return Cost(0.0, 1.0 / (self.windows.speeds[rank] * slot_size), self.engine.caps[rank])
+
+    def go_on_after(self, before: "LocalSGD", event_loss: float | None) -> None:
+        del event_loss  # it is with the events that are pending
+        self.average, self.buffers, self.tally = before.average, before.buffers, before.tally
+        self.agreed, self.epochs, self.others_stop = before.agreed, before.epochs, before.others_stop
+
+    def reach_event(self, done: int) -> bool:
+        """Events that a loss has interrupted, and those of a round that was merged without them."""
+        del done  # those that are over are not pending
+        return self.epochs.run()
 
     def _note_wait(self, ns: int) -> None:
         """Waiting for a claim is not this rank's own work."""
@@ -307,7 +311,7 @@ class LocalSGD:
             limit=float(self.slot_schedule.set_limit()),
         )
         self.average.before_sending = tally.writer(self.windows.due, self.scale.value)
-        self.average.start(entered.weight, lambda: _with_losses(known, entered.losses()))
+        self.average.start(entered.weight, lambda: entered.with_losses(known))
         self.slot_schedule.enter()
         self._entered = self.slot_schedule.parts
         self.costs.entered(began_ns)
@@ -388,7 +392,3 @@ class LocalSGD:
         if not is_postponed:
             self.is_stopped |= self.epochs.run()
         self.engine.recorder.enter("other")
-
-
-def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
-    return row._replace(loss_sum=losses[0], loss_count=losses[1])

@@ -9,7 +9,10 @@ from typing import Any
 
 from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Era, decode
+from uneven.policy.recorded import RecordedWindows
+from uneven.policy.windows import Windows
 from uneven.train.epoch_ends import EventCall
+from uneven.train.lr_scale import LocalScale
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class LocalState:
     ledger: dict[str, Any] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)  # the logs of members that are gone, as far as they count
     again: list[int] = field(default_factory=list)  # slots that they may have trained, and that are trained again
-    rest: Any = None  # of the furthest rank's worker
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -54,8 +56,18 @@ class LocalState:
 
     @property
     def lost_logs(self) -> list[dict[str, Any]]:
-        """As RunRecord.earlier_logs keeps them."""
+        """As RunRecord.lost_logs keeps them."""
         return [{**log, "log": decode(log["log"]), "dropped": decode(log["dropped"])} for log in self.lost]
+
+    def start(
+        self, windows: Windows | RecordedWindows, scale: LocalScale, members: tuple[str, ...], position: int
+    ) -> None:
+        """Windows that were just made for these members go on from here, where so many slots are trained."""
+        assert isinstance(windows, Windows), "a replay does not settle"
+        assert self.windows is not None, "as above"
+        windows.go_on(self.windows, self.places(members))
+        windows.resume_at(position, self.passed)
+        scale.value, scale.is_known = self.lr_scale
 
     def places(self, members: tuple[str, ...]) -> list[int | None]:
         """Where each of these members was among those that `windows` is of."""

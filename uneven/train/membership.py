@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from uneven.comm.group import Group
+from uneven.comm.store import Store
 from uneven.hardware.roster import Roster
 
 
@@ -51,6 +52,17 @@ class Membership(Protocol):
         """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile."""
         ...
 
+    def record_store(self) -> Store:
+        """The launcher's store under keys of this run, by a connection of its own: for train/round_records.py."""
+        ...
+
     def settled(self, number: int, lines: list[str]) -> None:
         """This rank trains in this generation now; `lines` are for the user."""
+        ...
+
+    def finish(self, number: int) -> None:
+        """This rank has the run's result: wait until every member of this generation has it.
+
+        GroupLostError where a newer generation is announced before: somebody who is left still needs the others.
+        """
         ...

@@ -12,6 +12,7 @@ import torch
 from uneven.comm.gather import gather_bytes
 from uneven.policy.lineage import Lineage
 from uneven.policy.recorded import Round
+from uneven.policy.windows import RoundReport
 from uneven.train.engine import Engine
 
 
@@ -30,6 +31,10 @@ class Entered:
     @property
     def weight(self) -> float:
         return float(self.samples - self.dropped)
+
+    def with_losses(self, row: RoundReport) -> RoundReport:
+        loss_sum, loss_count = self.losses()
+        return row._replace(loss_sum=loss_sum, loss_count=loss_count)
 
 
 class RoundTally:

@@ -1,6 +1,6 @@
 """Ranks of a local policy that are left go on together: who is furthest, what counts, where the next round starts.
 
-`settle` is run in the group of a new generation by everybody in it, after `abandon`. Ranks tell each other how
+`settle_local` is run in the group of a new generation by everybody in it, after `abandon`. Ranks tell each other how
 far they have got (policy/lineage.py). The furthest one says what they agree upon. A rank that has the last round still
 in flight gets its average from there and merges it late. Nobody loses what it trained since: it is in the next round.
 
@@ -10,41 +10,20 @@ have been committed meanwhile without the rest.
 """
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
-from uneven.policy.finish import Cost
-from uneven.policy.lineage import Lineage, Standing, encode, furthest, settled_ledger, trained_again
+from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
-from uneven.train.epoch_ends import EventCall
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
-from uneven.train.run_record import RunRecord
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What a settlement has found, the same on all ranks: for the log and the user."""
-
-    source: int  # the rank that was furthest
-    rolled: tuple[int, ...]  # ranks that merged the last round late
-    again: tuple[int, ...]  # slots that ranks which are gone may have trained, and that are trained again
-    costs: tuple[Cost, ...]  # of every rank, by its speed in the windows until now
-    state: LocalState
-
-    def keep_logs(self, run: RunRecord) -> None:
-        """The run goes on with the logs of all that are gone, as far as they count; on every rank, for each may be
-        the first one day.
-        """
-        known = [log for log in run.earlier_logs if "member" not in log]  # from before the run was resumed
-        run.earlier_logs = [*known, *self.state.lost_logs]
+from uneven.train.settle import Settlement
 
 
 def abandon(local: LocalSGD) -> None:
@@ -60,54 +39,38 @@ def abandon(local: LocalSGD) -> None:
         local.merge(is_postponed=True)
 
 
-def standing(local: LocalSGD, events: int = 0) -> Standing:
-    """How far this rank has got, after `abandon`; `events` counts those that it has finished."""
-    engine, tally = local.engine, local.tally
+def held_by(local: LocalSGD) -> Held:
+    """What this rank has trained, after `abandon`."""
+    engine, schedule = local.engine, local.slot_schedule
     since = [part for part in engine.log if part[0] >= _passed(local)]
-    schedule = local.slot_schedule
     is_started = local.agreed is None and isinstance(schedule, SlotSchedule)
     given = tuple(engine.slot_at(position) for position in schedule.given) if is_started else ()
-    return Standing(
-        tally.lineage.generation,
-        tally.lineage.merged,
-        events,
-        encode(since),
-        len(engine.log) - tally.parts,
-        tuple(slot for slot in given if slot < engine.axis.total),
-    )
+    return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
-def settle(
-    local: LocalSGD, group: Group, generation: int, members: tuple[str, ...], *, events: int = 0, rest: Any = None
-) -> Settled:
+def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settlement: Settlement) -> LocalState:
     """In the new group, with `members` in its rank order. Changes `local` and its engine once all has arrived.
 
-    `rest` is what the caller wants to know of the furthest, as JSON: it is in the state that is returned.
-
     GroupLostError where another rank is lost meanwhile: then nothing has changed, and the next generation settles.
-    Next come RankInfo.rejoin and, with several ranks, `local.initialize(settled.costs)`; one that is left alone trains
-    on with GradientSync, after `hand_over`.
+    Next comes a LocalSGD that goes on after `local`. One rank that is left alone trains on with GradientSync, and
+    reaches the events in `local.epochs.pending` before.
     """
-    told = gather_bytes(group, json.dumps(standing(local, events).to_json()).encode())
-    standings = [Standing.from_json(json.loads(data)) for data in told]
-    source = furthest(standings)
-    own = _agree(local, standings, members, rest).to_bytes() if group.rank == source else b""
+    source, furthest = settlement.source, settlement.furthest
+    told = gather_bytes(group, json.dumps(held_by(local).to_json()).encode())
+    held = [Held.from_json(json.loads(data)) for data in told]
+    own = _agree(local, held, members).to_bytes() if group.rank == source else b""
     agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
-    behind = tuple(rank for rank, one in enumerate(standings) if one.rounds < standings[source].rounds)
-    buffers = _send_average(local, group, source) if behind else None
-    _apply(local, agreed, Lineage(agreed.eras, generation, members), buffers if group.rank in behind else None)
-    windows, slot_size = agreed.windows, local.engine.axis.slot_size
-    assert windows is not None, "a replay does not settle"
-    places = [place for place in agreed.places(members) if place is not None]
-    costs = tuple(Cost(0.0, windows["_ms"][place] / slot_size) for place in places)
-    return Settled(source, behind, tuple(agreed.again), costs, agreed)
+    buffers = _send_average(local, group, source) if settlement.is_uneven else None
+    is_behind = settlement.standings[group.rank].progress < furthest.progress
+    lineage = Lineage(agreed.eras, local.engine.rank_info.generation, members)
+    _apply(local, agreed, lineage, buffers if is_behind else None)
+    if group.world_size == 1:
+        _hand_over(local)
+    return agreed
 
 
-def hand_over(local: LocalSGD) -> list[EventCall]:
-    """After `settle`, for one rank that is left alone: returns the events that are due, whose round nobody needs.
-
-    All losses are in the meter then, as GradientSync keeps them.
-    """
+def _hand_over(local: LocalSGD) -> None:
+    """One rank is left alone: it needs no round for the events that are due, and keeps all losses in its meter."""
     epochs, engine, axis = local.epochs, local.engine, local.engine.axis
     position = engine.trained
     stop = max(epochs.epoch, axis.epochs_before(position))
@@ -120,7 +83,6 @@ def hand_over(local: LocalSGD) -> list[EventCall]:
         epochs.pending += epochs.calls(epochs.epoch, stop, until, is_inside=is_inside)
         epochs.epoch = stop
     engine.meter.totals.copy_(torch.tensor(epochs.losses, dtype=torch.float64))
-    return epochs.pending
 
 
 def _passed(local: LocalSGD) -> int:
@@ -151,15 +113,15 @@ def _own_state(local: LocalSGD) -> LocalState:
     )
 
 
-def _agree(local: LocalSGD, standings: list[Standing], members: tuple[str, ...], rest: Any) -> LocalState:
+def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...]) -> LocalState:
     """By the furthest rank: what counts."""
     state, records = _own_state(local), local.engine.rank_info.records
     assert records is not None, "ranks that go on after a loss have written down what they handed in"
     lost = [records.read(state.eras, member) for member in local.tally.lineage.gone(members)]
-    ledger = settled_ledger(standings, [log["log"] for log in lost], state.passed)
+    ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
     packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
-    again = trained_again(ledger, standings)
-    return replace(state, ledger=ledger.to_json(), lost=packed, again=again, rest=rest)
+    again = trained_again(ledger, held)
+    return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
 
 
 def _send_average(local: LocalSGD, group: Group, source: int) -> torch.Tensor:
