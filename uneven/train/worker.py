@@ -37,6 +37,7 @@ from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.history import make_entry
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.membership import Membership
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
 from uneven.train.run_record import RunRecord
@@ -82,6 +83,7 @@ class Worker:
         self._resume()
         # The history's last entry: (slots, training seconds) before and after it.
         self._span = ((0, 0.0), (self.engine.trained, self.run.train_seconds))
+        self.membership: Membership | None = None  # where the run can go on without a rank that is lost
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
