@@ -122,7 +122,9 @@ def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
     status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
     for member in MEMBERS:
         store.set(heartbeat_key(member), json.dumps(status))
-    processes: Any = SimpleNamespace(exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None], lost=dict)
+    processes: Any = SimpleNamespace(
+        exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None], lost=dict
+    )
     requests = Requests()
     requests.terminate()
     watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
