@@ -13,7 +13,7 @@ import torch
 
 from uneven.comm.form import form_group
 from uneven.comm.group import Group
-from uneven.comm.store import Store
+from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig
 from uneven.errors import GroupLostError, RankError
 from uneven.hardware.choices import is_crowded
@@ -23,27 +23,31 @@ from uneven.launch.heartbeat import settled_key, suspicion_key
 from uneven.train.membership import Generation
 
 POLL_S = 0.02
+ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost
+LOST_EARLY = "a rank was lost before all of them had the result"
 ANSWER_S = 10.0  # for the launcher, beyond the silence after which a rank is lost
 
 
 class StoreMembership:
     """Life cycle: one per run and rank. `joined` with the first group; the worker calls the rest.
 
-    `store` is used by the thread that trains alone, `announce` is called on the heartbeat's. `make_group` forms a
-    generation's group as this rank of it, `on_formed` hears that it has formed.
+    `store` is used by the thread that trains alone, `announce` is called on the heartbeat's. `run` counts the runs of
+    the script, `number` is the generation that this one starts with. `make_group` forms a generation's group as this
+    rank of it, `on_formed` hears that it has formed.
     """
 
     def __init__(
         self,
         store: Store,
         member: str,
+        run: int,
         number: int,
         limit_s: float,
         make_group: Callable[[Generation, int], Group],
         on_formed: Callable[[Generation, int], None] = lambda *_: None,
         on_settled: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
-        self._store, self._member, self._limit_s = store, member, limit_s
+        self._store, self._member, self._run, self._limit_s = store, member, run, limit_s
         self._make_group, self._on_formed, self._on_settled = make_group, on_formed, on_settled
         self._first = number  # of the run's start
         self._newest: Generation | None = None  # that was announced since
@@ -100,6 +104,20 @@ class StoreMembership:
     def settled(self, number: int, lines: list[str]) -> None:
         self._store.set(settled_key(number, self._member), f"{time.time():.3f}")
         self._on_settled(lines)
+
+    def finish(self, number: int) -> None:
+        """All members come to the same verdict, which the store keeps: the first one that is written counts."""
+        assert self._group is not None, "a rank that has the result had a group"
+        counter = f"run/{self._run}/finished/{number}"
+        if self._store.add(counter, 1) == self._group.world_size:
+            self._store.compare_set(f"{counter}/verdict", "", ALL)
+        while (verdict := get_text(self._store, f"{counter}/verdict")) is None:
+            if self.is_stale(number):
+                self._store.compare_set(f"{counter}/verdict", "", LOST)
+            else:
+                time.sleep(POLL_S)
+        if verdict == LOST:
+            raise GroupLostError(LOST_EARLY if self._newest is None else self._newest.why)
 
 
 def waiting_limit_s(deadline: Any) -> float:

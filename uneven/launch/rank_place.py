@@ -94,7 +94,7 @@ class RankPlace:
 
         store, limit_s = self.environment.connect(""), waiting_limit_s(config.deadline)
         membership = StoreMembership(
-            *(store, self.environment.member, self.generation, limit_s, make_group, on_formed, on_settled)
+            *(store, self.environment.member, run, self.generation, limit_s, make_group, on_formed, on_settled)
         )
         self.membership = membership
         return membership

@@ -46,7 +46,7 @@ def train_as_rank(
     can_lose = run is Worker.train  # other programs leave a result of every rank
     worker = context.make_worker(task, config, devices, requests, report, can_lose=can_lose)
     result = run(worker)
-    return None if result is None else collect(worker.group, result, worker.axis)
+    return None if result is None else worker.finish(lambda: collect(worker.group, result, worker.axis))
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
@@ -56,7 +56,8 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
         "log": result.log,
         "rounds": result.rounds,
         "dropped": result.dropped,
-        "earlier_logs": result.run.earlier_logs,  # of ranks that earlier segments of the run had, on rank 0
+        # Of ranks that earlier segments and generations of the run had; rank 0's count.
+        "earlier_logs": [*result.run.earlier_logs, *result.run.lost_logs],
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
