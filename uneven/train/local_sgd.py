@@ -14,7 +14,7 @@ from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm.gather import gather_checksums
-from uneven.comm.group import Group
+from uneven.comm.group import Group, SoloGroup
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
@@ -46,6 +46,8 @@ from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
 
+    average: BackgroundAverage
+
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping = is_stopping
@@ -66,6 +68,7 @@ class LocalSGD:
         self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
         self.agreed: LocalState | None = None  # settled, and not started from yet
         self._has_thread = False  # of an average of its own
+        self.is_blank = False  # a newcomer's, that has trained nothing and has not settled yet
 
     @property
     def group(self) -> Group:
@@ -80,15 +83,10 @@ class LocalSGD:
 
         Again after a settlement, from what was agreed upon there: then `costs` count only for newcomers.
         """
-        engine, config = self.engine, self.engine.config
-        agreed = self.agreed
-        if agreed is None:
-            replica = Replica(engine.model, engine.optimizer, config.optimizer_state == "average")
-            transport = make_transport(replica, is_nccl=config.backend == "nccl")
-        else:
-            replica, transport = self.average.replica, self.average.transport
+        engine, agreed = self.engine, self.agreed
+        before = None if agreed is None else self.average
         # A group of its own: an average on its way must not queue before the main thread's collectives.
-        self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
+        self.average = self._new_average(self.group.new_group(), before)
         self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
@@ -222,6 +220,20 @@ class LocalSGD:
         self.claims.close()
         if self._has_thread:
             self.average.close()
+
+    def _new_average(self, group: Group, before: BackgroundAverage | None) -> BackgroundAverage:
+        """With the buffers of the one before, where there was one."""
+        config = self.engine.config
+        if before is not None:
+            return BackgroundAverage(before.replica, before.transport, self.buffers, group, config.verify)
+        replica = Replica(self.engine.model, self.engine.optimizer, config.optimizer_state == "average")
+        transport = make_transport(replica, is_nccl=config.backend == "nccl")
+        return BackgroundAverage(replica, transport, self.buffers, group, config.verify)
+
+    def begin_blank(self) -> None:
+        """Of a newcomer: settle with ranks that have trained, from nothing."""
+        self.is_blank, self.average = True, self._new_average(SoloGroup(), None)
+        self.average.close()
 
     def expect_losses(self) -> None:
         if not self.tally.lineage.members:
