@@ -178,16 +178,17 @@ def test_a_loss_while_the_group_forms_gives_it_up_and_the_next_one_forms(launche
 
     def go_on(membership: StoreMembership) -> int:
         generation = membership.await_next(0, "gone")
-        forming.set()
+        assert generation == first
+        forming.wait()
         with pytest.raises(GroupLostError):
             membership.form(generation)
         group = membership.form(membership.await_next(generation.number, "gone again"))
         group.close()
         return group.world_size
 
-    forming = threading.Event()
+    forming = threading.Barrier(3, timeout=60)
     results = [on_thread(lambda membership=membership: go_on(membership)) for membership in memberships]
-    assert forming.wait(60)
+    forming.wait()
     second = launcher.publish(2)
     assert (first.number, second.number) == (1, 2)
     assert [result() for result in results] == [2, 2]
