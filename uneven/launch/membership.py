@@ -14,7 +14,7 @@ import torch
 
 from uneven.comm.form import form_group
 from uneven.comm.group import Group
-from uneven.comm.store import Store, get_text
+from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import GroupLostError, RankError
 from uneven.hardware.choices import is_crowded
@@ -108,6 +108,10 @@ class StoreMembership:
             raise GroupLostError(self._newest.why)
         self._on_formed(generation, rank)
         return group
+
+    def record_store(self) -> Store:
+        clone: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return under(f"run/{self._run}/records", clone)
 
     def settled(self, number: int, lines: list[str]) -> None:
         self._store.set(settled_key(number, self._member), f"{time.time():.3f}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uneven.comm.group import Group
+from uneven.comm.store import Store
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 
@@ -46,6 +47,17 @@ class Membership(Protocol):
         """Whether a newer generation than this one was announced. From memory, so it may be asked before every step."""
         ...
 
+    def begin(self, facts: dict[str, Any]) -> None:
+        """What somebody who joins later must know before it builds its model and axis; told by rank 0, once."""
+        ...
+
+    def enter(self) -> Generation:
+        """This process joins a run that is on. It is ready, warmed up and measured: the first generation that has it.
+
+        GroupLostError where the run ends before.
+        """
+        ...
+
     def await_next(self, number: int, cause: str) -> Generation:
         """The newest generation after this one; tells the leader `cause`, what this rank has seen, and waits.
 
@@ -56,6 +68,10 @@ class Membership(Protocol):
 
     def form(self, generation: Generation) -> Group:
         """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile."""
+        ...
+
+    def record_store(self) -> Store:
+        """The launcher's store under keys of this run, by a connection of its own: for train/round_records.py."""
         ...
 
     def settled(self, number: int, lines: list[str]) -> None:
