@@ -1,5 +1,6 @@
 """Which rank counts as lost or stuck, on made-up heartbeats; and the watch of ranks that torchrun started."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
+from uneven.launch import peers
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.peers import PeerWatch
 
@@ -104,6 +106,47 @@ def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is
         first.exchange()
     ((_, text),) = told[:1]
     assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
+
+
+def test_a_rank_that_is_cut_off_before_its_first_heartbeat_is_missed_like_any_other() -> None:
+    """All ranks were there, so it has no 120 s to start. Seen with a cable that was pulled at the start of a run."""
+    now, told = [0.0], list[tuple[int, str]]()
+    store: Any = DictStore()
+    status = {"member": "here/x/aa", "rank": 0, "slot": 7, "phase": "wait"}
+    first = PeerWatch(store, 0, ROSTER, lambda: status, lambda text: told.append((0, text)), clock=lambda: now[0])
+    first.close()
+    for now[0] in range(1, 17):
+        first.exchange()
+    ((_, text),) = told
+    assert "rank 1 (cpu@0.4 on there) fell silent 16 s ago" in text
+
+
+def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "INTERVAL_S", 3600.0)
+    store: Any = DictStore()
+    watch = PeerWatch(store, 1, ROSTER, lambda: {"slot": 0, "phase": "setup"}, lambda _: None)
+    watch.close()
+    assert json.loads(store["heartbeat/there/rank-1"])["count"] == 2  # the first, and that its run is over
+
+
+def test_ranks_of_one_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other fails with a traceback about a peer that died, a moment before it hears why."""
+    told, looks = list[str](), list[int]()
+    store: Any = DictStore()
+    roster = Roster((*DEVICES, DEVICES[0]), (0, 1, 1), ("here", "there"))
+    watch = PeerWatch(store, 1, roster, lambda: {"slot": 0, "phase": "wait"}, told.append)
+    watch.close()
+    store.set("failed", "why")
+
+    def wait(seconds: float) -> bool:
+        looks.append(len(told))
+        store.set("heard/2", "1")
+        return False
+
+    monkeypatch.setattr(watch._closed, "wait", wait)
+    watch.exchange()
+    assert looks == [0]
+    assert told == ["why"]
 
 
 def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ each starts four processes that load torch.
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,7 +208,8 @@ def test_a_wrong_interface_of_the_users_is_refused_by_all(script: Path, value: s
 
 
 @pytest.mark.soak
-def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.5])  # before the first heartbeats may have come, and after
+def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path, seconds: float) -> None:
     script.write_text(script.read_text().replace("epochs=2", "epochs=2000"))
     with network(script.parent, 3) as machines:
         ranks = start_slurm(machines, script, sys.executable)
@@ -215,8 +217,11 @@ def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path) 
         for line in ranks[0].stdout:
             if line.startswith("epoch 2/"):
                 break
+        time.sleep(seconds)
         machines[2].pull_cable()
+        pulled_s = time.monotonic()
         said = finish(ranks, 60)
+        assert time.monotonic() - pulled_s < 20.0
         assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
         for text in said[:2]:  # of every machine that is still there
             assert "rank 3 (cpu on node3) fell silent" in text
