@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -137,6 +138,19 @@ def test_a_handler_can_be_added_while_the_door_is_open(door: Door) -> None:
     assert connection.read(20.0) == {"welcome": 1}
     assert guests.first[0]["name"] == "part-1"
     connection.close()
+
+
+def test_whoever_knocks_before_the_door_is_open_waits() -> None:
+    """A machine that came between the door and its handler was told that there is no role 'node'."""
+    early = Door(listen("127.0.0.1"), TOKEN, is_open=False)
+    with ThreadPoolExecutor(1) as pool, closing(early):
+        knocked = pool.submit(knock, early.address, early.port, TOKEN, 20.0)
+        early.handlers["node"] = Guests()
+        early.open()
+        connection = knocked.result(20.0)
+        connection.send(role="node")
+        assert connection.read(20.0) == {"welcome": 1}
+        connection.close()
 
 
 def test_it_listens_on_one_address_and_within_the_ports() -> None:

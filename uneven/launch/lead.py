@@ -50,12 +50,13 @@ def lead_script(
     address = choose_address(options.bind)
     archive = ship.pack(script.resolve().parent) if options.ship else b""
     reporter = Reporter("lines")
-    door = Door(listen(address, options.door_ports), options.token)
+    door = Door(listen(address, options.door_ports), options.token, is_open=False)
     door.handlers["files"] = FileService().handle
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
     hosts: StartedHosts | None = None
     reason, code = "", 0
+    door.open()
     try:
         _announce(door, options, devices, reporter)
         if options.hosts:

@@ -56,9 +56,10 @@ class _Stranger:
 
 
 class Door:
-    """Open from the start to `close()`. `handlers` may be added at any time."""
+    """Open from `open()`, or from the start, to `close()`. `handlers` may be added at any time."""
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
+    def __init__(self, listener: socket.socket, token: str, *, is_open: bool = True) -> None:
+        """Whoever knocks before it is open waits: a machine that came before its handler was refused."""
         self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
         self.handlers: dict[str, Handler] = {}
         self.wrong_tokens: dict[str, int] = {}  # how often, by address
@@ -73,7 +74,8 @@ class Door:
         self._selector.register(self._unheard.sock, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="uneven-door", daemon=True)
-        self._thread.start()
+        if is_open:
+            self.open()
 
     @property
     def unheard(self) -> dict[str, str]:
@@ -84,6 +86,9 @@ class Door:
     def place(self) -> str:
         """ADDRESS:PORT, as `uneven join` takes it."""
         return join_place(self.address, self.port)
+
+    def open(self) -> None:
+        self._thread.start()
 
     def close(self) -> None:
         """Connections that were admitted stay open."""
