@@ -1,6 +1,8 @@
 """Which rank counts as lost or stuck, on made-up heartbeats; and the watch of ranks that torchrun started."""
 
 import json
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import peers
 from uneven.launch.deadlines import RankHealth, check_deadlines
+from uneven.launch.lines import LineKeeper
 from uneven.launch.peers import PeerWatch
 
 DEVICES = parse_devices("cpu,cpu@0.4")
@@ -170,3 +173,55 @@ def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.Monk
             break
     assert heard == [0]  # one look was enough
     assert [rank for rank, _ in told] == [1, 0]
+
+
+def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_before() -> None:
+    """Its heartbeat may stand still for as long as that code holds Python's lock; its kernel keeps the line."""
+    now, told = [0.0], list[str]()
+    store: Any = DictStore()
+    status = {"slot": 7, "phase": "user"}
+    first = PeerWatch(store, 0, ROSTER, lambda: status, told.append, clock=lambda: now[0])
+    first.close()
+    first._keeper = LineKeeper("127.0.0.1")
+    second = PeerWatch(store, 1, ROSTER, lambda: status, told.append)
+    second.close()
+    first.exchange()  # posts where the line is
+    second.exchange()
+    while not first._keeper._lines:
+        first.exchange()
+    now[0] = 1000.0
+    first.exchange()
+    assert told == []
+    second._line.close()  # as the kernel does for a process that has ended
+    while not first._keeper.lost:
+        first.exchange()
+    first.exchange()
+    assert "rank 1 (cpu@0.4 on there) fell silent 1000 s ago (it or its machine is gone" in told[0]
+    second._line.keep(first._line_place)  # the cable is in again
+    while first._keeper.lost:
+        first._keeper.poll()
+    first._keeper.close()
+    second._line.close()
+
+
+def test_lines_are_for_those_who_know_the_word() -> None:
+    keeper = LineKeeper("127.0.0.1")
+    address, port, word = keeper.place.split(" ")
+    with ExitStack() as stack:
+        stack.callback(keeper.close)
+        strangers = [stack.enter_context(socket.create_connection((address, int(port)))) for _ in range(4)]
+        for stranger, said in zip(strangers, (b"guess 1\n", b"\xff" * 60, f"{word} x\n".encode(), b""), strict=True):
+            stranger.sendall(said)
+        for stranger in strangers[:3]:
+            stranger.settimeout(0.01)
+            while True:
+                keeper.poll()
+                try:
+                    assert stranger.recv(1) == b""
+                    break
+                except TimeoutError:
+                    continue
+                except ConnectionResetError:
+                    break
+        assert keeper.lost == set()
+        assert len(keeper._strangers) == 1  # it has said nothing yet

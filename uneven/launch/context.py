@@ -264,7 +264,8 @@ class ProcessContext:
             await_all(store, rank, world_size)
             watched = self.environment.connect(f"run/{self._runs}/watch")
             place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
-            self._peers = PeerWatch(watched, rank, rank_info.roster, self._show, store_place=place)
+            own = self.environment.address
+            self._peers = PeerWatch(watched, rank, rank_info.roster, self._show, store_place=place, address=own)
         check_agreement(store, rank_info, model, config, data, say)
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))

@@ -22,9 +22,11 @@ from uneven.errors import RankError
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
+from uneven.launch.lines import Line, LineKeeper
 
 FAILED_KEY = "failed"
 HEARD_KEY = "heard"
+LINE_KEY = "line"
 HEARD_S = 2.0  # for the others to read a failure: rank 0 may serve the store, which ends with it
 JOIN_S = 2.0  # for the thread, which may be inside a call of a store that is gone
 
@@ -45,7 +47,9 @@ class PeerWatch:
         on_failed: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         store_place: str = "rank 0",
+        address: str = "",
     ) -> None:
+        """`address` is where the other ranks reach this one, if anywhere: rank 0 keeps a line to each of them there."""
         self._store, self._rank, self._read_status, self._clock = store, rank, read_status, clock
         self._store_place, self._unanswered, self._limit_s = store_place, 0, SILENT_S
         self._on_failed = on_failed or self._end_process
@@ -58,6 +62,7 @@ class PeerWatch:
             RankHealth(f"{roster.host(number)}/rank-{number}", device, now, now, status=present)
             for number, device in enumerate(roster.devices)
         ]
+        self._keeper, self._line, self._line_place = _keep_lines(address, rank), Line(rank), ""
         self._beside = [number for number in roster.local_ranks(rank) if number != rank]
         self._count = 0
         self._closed = threading.Event()
@@ -75,6 +80,7 @@ class PeerWatch:
     def exchange(self) -> None:
         """Send a heartbeat, on rank 0 check everybody's, and obey a failure that was posted."""
         self._send()
+        self._keep_line()
         if self._rank == 0:
             self._check()
         if message := get_text(self._store, FAILED_KEY):
@@ -83,6 +89,19 @@ class PeerWatch:
                 self._wait_until_heard()
             self._on_failed(message)
         self._unanswered = 0
+
+    def _keep_line(self) -> None:
+        if self._keeper is not None:
+            if not self._line_place:
+                self._line_place = self._keeper.place
+                self._store.set(LINE_KEY, self._line_place)
+            self._keeper.poll()  # before the heartbeats are read: who ends in peace says so before it hangs up
+            for number, peer in enumerate(self._peers):
+                peer.is_reached = number not in self._keeper.lost
+        elif self._rank > 0:
+            self._line_place = self._line_place or get_text(self._store, LINE_KEY) or ""
+            if self._line_place:
+                self._line.keep(self._line_place)
 
     def _wait_until_heard(self) -> None:
         """Rank 0 waits for all that live: they would find no store, and say 15 s later that rank 0's machine is gone.
@@ -118,6 +137,10 @@ class PeerWatch:
             self._send(has_ended=True)
         except RuntimeError:  # the store is gone: the run is over and closes this, or the other thread ends it
             return
+        finally:
+            self._line.close()
+            if self._keeper is not None:
+                self._keeper.close()
 
     def _send(self, has_ended: bool = False) -> None:
         self._count += 1
@@ -141,3 +164,12 @@ class PeerWatch:
         if self._speaks:
             print(f"uneven: error: {message}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _keep_lines(address: str, rank: int) -> LineKeeper | None:
+    if rank > 0 or not address:
+        return None
+    try:
+        return LineKeeper(address)
+    except OSError:  # as without: a rank in code of the user's own may then be silent for ever
+        return None
