@@ -43,8 +43,9 @@ def held_by(local: LocalSGD) -> Held:
     """What this rank has trained, after `abandon`."""
     engine, schedule = local.engine, local.slot_schedule
     since = [part for part in engine.log if part[0] >= _passed(local)]
-    is_started = local.agreed is None and isinstance(schedule, SlotSchedule)
-    given = tuple(engine.slot_at(position) for position in schedule.given) if is_started else ()
+    given: list[int] = []
+    if local.agreed is None and isinstance(schedule, SlotSchedule):
+        given = [engine.slot_at(position) for position in schedule.given]
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
