@@ -67,6 +67,7 @@ class LocalSGD:
         self._free_ns = 0  # start of the rank's own work since its last collective
         self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
         self.agreed: LocalState | None = None  # settled, and not started from yet
+        self.average: BackgroundAverage
         self._has_thread = False  # of an average of its own
         self.is_blank = False  # a newcomer's, that has trained nothing and has not settled yet
 

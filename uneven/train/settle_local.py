@@ -45,9 +45,9 @@ def held_by(local: LocalSGD) -> Held:
         return Held([])
     engine, schedule = local.engine, local.slot_schedule
     since = [part for part in engine.log if part[0] >= _passed(local)]
-    given: tuple[int, ...] = ()
+    given: list[int] = []
     if local.agreed is None and isinstance(schedule, SlotSchedule):
-        given = tuple(engine.slot_at(position) for position in schedule.given)
+        given = [engine.slot_at(position) for position in schedule.given]
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
