@@ -16,6 +16,7 @@ from torch import Tensor
 
 from uneven.comm.store import open_store
 from uneven.comm.work import Traffic, Work
+from uneven.errors import GroupLostError
 
 ROOT = Path(__file__).parent.parent
 
@@ -84,7 +85,7 @@ class _Room:
             meeting.done.set()
 
 
-class RankMissingError(Exception):
+class RankMissingError(GroupLostError):
     """Another rank failed; its own exception says why."""
 
 

@@ -134,6 +134,8 @@ TYPED = {
     "replay": ("runs/b", "runs/b"),
     "deadline": ("none", None),
     "grace": ("0", 0.0),
+    "on_fault": ("end", "end"),
+    "min_ranks": ("2", 2),
     "skip": ("data,clock", "data,clock"),
     "progress": ("off", "off"),
 }

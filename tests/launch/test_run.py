@@ -291,6 +291,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         ({"devices": "cpu,cpu", "policy": "async", "sync_batchnorm": True}, ("sync_batchnorm", "'balanced'")),
         ({"devices": "cpu,cpu", "shares": (1, 2, 3)}, ("3 entries for 2 devices",)),
         ({"devices": "cpu,cpu", "shares": (1, 2), "policy": "sync"}, ("shares=(1.0, 2.0)", "sync shares equally")),
+        ({"devices": "cpu,cpu", "min_ranks": 3}, ("min_ranks=3 is above the number of devices, 2", "cpu,cpu")),
         ({"devices": "cpu,cpu", "backend": "nccl"}, ("backend='nccl'", "'auto'")),
         ({"compile": "graph"}, ("compile='graph'", "'off'")),
     ],

@@ -56,14 +56,14 @@ class Loop(CheckpointCalls):
         self._steps = BatchSteps()
         self.worker = worker = make_worker(replace(task, train_step=self._steps.take_loss))
         self._log = EpochLog()
-        worker.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
+        worker.events.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
         self._iterated: int | None = None  # the epoch inside whose batches the user is
         self._skipped = 0  # epochs that were left out in part
         self._broken: str | None = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._resume = LoopResume(worker, self._log)
-        worker.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
+        worker.events.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
         self._asked = 0  # iterators that `__iter__` has given
         self._is_completing = False
         self.was_interrupted: Callable[[], bool] = lambda: False  # by a signal, since the loop was made

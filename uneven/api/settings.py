@@ -14,6 +14,7 @@ from uneven.config import (
     Deadline,
     LRScale,
     MonitorMode,
+    OnFault,
     OptimizerState,
     Policy,
     Precision,
@@ -74,6 +75,8 @@ class Settings(TypedDict, total=False):
     replay: str | Path | None
     skip: str | None
     deadline: float | Deadline | None
+    on_fault: OnFault
+    min_ranks: int
     grace: float
     progress: Progress
 
@@ -270,8 +273,16 @@ class SettingMethods:
         return self.settings(skip=skip)
 
     def deadline(self, deadline: float | Deadline | None) -> "Self":
-        """Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."""
+        """Seconds without a step until a device counts as hanging, and as lost; auto: 30 or 10 steps; none: never."""
         return self.settings(deadline=deadline)
+
+    def on_fault(self, on_fault: OnFault) -> "Self":
+        """What the loss of a device means: the others go on with its samples, or the run ends."""
+        return self.settings(on_fault=on_fault)
+
+    def min_ranks(self, min_ranks: int) -> "Self":
+        """With fewer devices than this left, the run ends instead of going on."""
+        return self.settings(min_ranks=min_ranks)
 
     def grace(self, grace: float) -> "Self":
         """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once."""

@@ -17,6 +17,10 @@ def check_conflicts(config: Any) -> None:
         raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")
     if config.max_anchor is not None and config.anchor is not None and config.anchor > config.max_anchor:
         raise InputError(f"anchor={config.anchor} is above max_anchor={config.max_anchor}, which bounds it")
+    if config.on_fault == "end" and config.min_ranks > 1:
+        raise InputError(
+            f"min_ranks={config.min_ranks} with on_fault='end': the first loss ends the run; leave one of them out"
+        )
     _check_global_batch(config)
     _check_strategy(config)
     _check_activations(config)

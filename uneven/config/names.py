@@ -13,6 +13,7 @@ LRScale = Literal["auto", "linear", "sqrt"]
 OptimizerState = Literal["keep", "average"]
 Progress = Literal["auto", "bar", "lines", "off"]
 Deadline = Literal["auto"]
+OnFault = Literal["go-on", "end"]  # when a rank is lost
 MonitorMode = Literal["auto", "min", "max"]
 GlobalBatch = Literal["auto"]
 

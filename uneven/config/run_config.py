@@ -24,6 +24,7 @@ from uneven.config.names import (
     GlobalBatch,
     LRScale,
     MonitorMode,
+    OnFault,
     OptimizerState,
     Policy,
     Precision,
@@ -51,9 +52,7 @@ class RunConfig:
     max_steps: int | None = field(
         default=None,
         metadata=about(
-            "The run ends after so many steps, or after its epochs, whichever comes first.",
-            least=1,
-            default="no limit",
+            "The run ends after so many steps, or after its epochs, whichever comes first.", least=1, default="no limit"
         ),
     )
     policy: Policy = field(
@@ -193,12 +192,7 @@ class RunConfig:
     )
     overhead_target: float | None = field(
         default=None,
-        metadata=about(
-            "Share of the time that rounds may cost.",
-            below=1,
-            policies=LOCAL_POLICIES,
-            default="0.03",
-        ),
+        metadata=about("Share of the time that rounds may cost.", below=1, policies=LOCAL_POLICIES, default="0.03"),
     )
     divergence_threshold: float | None = field(
         default=None,
@@ -311,8 +305,15 @@ class RunConfig:
     deadline: float | Deadline | None = field(
         default="auto",
         metadata=about(
-            "Seconds without a step until a hanging device ends the run; auto: 30 or 10 steps; none: never."
+            "Seconds without a step until a device counts as hanging, and as lost; auto: 30 or 10 steps; none: never."
         ),
+    )
+    on_fault: OnFault = field(
+        default="go-on",
+        metadata=about("What the loss of a device means: the others go on with its samples, or the run ends."),
+    )
+    min_ranks: int = field(
+        default=1, metadata=about("With fewer devices than this left, the run ends instead of going on.", least=1)
     )
     grace: float = field(
         default=30.0,

@@ -287,6 +287,8 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
     names = ",".join(str(device) for device in devices)
     check_slices(devices)
     config.caps(len(devices))  # raises where memory_cap has another number of entries
+    if config.min_ranks > len(devices):
+        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {len(devices)}: {names}")
     others = ",".join(str(device) for device in devices if device.kind != "cuda")
     if config.compile == "graph" and others:
         raise InputError(

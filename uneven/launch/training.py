@@ -43,7 +43,7 @@ def train_as_rank(
     """
     worker = context.make_worker(task, config, devices, requests, report)
     result = run(worker)
-    return None if result is None else collect(worker.group, result, worker.axis)
+    return None if result is None else worker.finish(lambda: collect(worker.group, result, worker.axis))
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
@@ -53,7 +53,8 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
         "log": result.log,
         "rounds": result.rounds,
         "dropped": result.dropped,
-        "earlier_logs": result.run.earlier_logs,  # of ranks that earlier segments of the run had, on rank 0
+        # Of ranks that earlier segments and generations of the run had; rank 0's count.
+        "earlier_logs": [*result.run.earlier_logs, *result.run.lost_logs],
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]

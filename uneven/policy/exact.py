@@ -136,7 +136,7 @@ class Balanced:
         if self._plan[-1][0] > slot + 1:
             return None  # the last move has not taken effect yet
         del self._plan[:-1]
-        costs = self._current_costs()
+        costs = self.current_costs()
         current = self._plan[-1][1]
         if finish_ms(costs, current) <= (1.0 + MOVE_GAIN) * earliest_ms(costs, self.slot_size):
             return None  # no split at all could gain enough: most steps end here
@@ -179,7 +179,7 @@ class Balanced:
         self._plan = [(start, tuple(shares)) for start, shares in state["plan"]]
         is_too_much = [share > self._cap(rank) for _, shares in self._plan for rank, share in enumerate(shares)]
         if any(is_too_much) or any(sum(shares) != self.slot_size for _, shares in self._plan):
-            self._plan = [(0, self._best(self._current_costs()))]
+            self._plan = [(0, self._best(self.current_costs()))]
         self.settle()
 
     def _planned(self, slot: int) -> tuple[int, ...]:
@@ -207,7 +207,8 @@ class Balanced:
         """The smallest share above 0."""
         return max(self.least, self.grid)
 
-    def _current_costs(self) -> list[Cost]:
+    def current_costs(self) -> list[Cost]:
+        """Every rank's cost, by its measured step times."""
         return [cost.scaled(factor) for cost, factor in zip(self.costs, self._factors, strict=True)]
 
     def _cap(self, rank: int) -> int:

@@ -11,7 +11,7 @@ from uneven.results.saved_state import SavedState
 # Settings that say where results go and what happens around training, not what is trained.
 _AROUND = (
     *("out", "overwrite", "resume", "replay", "progress", "deadline", "keep_last", "keep_best", "grace"),
-    "monitor_mode",
+    *("monitor_mode", "on_fault", "min_ranks"),
     *("data_dir", "timeline"),
 )
 _POSITION = ("slot", "samples", "ledger", "dropped", "skipped")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
+from uneven.errors import GroupLostError
 
 
 class LossMeter:
@@ -52,7 +53,12 @@ class LossMeter:
 
     def take(self, group: Group) -> float:
         """The mean loss of all ranks since the last take; waits for the device and resets the meter."""
-        return self._mean(group.all_reduce(torch.tensor(self.pop_async()(), dtype=torch.float64)).wait())
+        own = torch.tensor(self.pop_async()(), dtype=torch.float64)
+        try:
+            return self._mean(group.all_reduce(own.clone()).wait())
+        except GroupLostError:
+            self.totals += own.to(self.totals.device)  # for the next take, with whoever is left
+            raise
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

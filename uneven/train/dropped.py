@@ -74,6 +74,10 @@ class DroppedSteps:
         fresh, self._reported = self.samples - self._reported, self.samples
         return fresh
 
+    def report_again(self, samples: int) -> None:
+        """The entry that held them was undone."""
+        self._reported -= samples
+
 
 def describe_drop(slot: int | str, samples: int, fault: Fault) -> str:
     """The line to print for a step that was skipped."""
@@ -87,6 +91,18 @@ def too_many(slot: int, fault: Fault, max_bad_steps: int) -> NotFiniteError:
         f"slot {slot}, rank {fault.rank}: {fault}; {steps} not finite and skipped (max_bad_steps={max_bad_steps}): the "
         "learning rate may be too high, or a batch holds numbers that are not finite"
     )
+
+
+def count_skipped(dropped: DroppedSteps, bad_steps: Sequence[BadStep], max_bad_steps: int) -> list[str]:
+    """Count steps that all ranks skipped; returns lines to print, or raises where too many came in a row."""
+    lines = []
+    for part, fault in bad_steps:
+        dropped.count(part.slot.samples)
+        lines.append(describe_drop(part.slot.index, part.slot.samples, fault))
+    if bad_steps and dropped.in_a_row >= max_bad_steps:
+        part, fault = bad_steps[-1]
+        raise too_many(part.slot.index, fault, max_bad_steps)
+    return lines
 
 
 def note_dropped(dropped: DroppedSteps, rows: Sequence[RoundReport], slot_size: int) -> list[str]:

@@ -31,7 +31,6 @@ from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
 from uneven.policy.stream_axis import expected_samples
 from uneven.results.state import read_structure
-from uneven.step.caps import probe_cap, room_bytes
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
 from uneven.step.costs import measure_cost
@@ -297,6 +296,10 @@ class Engine:
         """All slots before this one are trained, by whichever rank."""
         self.trained = slot
 
+    def follow_ranks(self, config: RunConfig) -> None:
+        """Other ranks train with this one from now on; the axis stays. `config` has the settings of those ranks."""
+        self.config, self.caps = config, config.caps(self.rank_info.world_size)
+
     def limit_caps(self, caps: Sequence[float]) -> None:
         """Lower each rank's cap to what that rank found it can hold."""
         self.caps = tuple(min(pair) for pair in zip(self.caps, caps, strict=True))
@@ -309,7 +312,6 @@ class Engine:
         if self.config.compile == "off" and self.device.type == "cpu":
             return
         self.recorder.enter("compile")
-        self._find_cap()
         if self.config.compile == "default":
             self.model.compile()
         ends = (self.axis.slot(place).samples for place in (0, self.axis.slots_per_epoch - 1))
@@ -352,27 +354,6 @@ class Engine:
     def least(self) -> int:
         """The smallest batch that can be trained."""
         return 2 if has_batchnorm(self.model) else 1
-
-    def _find_cap(self) -> None:
-        """Probe how many samples fit at once, where shares may grow and no memory_cap was given."""
-        config, slot = self.config, self.axis.slot(0)
-        is_moving = config.policy == "balanced" and self.rank_info.world_size > 1 and not config.has_fixed_shares
-        if self.device.type != "cuda" or not is_moving or config.memory_cap is not None:
-            return
-
-        def run_at_once(samples: int) -> None:
-            _, micros = next(self.feed.stream([Part(slot, 0, samples, samples)]))
-            self.eager([(self.feed.open(inputs), many) for inputs, many in micros], samples)
-
-        names = [device.torch_name for device in self.rank_info.devices]
-        room = room_bytes(self.device, names.count(self.rank_info.device.torch_name))
-        if config.compile == "graph":
-            room /= 2  # captured graphs keep their memory while a new size runs eagerly
-        with no_trace(self.eager, self.device):
-            cap = probe_cap(run_at_once, self.device, room, self.least, slot.samples)
-        found = [float("inf")] * self.rank_info.world_size
-        found[self.rank_info.rank] = float(max(cap, self.least))
-        self.limit_caps(found)
 
     def _capture(self, part: Part) -> None:
         """Capture the whole step; or, where gradients are summed over ranks, forward and backward.

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+from uneven.comm.group import Group
+from uneven.config import SHARDED
 from uneven.data.replay import read_log
 from uneven.parallel.batchnorm import has_batchnorm
 from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
+from uneven.policy.subset import advice, forecast
 from uneven.step.captured import GRID
+from uneven.step.costs import measure_sum_ms
 from uneven.train.capture_ahead import REACH
 from uneven.train.engine import Engine
 
@@ -37,3 +41,11 @@ def make_exact_policy(engine: Engine, costs: Sequence[Cost], is_model_parallel: 
     # Captured steps tell the policy of their times one step later (`GradientSync._follow_speeds`).
     lookahead += config.compile == "graph"
     return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)
+
+
+def exact_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[str]:
+    """Lines where fewer devices would be faster; a collective, so all ranks call it after the same slot."""
+    if engine.config.strategy in SHARDED:
+        return []  # devices that hold shards are needed for their memory, whatever their speed
+    found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(group, engine.model))
+    return advice(found, [str(device) for device in engine.rank_info.devices])

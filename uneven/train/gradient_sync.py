@@ -7,33 +7,28 @@ bucket, so agreeing on shares costs no collective of its own. One rank alone tak
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from uneven.average.buffers import BufferAverage
 from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
-from uneven.config import SHARDED
 from uneven.data.feed import Micros
-from uneven.data.tensors import Batch
 from uneven.parallel.batchnorm import describe_batchnorm, synced_buffers
 from uneven.policy.axis import Part, Slot, part_of
 from uneven.policy.calibrating import Calibrating
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
-from uneven.policy.subset import advice, forecast
 from uneven.step.captured import check_capturable
-from uneven.step.costs import measure_sum_ms
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.step.whole import Key, WholeStep
 from uneven.train.apply_strategy import apply_strategy
 from uneven.train.capture_ahead import capture_ahead, use_whole_steps
-from uneven.train.dropped import BadStep, describe_drop, too_many
+from uneven.train.dropped import BadStep, count_skipped
+from uneven.train.dummy_batches import DummyBatches
 from uneven.train.engine import Engine
 from uneven.train.events import request
-from uneven.train.exact_policy import make_exact_policy
+from uneven.train.exact_policy import exact_advice, make_exact_policy
 from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.step_guard import StepGuard
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 
@@ -57,6 +52,7 @@ class GradientSync:
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
         # With tensor or sequence parallelism every rank trains all samples of a slot.
         self._is_model_parallel = engine.rank_info.world_size > 1 and engine.config.is_model_parallel
+        self._dummies = DummyBatches(engine, self._is_model_parallel)
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._has_advised = False
         self._lr_scale = 1.0
@@ -67,6 +63,8 @@ class GradientSync:
         self._user_ns = 0  # code of the user's own since then
         self._unnoted: tuple[Slot, Sequence[StepStats]] | None = None  # a step that the policy does not know of yet
         self._before: tuple[Key, float] | None = None  # the last step, where it was one graph: its own work, in ms
+        self.guard: StepGuard | None = None  # where the run can go on without a rank
+        self.event_loss: float | None = None  # of the event that is being reached
 
     @property
     def group(self) -> Group:
@@ -77,13 +75,14 @@ class GradientSync:
         engine, config = self.engine, self.engine.config
         if engine.rank_info.world_size == 1:
             self._lr_scale = engine.lr_scale(1.0, [1.0])
+            engine.connect_batchnorm(self.group)  # of ranks that are gone, where it was left alone
             return
         if config.compile == "graph":
             check_capturable(engine.batchnorm_sync)
         engine.limit_caps([cost.cap for cost in costs])
         if engine.batchnorm_sync.layers:
             engine.connect_batchnorm(self.group)
-            _, ((self._dummy_batch, _),) = next(engine.feed.stream([Part(engine.axis.slot(0), 0, 1, 1)]))
+            self._dummies.read()
         self.policy = make_exact_policy(engine, costs, self._is_model_parallel)
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
@@ -105,7 +104,7 @@ class GradientSync:
         use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
-            self._advise(costs)
+            self.notes += exact_advice(engine, self.group, costs)
 
     def state_dict(self) -> dict[str, Any]:
         self._follow_speeds()
@@ -132,11 +131,13 @@ class GradientSync:
 
     def parts(self) -> Iterator[Part]:
         engine, rank_info = self.engine, self.engine.rank_info
-        for slot in engine.slots_left():
+        for position, slot in enumerate(engine.slots_left(), engine.trained):
             if self._is_model_parallel:
                 yield Part(slot, slot.first, slot.samples, self.engine.micro_batch_size(slot.samples))
                 continue
             shares = self.policy.shares(slot.index, slot.samples)
+            if self.guard is not None:
+                self.guard.plan(position, shares)
             yield part_of(slot, shares, rank_info.rank, self.engine.micro_batch_size(shares[rank_info.rank]))
 
     def train(self, part: Part, micros: Micros) -> bool:
@@ -186,8 +187,10 @@ class GradientSync:
         engine.run_ahead.drain()
         self._note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
-        loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
-        is_stopped = self.end_epoch(epoch, loss, first=epoch, until=engine.trained, step=step)
+        if self.event_loss is None:
+            self.event_loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
+        is_stopped = self.end_epoch(epoch, self.event_loss, first=epoch, until=engine.trained, step=step)
+        self.event_loss = None
         if step is None and isinstance(self.policy, Balanced) and not is_stopped:
             self.policy.settle()
             self._capture_ahead()
@@ -200,8 +203,10 @@ class GradientSync:
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
         engine.set_lr(part.slot.index, self._lr_scale)
+        if self.guard is not None:
+            self.guard.begin(part)
         if engine.rank_info.world_size > 1:
-            is_stopped, verdict = self._synced_step(part, micros + self._dummy_batches(part))
+            is_stopped, verdict = self._synced_step(part, micros + self._dummies.of(part, self.policy.shares))
         else:
             verdict = engine.local_step(part, micros, began_ns)
             engine.after_step(began_ns)
@@ -213,6 +218,8 @@ class GradientSync:
         is_counted = not self._is_model_parallel or engine.rank_info.rank == 0
         counted = part if is_counted else Part(part.slot, part.slot.stop, 0, part.batch)
         bad_steps = engine.record_part(counted, verdict, engine.trained + 1)
+        if self.guard is not None:
+            self.guard.done()
         # Only one rank alone learns of a bad step later, and it averages no buffers.
         self._weight += 0 if bad_steps else part.samples
         self._note_bad_steps(bad_steps)
@@ -260,22 +267,26 @@ class GradientSync:
 
     def close(self) -> None:
         self.engine.eager.close()
+        self.engine.eager.reducer = None
 
-    def _dummy_batches(self, part: Part) -> Micros:
-        """Micro-batches of 0 samples, so that all ranks run equally many where layers run collectives."""
-        engine = self.engine
-        if self._is_model_parallel or (engine.config.is_replicated and not engine.batchnorm_sync.is_open):
-            return []
-        shares = self.policy.shares(part.slot.index, part.slot.samples)
-        most = max(-(-share // engine.micro_batch_size(share, rank)) for rank, share in enumerate(shares))
-        missing = range(most - len(part.sizes))
-        # A strategy runs its own collectives without a batch; BatchNorm layers need one to pass through them.
-        return [(self._open_dummy() if engine.config.is_replicated else None, 0) for _ in missing]
+    def expect_losses(self) -> None:
+        self.guard = StepGuard(self.engine)
 
-    def _open_dummy(self) -> Batch:
-        """Without numbers that are not finite: 0 times them would still spoil the gradients of a rank's step."""
-        batch = self.engine.feed.open(self._dummy_batch)
-        return pytree.tree_map_only(Tensor, lambda t: t.nan_to_num() if t.is_floating_point() else t, batch)
+    def own_cost(self) -> Cost | None:
+        """What this rank's steps cost by now; None where it was not measured."""
+        return self.policy.current_costs()[self.engine.rank_info.rank] if isinstance(self.policy, Balanced) else None
+
+    def go_on_after(self, before: "GradientSync", event_loss: float | None) -> None:
+        """In a new generation: what belongs to this rank's replica and not to the group. Before `initialize`."""
+        self.buffers, self._weight, self.event_loss = before.buffers, before._weight, event_loss
+
+    def reach_again(self, done: int) -> bool:
+        """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
+        axis, events, slot = self.engine.axis, self.engine.events, self.engine.trained
+        epoch = axis.slot(max(0, slot - 1)).epoch
+        is_over = slot == axis.epoch_end(epoch)
+        is_event = slot > done and (is_over or events.evaluates(slot) or events.saves(slot))
+        return is_event and self._reach_event(epoch, None if is_over else slot)
 
     def _synced_step(self, part: Part, micros: Micros) -> tuple[bool, Verdict]:
         """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
@@ -364,13 +375,10 @@ class GradientSync:
 
     def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
-        dropped, most = self.engine.dropped, self.engine.config.max_bad_steps
-        for part, fault in bad_steps:
-            dropped.count(part.slot.samples)
-            self.notes.append(describe_drop(part.slot.index, part.slot.samples, fault))
-        if bad_steps and dropped.in_a_row >= most:
-            part, fault = bad_steps[-1]
-            raise too_many(part.slot.index, fault, most)
+        if bad_steps:
+            self.notes += count_skipped(self.engine.dropped, bad_steps, self.engine.config.max_bad_steps)
+            if self.guard is not None:
+                self.guard.note_dropped([part.slot.index for part, _ in bad_steps])
 
     def _follow_speeds(self) -> None:
         """Feed the last step's times to the policy, which may move the shares of later slots.
@@ -389,12 +397,4 @@ class GradientSync:
             self.engine.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
         if isinstance(self.policy, Calibrating) and self.policy.costs is not None and not self._has_advised:
             self._has_advised = True
-            self._advise(self.policy.costs)
-
-    def _advise(self, costs: Sequence[Cost]) -> None:
-        """Note where fewer devices would be faster; a collective, so all ranks call it after the same slot."""
-        engine = self.engine
-        if engine.config.strategy in SHARDED:
-            return  # devices that hold shards are needed for their memory, whatever their speed
-        found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(self.group, engine.model))
-        self.notes += advice(found, [str(device) for device in engine.rank_info.devices])
+            self.notes += exact_advice(self.engine, self.group, self.policy.costs)

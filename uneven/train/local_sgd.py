@@ -214,6 +214,19 @@ class LocalSGD:
         self.claims.close()
         self.average.close()
 
+    def expect_losses(self) -> None:
+        raise NotImplementedError
+
+    def own_cost(self) -> Cost | None:
+        return None
+
+    def go_on_after(self, before: Any, event_loss: float | None) -> None:
+        raise NotImplementedError
+
+    def reach_again(self, done: int) -> bool:
+        del done
+        return False
+
     def _note_wait(self, ns: int) -> None:
         """Waiting for a claim is not this rank's own work."""
         self._free_ns += ns

@@ -54,3 +54,10 @@ class Membership(Protocol):
     def settled(self, number: int, lines: list[str]) -> None:
         """This rank trains in this generation now; `lines` are for the user."""
         ...
+
+    def finish(self, number: int) -> None:
+        """This rank has the run's result: wait until every member of this generation has it.
+
+        GroupLostError where a newer generation is announced before: somebody who is left still needs the others.
+        """
+        ...

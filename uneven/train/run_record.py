@@ -13,6 +13,8 @@ class RunRecord:
     stop_rounds: list[int] = field(default_factory=list)  # rounds of a local policy after which a stop was saved
     segments: list[dict[str, Any]] = field(default_factory=list)  # where the run began and was resumed, on what
     earlier_logs: list[dict[str, Any]] = field(default_factory=list)  # of ranks that this group does not have
+    generations: list[dict[str, Any]] = field(default_factory=list)  # that are over, with what each rank trained
+    lost_logs: list[dict[str, Any]] = field(default_factory=list)  # of members of those that are gone
     train_seconds: float = 0.0  # of earlier segments
     kept: tuple[dict[str, Any], dict[str, Any]] | None = None  # tensors that a callback kept, and their entry
     monitored: str | None = None  # the metric that keep_best or a ReduceLROnPlateau follows, once it was evaluated

@@ -51,6 +51,7 @@ class Saves:
         self._last: Path | None = None
         self._token = ""
         self._notes: list[str] = []
+        self._has_hooks = False  # of the optimizer, that wait for a copy
         self.out: Path | None = None  # rank 0's: others need not have been given any
         self.why_not: str | None = None  # no checkpoint can be taken of ranks on several machines; all know the same
 
@@ -68,7 +69,8 @@ class Saves:
             if (save_every := self._engine.config.save_every) is not None:
                 raise InputError(f"save_every={save_every!r}: {why_not}")
             self._note(f"Ctrl-C and SIGTERM will save the state, and no checkpoint to go on from: {why_not}")
-        if self._copies_late:
+        if self._copies_late and not self._has_hooks:
+            self._has_hooks = True
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
                 optimizer.register_step_pre_hook(lambda *_: self.wait_taken())
 
@@ -175,7 +177,7 @@ class Saves:
             "saves": list(run.saves),
             "stop_rounds": list(run.stop_rounds),
             "segments": list(run.segments),
-            "earlier_logs": list(run.earlier_logs),
+            "earlier_logs": [*run.earlier_logs, *run.lost_logs],
             "train_seconds": self.train_seconds,
             "schedule": engine.schedule.state_dict(first_needed=self._first_needed(ledger)),
             "skipped_slots": engine.skipped_slots,
@@ -213,6 +215,13 @@ class Saves:
             info.leader.withdraw(self._token)
         if self._saver is not None:
             self._saver.close()
+
+    def abandon(self) -> None:
+        """The group is lost: a checkpoint that still waits for a rank's part is given up."""
+        if self._saver is not None:
+            self._saver.close()
+            self._notes += self._saver.take_notes()
+            self._saver = None
 
     def take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []

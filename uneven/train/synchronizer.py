@@ -133,3 +133,22 @@ class Synchronizer(Protocol):
     def close(self) -> None:
         """Remove hooks and end threads, without any collective."""
         ...
+
+    def expect_losses(self) -> None:
+        """From now on keep what is needed to go on when a rank is lost (train/settle.py)."""
+        ...
+
+    def own_cost(self) -> Cost | None:
+        """What this rank's work costs by now; None where it was not measured."""
+        ...
+
+    def go_on_after(self, before: Any, event_loss: float | None) -> None:
+        """In a new generation, before `initialize`: what belongs to this rank's replica and not to the group.
+
+        `before` was the synchronizer of the group that was lost. `event_loss`: of the event that is reached again.
+        """
+        ...
+
+    def reach_again(self, done: int) -> bool:
+        """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
+        ...

@@ -9,22 +9,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from uneven.comm.collectives import broadcast_params
-from uneven.comm.gather import gather_rows
+from uneven.comm.gather import gather_bytes, gather_rows
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task, read_every
 from uneven.data.feed import Micros
-from uneven.errors import NotFiniteError
+from uneven.errors import GroupLostError, NotFiniteError
 from uneven.policy.axis import Axis, Part
 from uneven.policy.finish import Cost
 from uneven.step.eager import EagerStep
-from uneven.step.evaluation import monitored, name_clash
 from uneven.step.precision import device_flags
 from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
@@ -35,17 +33,23 @@ from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
-from uneven.train.history import make_entry
 from uneven.train.local_sgd import LocalSGD
+from uneven.train.membership import Membership
+from uneven.train.memory_cap import find_cap
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
+from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
+from uneven.train.settle import why_not as why_not_settled
+from uneven.train.settler import Settler
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
 
 REPORT_EVERY_S = 0.1  # more often than a person can read; a report costs a few microseconds
 UNMEASURED = Cost(0.0, 1.0)
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -80,11 +84,21 @@ class Worker:
         )
         self._evaluator = Evaluator(self.engine, config, stop)
         self._resume()
-        # The history's last entry: (slots, training seconds) before and after it.
-        self._span = ((0, 0.0), (self.engine.trained, self.run.train_seconds))
         self.synchronizer: Synchronizer | None = None
-        self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
-        self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
+        self.events = RunEvents(
+            self.engine,
+            self.run,
+            self.saves,
+            self.callbacks,
+            self.wishes,
+            self._evaluator,
+            report,
+            self._report_notes,
+        )
+        self.membership: Membership | None = None  # set where a launcher can tell of other generations
+        self.settler: Settler | None = None  # where the run can go on without a rank
+        self._cost = UNMEASURED  # of this rank, before the first step
+        self._has_ended = False  # on_end was called
         self._reported_notes = 0
         self._reported_s = 0.0
         self._sampler = Sampler()
@@ -117,25 +131,61 @@ class Worker:
         `make_step` is called once the group has formed; its step then trains the model in place of our own.
         """
         with self.recording():
-            synchronizer = self.prepare()
+            self.prepare()
             if make_step is not None:
                 self.engine.use_step(make_step(self))
+            else:
+                self._prepare_for_losses()
             self.report.started(self.axis, self.engine.feed.place)
-            is_stopped = self.start_callbacks()
-            if not is_stopped:
-                is_stopped = self._train_slots(synchronizer)
-            self.end(synchronizer, is_stopped)
-        return self.result()
+            self._call_back("on_start", 0)
+            self.surviving(self._train_to_end)
+        return self.surviving(self.result)
+
+    def surviving(self, action: Callable[[], T]) -> T:
+        """Its result. Where a rank is lost meanwhile, settle with those who are left and begin it again."""
+        while True:
+            try:
+                return action()
+            except GroupLostError as lost:  # noqa: PERF203, once in a generation
+                if self.settler is None:
+                    raise
+                self.settler.settle(lost)
+
+    def finish(self, collect: Callable[[], T]) -> T:
+        """The run's result by a collective of all ranks; a rank that has it stays until all of them do."""
+
+        def collect_and_stay() -> T:
+            found = collect()
+            if self.settler is not None:
+                self.settler.finish()
+            return found
+
+        return self.surviving(collect_and_stay)
+
+    def _train_to_end(self) -> None:
+        """From wherever all ranks stand; again in every generation."""
+        synchronizer = self.synchronizer
+        assert synchronizer is not None, "made when the group has formed"
+        if self.settler is not None and self.settler.is_over:
+            return
+        is_stopped = self._agree().stopped is not None or synchronizer.reach_again(self.events.done)
+        if not is_stopped:
+            is_stopped = self._train_slots(synchronizer)
+        self.end(synchronizer, is_stopped)
+        if self.settler is not None:
+            self.settler.is_over = True
+            self.group.all_reduce(torch.zeros(1)).wait()  # all have come as far: none of them needs the others' params
 
     def end(self, synchronizer: Synchronizer, is_stopped: bool) -> None:
         """After the last slot, or a stop: all replicas are equal, what was stopped is saved, on_end is called."""
         synchronizer.finalize()
         if is_stopped and self._agree().stopped is None:
-            self.save_stopped()
+            self.events.save_stopped()
         self.recorder.enter("setup")  # nothing is left to train: the last checkpoint holds nobody up
         self.saves.finish()
-        self._report_notes(synchronizer)
+        self._report_notes()
         self.end_callbacks()
+        self.rank_info.compare_clocks(self.recorder.clock)
 
     def _train_slots(self, synchronizer: Synchronizer) -> bool:
         """Train the rest of the axis; returns whether the run was stopped before its end."""
@@ -144,6 +194,8 @@ class Worker:
         for part, micros in self.engine.feed.stream(synchronizer.parts()):
             if self.train_part(synchronizer, part, micros):
                 return True
+            if self.settler is not None:
+                self.settler.check()
             self.recorder.enter("data")
         return False
 
@@ -174,6 +226,7 @@ class Worker:
             self.report.say(lines)
         if not self.engine.can_warm_up:
             return self.initialize(UNMEASURED)
+        find_cap(self.engine)
         self.engine.warm_up()
         is_measured = self.rank_info.world_size > 1 and not self.config.has_fixed_shares
         return self.initialize(self.engine.measure() if is_measured else UNMEASURED)
@@ -183,35 +236,72 @@ class Worker:
         info, engine = self.rank_info, self.engine
         self.recorder.event("ready")  # from here on this rank waits for the slowest one
         info.join(self.join(engine.model))
+        self._cost = cost
+        synchronizer = self._new_synchronizer()
+        self.recorder.enter("communication")
         info.compare_clocks(self.recorder.clock)
         engine.connect_reader(info.group)
-        is_local = self.config.is_local and info.world_size > 1
-        kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
-        synchronizer: Synchronizer = kind(engine, self._is_stopping, self._end_epoch)
-        if self.callbacks.is_any:
-            synchronizer.after_step = lambda slot: self._call_back("on_step", slot)
-            synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
-        self.recorder.enter("communication")
         broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
-        hooks = (float(self.callbacks.is_any), float(self.callbacks.has("on_save")))
-        rows = gather_rows(info.group, (cost.fixed_ms, cost.sample_ms, cost.cap, *hooks))
-        self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
-        self.callbacks.awaits_saves = any(row[4] for row in rows)
-        costs = [Cost(*row[:3]) for row in rows]
-        lines = settle_global_batch(engine, costs)
-        self.config = engine.config
-        synchronizer.initialize(costs)
-        synchronizer.notes[:0] = lines
+        self._connect(synchronizer, cost)
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
         if self.resumed is not None:
             self._resume_rest(self.resumed, synchronizer)
-        self.saves.connect()
-        synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
-        self.synchronizer = synchronizer
-        self._report_notes(synchronizer)
+        self._use(synchronizer)
         self.recorder.enter("setup")
         return synchronizer
+
+    def _new_synchronizer(self) -> Synchronizer:
+        is_local = self.config.is_local and self.rank_info.world_size > 1
+        kind: type[LocalSGD] | type[GradientSync] = LocalSGD if is_local else GradientSync
+        synchronizer: Synchronizer = kind(self.engine, self._is_stopping, self.events.reach)
+        if self.callbacks.is_any:
+            synchronizer.after_step = lambda slot: self._call_back("on_step", slot)
+            synchronizer.after_round = lambda slot: self._call_back("on_round", slot)
+        return synchronizer
+
+    def _connect(self, synchronizer: Synchronizer, cost: Cost) -> None:
+        """All ranks learn every rank's cost, and the synchronizer begins with them; a collective."""
+        hooks = (float(self.callbacks.is_any), float(self.callbacks.has("on_save")))
+        rows = gather_rows(self.group, (cost.fixed_ms, cost.sample_ms, cost.cap, *hooks))
+        self.callbacks.is_active = any(row[3] for row in rows)  # a script may pass callbacks on rank 0 alone
+        self.callbacks.awaits_saves = any(row[4] for row in rows)
+        costs = [Cost(*row[:3]) for row in rows]
+        lines = settle_global_batch(self.engine, costs)
+        self.config = self.engine.config
+        synchronizer.initialize(costs)
+        synchronizer.notes[:0] = lines
+
+    def _use(self, synchronizer: Synchronizer) -> None:
+        """From now on it keeps this rank in step; a collective."""
+        self.saves.connect()
+        synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
+        self.synchronizer = self.events.synchronizer = synchronizer
+        self._reported_notes = 0
+        self._report_notes()
+
+    def _prepare_for_losses(self) -> None:
+        """Where the launcher can tell of other generations, and this run can go on in one."""
+        if self.membership is None or self.group.world_size == 1 or why_not_settled(self.engine) is not None:
+            return
+        members = [data.decode() for data in gather_bytes(self.group, self.rank_info.member.encode())]
+        parts = (self.engine, self.run, self.events, self.saves)
+        self.settler = Settler(*parts, self.membership, members, self._go_on_after)
+        assert self.synchronizer is not None, "made when the group has formed"
+        self.synchronizer.expect_losses()
+
+    def _go_on_after(self, before: Synchronizer, cost: Cost | None, event_loss: float | None) -> None:
+        """The ranks have settled in a new group: train on in it, with a synchronizer that takes over from `before`."""
+        synchronizer = self._new_synchronizer()
+        try:
+            synchronizer.go_on_after(before, event_loss)
+            self.rank_info.compare_clocks(self.recorder.clock)
+            self._connect(synchronizer, cost or self._cost)
+            synchronizer.expect_losses()
+            self._use(synchronizer)
+        except BaseException:
+            synchronizer.close()
+            raise
 
     def _resume_rest(self, resumed: Resumed, synchronizer: Synchronizer) -> None:
         """What needs the group: sharded state, and the policy's own where the devices are the same."""
@@ -230,7 +320,7 @@ class Worker:
         try:
             is_stopped = synchronizer.train(part, micros)
         except NotFiniteError:
-            self._report_notes(synchronizer)  # the steps that led to it
+            self._report_notes()  # the steps that led to it
             raise
         now_s = self.recorder.clock() / 1e9
         if now_s - self._reported_s >= REPORT_EVERY_S:
@@ -238,7 +328,7 @@ class Worker:
             seconds = self.recorder.account().training_s
             samples = self.engine.samples_before(self.engine.trained)
             self.report.stepped(samples, self.engine.samples, seconds, self.engine.meter.glance())
-            self._report_notes(synchronizer)
+            self._report_notes()
         return is_stopped
 
     def result(self) -> RankResult:
@@ -247,7 +337,6 @@ class Worker:
             self.recorder.event("memory", peak_bytes=torch.cuda.max_memory_allocated(engine.device))
         if info.world_size > 1:
             self.recorder.event("traffic", steps=len(engine.log), **asdict(self.group.traffic))
-        info.compare_clocks(self.recorder.clock)
         busy = engine.run_ahead.busy
         timeline = Timeline.of(self.recorder, str(info.device), self._sampler.samples, busy, info.machine)
         state, dropped = self.saves.result(self.stopped), list(engine.dropped.parts)
@@ -257,12 +346,14 @@ class Worker:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
         where = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
-        return {**where, **self.rank_info.place, "deadline": self.config.deadline}
+        survives = {} if self.settler is None else {"min_ranks": self.config.min_ranks}
+        return {**where, **survives, **self.rank_info.place, "deadline": self.config.deadline}
 
-    def _report_notes(self, synchronizer: Synchronizer) -> None:
-        if len(synchronizer.notes) > self._reported_notes:
-            self.report.say(synchronizer.notes[self._reported_notes :])
-            self._reported_notes = len(synchronizer.notes)
+    def _report_notes(self) -> None:
+        notes = [] if self.synchronizer is None else self.synchronizer.notes
+        if len(notes) > self._reported_notes:
+            self.report.say(notes[self._reported_notes :])
+            self._reported_notes = len(notes)
         if lines := self.saves.take_notes():
             self.report.say(lines)
 
@@ -274,16 +365,17 @@ class Worker:
     def end_callbacks(self) -> None:
         """After the last step on every rank: the reason of a stop is known to all, then on_end."""
         self._agree()
-        self._call_back("on_end", self.engine.trained)
+        if not self._has_ended:
+            self._has_ended = True
+            self._call_back("on_end", self.engine.trained)
         self._agree()
 
-    def _call_back(self, hook: str, step: int, path: Path | None = None) -> int:
+    def _call_back(self, hook: str, step: int) -> int:
         """Run this hook of the callbacks; returns the ns that they took."""
-        return self.callbacks.run(hook, step, self.history, path)
+        return self.callbacks.run(hook, step, self.history)
 
     def _agree(self) -> Agreed:
-        """Exchange what callbacks asked for, where all ranks come; raises on all ranks where one has failed."""
-        return self.callbacks.agree(self.group)
+        return self.events.agree()
 
     @property
     def stopped(self) -> str | None:
@@ -292,96 +384,3 @@ class Worker:
 
     def _is_stopping(self) -> bool:
         return self.stop.is_set() or self.callbacks.is_stopping()
-
-    def _end_epoch(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
-        """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
-        hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
-        callbacks have stopped the run.
-        """
-        assert self.synchronizer is not None, "an epoch ends after round 0"
-        self.recorder.enter("other")
-        slot = self.axis.epoch_end(epoch) if step is None else step
-        if not self.engine.events.has_entry(slot):
-            return self._save_checkpoint(slot)
-        if epoch == first:
-            self._span = (self._span[1], (until, self.saves.train_seconds))
-        before, (_, now_s) = self._span
-        entry = make_entry(self.engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
-        if self.epoch_metrics is not None and step is None:
-            entry |= self.epoch_metrics(epoch)
-        if dropped := self.engine.dropped.take_unreported():
-            entry["dropped"] = dropped  # samples of all ranks
-        self._report_notes(self.synchronizer)
-        evaluation = self.task.evaluation
-        metrics: dict[str, float] = {}
-        if evaluation is not None and self.engine.events.evaluates(slot):
-            self.recorder.enter("evaluation")
-            self.synchronizer.average_buffers()
-            metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
-            self.wishes.evaluated(self.recorder.clock())
-            if clash := entry.keys() & metrics.keys():
-                raise name_clash(clash)
-            entry |= metrics
-        self.history.append(entry)
-        is_stopped = self._after_evaluation(entry, metrics) if metrics else False
-        is_stopped |= self._save_checkpoint(slot)
-        self.recorder.enter("other")
-        self.recorder.event("epoch" if step is None else "evaluated", **entry)
-        self.report.epoch_done(entry)
-        return is_stopped
-
-    def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
-        """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
-        if self.engine.schedule.needs_metric or self.config.keep_best is not None:
-            self.run.monitored = monitored(metrics, self.config.monitor)
-        if self.engine.schedule.needs_metric:
-            self.engine.schedule.step_metric(metrics[str(self.run.monitored)])
-        self.callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
-        self._call_back("on_eval", entry["step"])
-        agreed = self._agree()
-        if agreed.keeps:
-            self.recorder.enter("checkpoint")
-            self.run.kept = self.saves.tensors(), entry
-        return agreed.stopped is not None
-
-    def _save_checkpoint(self, slot: int) -> bool:
-        """Take a checkpoint where one is due, on all ranks; returns whether a callback stops the run here."""
-        assert self.synchronizer is not None, "an epoch ends after round 0"
-        if not self.engine.events.saves(slot):
-            return False
-        assert self.engine.trained == slot, f"{self.engine.trained} slots are trained where slot {slot} is saved"
-        self.recorder.enter("checkpoint")
-        self.synchronizer.average_buffers()
-        self.run.saves.append(slot)
-        if self.saves.out is None or not self.saves.can_save():
-            return False  # a replay without a folder: only what a checkpoint changes is repeated
-        folder = self.saves.out / self.saves.name_at(slot)
-        self._save(folder, "request" if self.wishes.requested.is_set() else "interval")
-        if not self.callbacks.awaits_saves:
-            return False
-        self.saves.finish()
-        self.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
-        self._call_back("on_save", slot, folder)
-        return self._agree().stopped is not None
-
-    def _save(self, folder: Path, cause: str) -> None:
-        assert self.synchronizer is not None, "an epoch ends after round 0"
-        state = {"synchronizer": self.synchronizer.state_dict(), "loop": self.loop_state()}
-        ledger = self.synchronizer.ledger()
-        self.saves.save(folder, cause, ledger, state, self.callbacks.state_dict(), self.stopped)
-        self.wishes.saved(self.recorder.clock())
-
-    def save_stopped(self) -> None:
-        """Where the run was asked to stop, on all ranks: a checkpoint to go on from, with a local policy's gaps."""
-        assert self.synchronizer is not None, "a run stops after round 0"
-        self.recorder.enter("checkpoint")
-        ledger = self.synchronizer.ledger()
-        if ledger.trained in (0, self.axis.total):
-            return
-        self.engine.reach_slot(ledger.trained)
-        if self.rank_info.world_size > 1 and self.config.is_local:
-            self.run.stop_rounds.append(len(self.engine.rounds) - 1)
-        else:
-            self.run.saves.append(ledger.trained)
-        if (folder := self.saves.folder_when_stopped()) is not None:
-            self._save(folder / f"step-{ledger.trained}", "stop")

@@ -1,0 +1,216 @@
+"""A cluster of threads that loses ranks at chosen collectives, for tests of settling; with a leader of its own.
+
+A loss is deterministic: the victim dies before or after it brought its tensor to the n-th collective of a generation,
+and of those who are left some may get the result and others not, as with a real transport.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tests.ranks import ThreadGroup, _Room
+from uneven.comm.work import Work
+from uneven.errors import GroupLostError
+from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
+from uneven.train.membership import Generation
+from uneven.train.rank_info import RankInfo
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """In this generation, at its n-th collective, this member dies: before it has brought anything, or after.
+
+    `blind` members do not get the result of that collective, though all have brought their tensors.
+    """
+
+    victim: str
+    collective: int
+    generation: int = 0
+    after: bool = False
+    blind: frozenset[str] = frozenset()
+
+
+class DiedError(Exception):
+    """What a victim's thread ends with."""
+
+
+class Leader:
+    """Announces generations, as the launcher does."""
+
+    def __init__(self, members: Sequence[str], losses: Sequence[Loss]) -> None:
+        self.losses = tuple(losses)
+        self._changed = threading.Condition()
+        self._rooms: list[_Room] = []
+        self.generations: list[Generation] = []
+        self.causes: list[str] = []
+        self._finished: set[tuple[int, str]] = set()
+        self.begun = 0  # the collectives of a member before its first step
+        self.collectives: list[int] = []  # of each generation, by the member that ran most
+        self._announce(tuple(members), "")
+
+    def _announce(self, members: tuple[str, ...], why: str) -> None:
+        roster = Roster.on_one_machine(parse_devices(["cpu"] * len(members)))
+        self.generations.append(Generation(len(self.generations), roster, members, why))
+        self.collectives.append(0)
+        self._rooms.append(_Room(len(members)))
+
+    @property
+    def newest(self) -> Generation:
+        return self.generations[-1]
+
+    def lose(self, member: str, why: str = "died") -> None:
+        with self._changed:
+            if member not in self.newest.members:
+                return
+            broken = self._rooms[-1]
+            left = tuple(other for other in self.newest.members if other != member)
+            if left:
+                self._announce(left, f"{member} {why}")
+            self._changed.notify_all()
+        broken.fail()
+
+    def wait_after(self, number: int) -> Generation:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.newest.number > number, LIMIT_S), "no generation was announced"
+            return self.newest
+
+    def finish(self, number: int, member: str) -> None:
+        with self._changed:
+            self._finished.add((number, member))
+            self._changed.notify_all()
+
+            def are_done() -> bool:
+                return all((number, other) in self._finished for other in self.generations[number].members)
+
+            assert self._changed.wait_for(lambda: are_done() or self.newest.number > number, LIMIT_S), "not all finish"
+            if not are_done():
+                raise GroupLostError("a newer generation was announced")
+
+    def group(self, generation: Generation, member: str) -> "LossyGroup":
+        return LossyGroup(self, generation, self._rooms[generation.number], member)
+
+
+class LossyGroup(ThreadGroup):
+    """Runs the leader's plan of losses; the collectives of groups made from it count as well."""
+
+    def __init__(self, leader: Leader, generation: Generation, room: _Room, member: str) -> None:
+        super().__init__(room, generation.members.index(member))
+        self.leader, self.number, self.member = leader, generation.number, member
+        self.generation = generation.number
+        self.started = [0]
+
+    def abort(self, why: str) -> None:
+        del why
+        self._room.fail()
+
+    def new_group(self) -> "LossyGroup":
+        self._twins += 1
+        with self._room.lock:
+            room = self._room.twins.setdefault(self._twins, _Room(self.world_size))
+        twin = LossyGroup(self.leader, self.leader.generations[self.number], room, self.member)
+        twin.started = self.started
+        if self._room.is_broken:
+            room.fail()
+        return twin
+
+    def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
+        place = self.started[0]
+        self.started[0] += 1
+        self.leader.collectives[self.number] = max(self.leader.collectives[self.number], self.started[0])
+        loss = next((o for o in self.leader.losses if (o.generation, o.collective) == (self.number, place)), None)
+        if loss is None:
+            return super()._meet(tensor, compute, owner)
+        if loss.victim == self.member and not loss.after:
+            raise DiedError(loss)
+        brought = tensor.clone() if self.member in loss.blind else tensor
+        work = super()._meet(brought, compute, owner)
+        if loss.victim == self.member:
+            work.wait()  # all have brought theirs
+            raise DiedError(loss)
+        if self.member in loss.blind:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 7)
+            return Work(_LostWork(work), tensor, self.traffic)
+        return work
+
+
+class _LostWork:
+    """A collective that was over on other ranks when the connection broke."""
+
+    def __init__(self, inner: Work) -> None:
+        self._inner = inner
+
+    def wait(self) -> None:
+        self._inner.wait()
+        raise GroupLostError("connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class FakeMembership:
+    """One member's view of the leader."""
+
+    def __init__(self, leader: Leader, member: str) -> None:
+        self._leader, self._member = leader, member
+        self.settled_in: list[int] = []
+
+    def is_stale(self, number: int) -> bool:
+        return self._leader.newest.number > number
+
+    def await_next(self, number: int, cause: str) -> Generation:
+        self._leader.causes.append(cause)
+        found = self._leader.wait_after(number)
+        if self._member not in found.members:
+            raise GroupLostError(cause)
+        return found
+
+    def form(self, generation: Generation) -> LossyGroup:
+        return self._leader.group(generation, self._member)
+
+    def finish(self, number: int) -> None:
+        self._leader.finish(number, self._member)
+
+    def settled(self, number: int, lines: list[str]) -> None:
+        del lines
+        self.settled_in.append(number)
+
+
+def on_lossy_threads(
+    size: int, losses: Sequence[Loss], function: Callable[[RankInfo, LossyGroup, FakeMembership], T]
+) -> tuple[dict[str, T], Leader]:
+    """function(info, group, membership) on every member; the results of those who have not died."""
+    members = [f"m{number}" for number in range(size)]
+    leader = Leader(members, losses)
+
+    def run(rank: int) -> T | None:
+        first = leader.generations[0]
+        info = RankInfo(rank, first.roster.devices, roster=first.roster, member=members[rank])
+        try:
+            return function(info, leader.group(first, members[rank]), FakeMembership(leader, members[rank]))
+        except DiedError:
+            leader.lose(members[rank])
+            return None
+        except BaseException as error:
+            leader.lose(members[rank], f"failed: {error!r}")
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    failed = [error for future in futures if (error := future.exception()) is not None]
+    for error in failed:
+        raise error
+    found: dict[str, Any] = dict(zip(members, (future.result() for future in futures), strict=True))
+    return {member: result for member, result in found.items() if result is not None}, leader
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors.values()])

@@ -1,0 +1,149 @@
+"""Ranks are lost at every collective of a run: whoever is left ends with what one process would have trained.
+
+On threads, with real workers; tests/faults has the same with processes that are really killed.
+"""
+
+import itertools
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import Silent
+from tests.train.clusters import FakeMembership, Loss, LossyGroup, flat, on_lossy_threads
+from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
+from uneven.config import Evaluation, Task, resolve
+from uneven.data.tensors import TensorData
+from uneven.launch.training import collect
+from uneven.results.state import TrainedState
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
+
+
+class NormNet(nn.Module):
+    """With BatchNorm, whose buffers must not see the samples of a step twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        own = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=own) * 0.3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def accuracy(model: nn.Module, batch: Any) -> tuple[dict[str, torch.Tensor], int]:
+    return {"right": (model(batch[0]).argmax(1) == batch[1]).sum().double()}, len(batch[1])
+
+
+class Begun(Silent):
+    """Notes when training has begun: a loss before that ends the run."""
+
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def started(self, *_: Any) -> None:
+        self._group.leader.begun = self._group.started[0]
+
+
+def train(size: int, losses: list[Loss], optimizer: str = "adam", **changes: Any) -> tuple[dict[str, Any], Any]:
+    settings = {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "policy": "balanced"} | changes
+    config = resolve({**settings, "sync_batchnorm": True})
+    data = TensorData(X.double(), Y)
+    task = Task(NormNet, OPTIMIZERS[optimizer], mean_loss, data, None, Evaluation(data, accuracy, every=1))
+
+    def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
+        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker.membership = membership
+        result = worker.train()
+        return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
+
+    return on_lossy_threads(size, losses, rank)
+
+
+def check(found: dict[str, Any], alone: TrainedState) -> None:
+    """All who are left hold the same bits, those of one process up to rounding; collect() has counted the samples."""
+    states = [state for state, _ in found.values()]
+    for state in states:
+        assert torch.equal(flat({**state.params, **state.buffers}), flat({**states[0].params, **states[0].buffers}))
+        torch.testing.assert_close(flat(state.params), flat(alone.params), rtol=0, atol=1e-10)
+        torch.testing.assert_close(flat(state.buffers), flat(alone.buffers), rtol=0, atol=1e-10)
+        assert state.finished
+        assert state.samples == alone.samples
+        assert [entry["right"] for entry in state.history] == [entry["right"] for entry in alone.history]
+        # The losses of a lost rank are lost with it: the epoch's mean is that of the others' samples.
+        assert all(math.isfinite(entry["train_loss"]) for entry in state.history)
+
+
+@pytest.fixture(scope="module")
+def alone() -> TrainedState:
+    ((state, _),) = train(1, [], policy="sync")[0].values()
+    return state
+
+
+SHARES = (3.0, 2.0, 1.0, 2.0)
+NOBODY: frozenset[str] = frozenset()
+
+
+def ways(left: tuple[str, ...]) -> list[tuple[bool, frozenset[str]]]:
+    """How a rank can be lost at a collective: before it, or after it with the result seen by all, some or none."""
+    seen = [frozenset(names) for many in range(len(left) + 1) for names in itertools.combinations(left, many)]
+    return [(False, NOBODY), *((True, blind) for blind in seen)]
+
+
+def places(size: int) -> list[int]:
+    """The collectives of a run without a loss, from its first step on."""
+    _, leader = train(size, [], shares=SHARES[:size])
+    assert leader.collectives[0] - leader.begun > 25
+    return list(range(leader.begun, leader.collectives[0]))
+
+
+def lose(size: int, *losses: Loss) -> dict[str, Any]:
+    found, _ = train(size, list(losses), shares=SHARES[:size])
+    assert set(found) == {f"m{n}" for n in range(size)} - {loss.victim for loss in losses}, losses
+    return found
+
+
+def test_a_rank_is_lost_at_some_collective(alone: TrainedState) -> None:
+    cases = list(itertools.product(places(3), ways(("m0", "m2"))))
+    for place, (after, blind) in cases[::23]:
+        check(lose(3, Loss("m1", place, after=after, blind=blind)), alone)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["m0", "m1", "m2"])
+def test_any_rank_is_lost_at_any_collective(victim: str, alone: TrainedState) -> None:
+    left = tuple(name for name in ("m0", "m1", "m2") if name != victim)
+    for place, (after, blind) in itertools.product(places(3), ways(left)):
+        check(lose(3, Loss(victim, place, after=after, blind=blind)), alone)
+
+
+def second_losses(size: int, first: Loss) -> list[int]:
+    """The collectives of generation 1, settling included, after the first loss."""
+    _, leader = train(size, [first], shares=SHARES[:size])
+    return list(range(leader.collectives[1]))
+
+
+@pytest.mark.parametrize("step", [pytest.param(19, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_another_rank_is_lost_while_the_others_settle_or_later(step: int, alone: TrainedState) -> None:
+    """The first loss inside a step that one of those who are left has applied: the worst moment."""
+    begin = places(4)[7]
+    first = Loss("m1", begin, after=True, blind=frozenset({"m3"}))
+    cases = list(itertools.product(second_losses(4, first), ways(("m0", "m3"))))
+    for place, (after, blind) in cases[::step]:
+        check(lose(4, first, Loss("m2", place, 1, after, blind)), alone)
+
+
+def test_one_rank_is_left(alone: TrainedState) -> None:
+    begin = places(2)
+    for place in (begin[3], begin[-1]):
+        check(lose(2, Loss("m0", place)), alone)

@@ -1,0 +1,183 @@
+"""What ranks do where all of them meet: an entry of the history, an evaluation, a checkpoint.
+
+The synchronizers call `reach` at every event of the axis, on all ranks alike. An event that a lost rank has interrupted
+is undone (`undo`) and reached again by whoever is left (train/settle.py), so nothing of it is in the history twice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uneven.step.evaluation import monitored, name_clash
+from uneven.timeline.record import Recorder
+from uneven.train.callbacks import Agreed, CallbackRunner
+from uneven.train.engine import Engine
+from uneven.train.evaluator import Evaluator
+from uneven.train.history import make_entry
+from uneven.train.rank_info import Report
+from uneven.train.run_record import RunRecord
+from uneven.train.saves import Saves
+from uneven.train.synchronizer import Synchronizer
+from uneven.train.wishes import Wishes
+
+Span = tuple[tuple[int, float], tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an event that has begun would change again."""
+
+    entries: int
+    saves: int
+    span: Span
+    schedule: dict[str, Any] | None
+
+
+class RunEvents:
+    """Life cycle: made with the worker; `synchronizer` is set when the group has formed, then `reach` per event."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunRecord,
+        saves: Saves,
+        callbacks: CallbackRunner,
+        wishes: Wishes,
+        evaluator: Evaluator,
+        report: Report,
+        report_notes: Callable[[], None],
+    ) -> None:
+        self._engine, self._run, self._saves, self._callbacks = engine, run, saves, callbacks
+        self._wishes, self._evaluator, self._report, self._report_notes = wishes, evaluator, report, report_notes
+        self.synchronizer: Synchronizer | None = None
+        self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
+        self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
+        # The history's last entry: (slots, training seconds) before and after it.
+        self.span: Span = ((0, 0.0), (engine.trained, run.train_seconds))
+        self.done = engine.trained  # all events up to this slot are over
+        self._before: _Before | None = None  # of the event that has begun and is not over
+
+    @property
+    def _recorder(self) -> Recorder:
+        return self._engine.recorder
+
+    def agree(self) -> Agreed:
+        """Exchange what callbacks asked for, where all ranks come; raises on all ranks where one has failed."""
+        return self._callbacks.agree(self._engine.rank_info.group)
+
+    def reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None = None) -> bool:
+        """All ranks have passed this epoch, or an event at slot `step` in it, and where it is evaluated or saved they
+        hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
+        callbacks have stopped the run.
+        """
+        schedule = self._engine.schedule
+        kept = schedule.state_dict(first_needed=0) if schedule.needs_metric else None
+        self._before = _Before(len(self._run.history), len(self._run.saves), self.span, kept)
+        is_stopped = self._reach(epoch, loss, first=first, until=until, step=step)
+        self._before = None
+        self.done = max(self.done, self._engine.axis.epoch_end(epoch) if step is None else step)
+        return is_stopped
+
+    def undo(self) -> None:
+        """Forget what an event that was not reached by all ranks has changed here."""
+        if self._before is not None:
+            for entry in self._run.history[self._before.entries :]:
+                self._engine.dropped.report_again(entry.get("dropped", 0))
+            del self._run.history[self._before.entries :]
+            del self._run.saves[self._before.saves :]
+            self.span = self._before.span
+            if self._before.schedule is not None:
+                self._engine.schedule.load_state_dict(self._before.schedule)
+            self._before = None
+
+    def _reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None) -> bool:
+        assert self.synchronizer is not None, "an epoch ends after round 0"
+        self._recorder.enter("other")
+        slot = self._engine.axis.epoch_end(epoch) if step is None else step
+        if not self._engine.events.has_entry(slot):
+            return self._save_checkpoint(slot)
+        if epoch == first:
+            self.span = (self.span[1], (until, self._saves.train_seconds))
+        before, (_, now_s) = self.span
+        entry = make_entry(self._engine, before, now_s, loss, epoch=epoch, first=first, until=until, step=step)
+        if self.epoch_metrics is not None and step is None:
+            entry |= self.epoch_metrics(epoch)
+        self._report_notes()
+        evaluation = self._engine.task.evaluation
+        metrics: dict[str, float] = {}
+        if evaluation is not None and self._engine.events.evaluates(slot):
+            self._recorder.enter("evaluation")
+            self.synchronizer.average_buffers()
+            metrics = self._evaluator.run(evaluation, self.synchronizer.ratio())
+            self._wishes.evaluated(self._recorder.clock())
+            if clash := entry.keys() & metrics.keys():
+                raise name_clash(clash)
+            entry |= metrics
+        if dropped := self._engine.dropped.take_unreported():
+            entry["dropped"] = dropped  # samples of all ranks
+        self._run.history.append(entry)
+        is_stopped = self._after_evaluation(entry, metrics) if metrics else False
+        is_stopped |= self._save_checkpoint(slot)
+        self._recorder.enter("other")
+        self._recorder.event("epoch" if step is None else "evaluated", **entry)
+        self._report.epoch_done(entry)
+        return is_stopped
+
+    def _after_evaluation(self, entry: dict[str, Any], metrics: dict[str, float]) -> bool:
+        """What follows from the metrics, which are the same on all ranks; returns whether the run stops here."""
+        if self._engine.schedule.needs_metric or self._engine.config.keep_best is not None:
+            self._run.monitored = monitored(metrics, self._engine.config.monitor)
+        if self._engine.schedule.needs_metric:
+            self._engine.schedule.step_metric(metrics[str(self._run.monitored)])
+        self._callbacks.metrics = {**metrics, "train_loss": entry["train_loss"]}
+        self._callbacks.run("on_eval", entry["step"], self._run.history)
+        agreed = self.agree()
+        if agreed.keeps:
+            self._recorder.enter("checkpoint")
+            self._run.kept = self._saves.tensors(), entry
+        return agreed.stopped is not None
+
+    def _save_checkpoint(self, slot: int) -> bool:
+        """Take a checkpoint where one is due, on all ranks; returns whether a callback stops the run here."""
+        assert self.synchronizer is not None, "an epoch ends after round 0"
+        if not self._engine.events.saves(slot):
+            return False
+        assert self._engine.trained == slot, f"{self._engine.trained} slots are trained where slot {slot} is saved"
+        self._recorder.enter("checkpoint")
+        self.synchronizer.average_buffers()
+        self._run.saves.append(slot)
+        if self._saves.out is None or not self._saves.can_save():
+            return False  # a replay without a folder: only what a checkpoint changes is repeated
+        folder = self._saves.out / self._saves.name_at(slot)
+        self._save(folder, "request" if self._wishes.requested.is_set() else "interval")
+        if not self._callbacks.awaits_saves:
+            return False
+        self._saves.finish()
+        self._engine.rank_info.group.all_reduce(torch.zeros(1)).wait()  # rank 0 has renamed the folder
+        self._callbacks.run("on_save", slot, self._run.history, folder)
+        return self.agree().stopped is not None
+
+    def _save(self, folder: Path, cause: str) -> None:
+        assert self.synchronizer is not None, "an epoch ends after round 0"
+        state = {"synchronizer": self.synchronizer.state_dict(), "loop": self.loop_state()}
+        ledger = self.synchronizer.ledger()
+        self._saves.save(folder, cause, ledger, state, self._callbacks.state_dict(), self._callbacks.stopped)
+        self._wishes.saved(self._recorder.clock())
+
+    def save_stopped(self) -> None:
+        """Where the run was asked to stop, on all ranks: a checkpoint to go on from, with a local policy's gaps."""
+        assert self.synchronizer is not None, "a run stops after round 0"
+        self._recorder.enter("checkpoint")
+        ledger = self.synchronizer.ledger()
+        if ledger.trained in (0, self._engine.axis.total):
+            return
+        self._engine.reach_slot(ledger.trained)
+        if self._engine.rank_info.world_size > 1 and self._engine.config.is_local:
+            self._run.stop_rounds.append(len(self._engine.rounds) - 1)
+        else:
+            self._run.saves.append(ledger.trained)
+        if (folder := self._saves.folder_when_stopped()) is not None:
+            self._save(folder / f"step-{ledger.trained}", "stop")

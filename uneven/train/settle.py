@@ -1,0 +1,169 @@
+"""Settling: whoever is left after a loss agrees on one state and goes on from it, in the group of a new generation.
+
+Every member reports how far it is. The furthest one is the source: what it has applied has happened, and whoever is
+behind takes it over. What nobody has applied is done again by those who are left. So a sample counts once in the
+params that all of them hold, whatever the lost rank had in its memory.
+
+Here is what both kinds of policy have in common, and the exact ones; for the local ones see settle_local.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.config import SHARDED, RunConfig
+from uneven.parallel.muon_adamw import MuonAdamW
+from uneven.policy.axis import Axis
+from uneven.results.state_tree import join_tree, split_tree
+from uneven.train.engine import Engine
+from uneven.train.gradient_sync import GradientSync
+from uneven.train.step_guard import log_of
+
+NEWCOMER = -1  # the generation that a member has settled in which has trained in none
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a member is: the generation it has settled in, and the steps it has applied or rounds it has merged."""
+
+    settled: int
+    progress: int
+    event: int  # all events up to this slot are over
+    members: tuple[str, ...]  # of the generation it has settled in, in rank order
+    is_over: bool = False  # nothing is left to train, and all that follows it is done
+    event_loss: float | None = None  # of the event that it has begun and not finished
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.settled, self.progress, self.event
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """Every member's standing, in the order of the new ranks; the same on all of them."""
+
+    standings: tuple[Standing, ...]
+    source: int  # the furthest one: the lowest rank of those
+
+    @property
+    def furthest(self) -> Standing:
+        return self.standings[self.source]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether somebody is behind the source, and takes its state over."""
+        return any(one.progress != self.furthest.progress for one in self.standings)
+
+    @property
+    def event_loss(self) -> float | None:
+        """The loss of the event that is reached again, where one of them had it already."""
+        known = (one.event_loss for one in self.standings if one.key[:2] == self.furthest.key[:2])
+        return next((loss for loss in known if loss is not None), None)
+
+
+def compare(group: Group, own: Standing) -> Settlement:
+    """Exchange standings and find the source; a collective."""
+    rows = [json.loads(data) for data in gather_bytes(group, json.dumps(asdict(own)).encode())]
+    standings = tuple(Standing(**{**row, "members": tuple(row["members"])}) for row in rows)
+    return Settlement(standings, max(range(len(standings)), key=lambda rank: (standings[rank].key, -rank)))
+
+
+def why_not(engine: Engine) -> str | None:
+    """Why the loss of a rank ends this run, whatever on_fault says; None where the others can go on."""
+    config = engine.config
+    if engine.is_own_loop:
+        return "it is a loop of your own"
+    if config.is_model_parallel:
+        return f"strategy={config.strategy!r} has parts of the model on every rank"
+    if config.strategy in SHARDED or isinstance(engine.optimizer, MuonAdamW):
+        return f"strategy={config.strategy!r} has a part of the state on every rank"
+    if config.is_local:
+        return "local policies do not settle yet"
+    if engine.reader is not None:
+        return "one rank reads the stream for all of them"
+    if config.compile == "graph" and engine.device.type == "cuda":
+        return "compile='graph' has captured the steps of this group"
+    if config.replay is not None:
+        return "it is a replay"
+    return None
+
+
+def config_of(config: RunConfig, ranks: Sequence[int]) -> RunConfig:
+    """Settings that have one entry per rank, for those of the ranks that are left, in their new order."""
+
+    def pick(values: Any) -> Any:
+        return tuple(values[rank] for rank in ranks) if isinstance(values, tuple) else values
+
+    given = {"shares": config.shares, "memory_shares": config.memory_shares, "memory_cap": config.memory_cap}
+    return replace(config, **{name: pick(values) for name, values in given.items()})
+
+
+def share_record(group: Group, source: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's record, as JSON, on every rank; a collective."""
+    own = json.dumps(record).encode() if group.rank == source else b""
+    found: dict[str, Any] = json.loads(gather_bytes(group, own)[source])
+    return found
+
+
+def share_tensors(group: Group, source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The source's tensors on every rank, in host memory; a collective. What the others pass is not used."""
+    specs = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+    agreed = share_record(group, source, specs)
+    if group.rank == source:
+        found = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    else:
+        found = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in agreed.items()}
+    for work in [group.broadcast(tensor.view(-1), source) for tensor in found.values() if tensor.numel()]:
+        work.wait()
+    return found
+
+
+def take_replica(engine: Engine, group: Group, source: int, is_behind: bool) -> None:
+    """Params and optimizer state of the source, on ranks that are behind it; a collective."""
+    optimizer = engine.optimizer.state_dict()
+    skeleton, state = split_tree(optimizer["state"], "optimizer")
+    agreed = share_record(group, source, {"optimizer": skeleton})
+    params = {f"params.{name}": param for name, param in engine.model.named_parameters()}
+    found = share_tensors(group, source, {**params, **state})
+    if not is_behind:
+        return
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(found[name])
+    engine.optimizer.load_state_dict(
+        {"state": join_tree(agreed["optimizer"], found), "param_groups": optimizer["param_groups"]}
+    )
+
+
+def settle_exact(engine: Engine, before: GradientSync, own: Standing, settlement: Settlement) -> None:
+    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group.
+
+    A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
+    its own part in the sum counts it as trained. Else the slot is trained again, from the same buffers and random
+    numbers.
+    """
+    is_behind = own.progress < settlement.furthest.progress
+    if settlement.is_uneven:
+        take_replica(engine, engine.rank_info.group, settlement.source, is_behind)
+    # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
+    if before.guard is not None:
+        before.guard.end_interrupted(was_applied=is_behind)
+
+
+def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], axis: Axis) -> list[dict[str, Any]]:
+    """What those have trained who were in earlier generations and are none of these members, one log each."""
+    logs: dict[str, dict[str, Any]] = {}
+    for generation in generations:
+        for rank, member in enumerate(generation["members"]):
+            if member not in members:
+                found = log_of(generation, rank, axis)
+                known = logs.setdefault(member, {"log": [], "dropped": []})
+                known["log"] += found["log"]
+                known["dropped"] += found["dropped"]
+    return list(logs.values())
