@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.faults.cases import SILENT_S, Case
+from tests.faults.cases import Case
 from tests.faults.one_run import Ran
 from tests.faults.training import factor, loss_of, make_data, make_net, make_optimizer
 from uneven import TrainedState
@@ -22,7 +22,6 @@ from uneven.results.checkpoint import read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints
 
 NEAR = 1e-10
-SETTLED_S = 5.0  # from detection
 Parts = Sequence[Sequence[int]]  # (slot, first, samples)
 
 
@@ -207,24 +206,22 @@ def _check_folder(found: Outcome, ran: Ran) -> None:
 
 
 def _measure(found: Outcome, ran: Ran) -> None:
-    """Settle times and work trained again, seen from outside."""
+    """Settle times, as the ranks' timelines have them, and the work that was done more than once."""
     case = ran.case
     found.again = sum(notes.batches for notes in ran.notes) - case.samples * case.epochs
-    letter = "p" if case.is_exact else "r"
-    for one in ran.happened:
-        if not one.fault.is_loss:
-            continue
-        times = sorted(
-            at for notes in ran.notes if notes.pid != one.pid for at, kind, _ in notes.lines if kind == letter
-        )
-        ends = [at for at in times if at > one.time]
-        if not ends:
-            continue
-        detected = one.time + (0.0 if one.fault.kind == "kill" else SILENT_S)
-        # The longest pause that begins before its detection: a step that was in flight may still have come through.
-        pauses = [
-            (stop - start, stop)
-            for start, stop in zip([one.time, *ends], ends, strict=False)
-            if start <= detected + 0.1
-        ]
-        found.settled_s.append(max(0.0, max(pauses)[1] - detected))
+    events = json.loads((ran.folder / "run" / "timeline.json").read_text())["events"]
+    found.settled_s = settle_times(events)
+    losses = sum(one.fault.is_loss for one in ran.happened)
+    if losses and not found.settled_s:
+        found.faults.append(f"{losses} ranks were lost, and the timeline has no generation")
+    if case.is_exact and found.again > losses * case.slot_size:
+        found.faults.append(f"{found.again} samples were trained again, more than a step of {case.slot_size} per loss")
+
+
+def settle_times(events: Sequence[dict[str, Any]]) -> list[float]:
+    """Per generation, in seconds: how long the rank took that was last to train on, since it had noticed the loss."""
+    took: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "generation":
+            took[event["number"]] = max(took.get(event["number"], 0.0), event["ms"] / 1e3)
+    return list(took.values())
