@@ -19,7 +19,7 @@ import psutil
 from uneven.launch.lifeline import LIFELINE
 
 RANK = "uneven.launch.rank"
-OBSERVE = "uneven.bench.chaos.observe"
+OBSERVE = "uneven.launch.observe"
 
 
 class DisturbedRun:
@@ -97,7 +97,7 @@ class DisturbedRun:
 
 
 class Observer:
-    """What the ranks of a run tell in its store, as observe.py reads it in a process of its own, with torch."""
+    """What the ranks of a run tell in its store, as launch/observe.py reads it in a process of its own, with torch."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", OBSERVE, str(folder)]

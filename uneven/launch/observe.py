@@ -1,6 +1,6 @@
 """Read from a run's store whether its ranks train and which generation has settled: a JSON line at every change.
 
-`python -m uneven.bench.chaos.observe FOLDER`, started by processes.py with the run's private folder. A process of its
+`python -m uneven.launch.observe FOLDER`, started by `uneven chaos` with the run's private folder. A process of its
 own, since the store's client needs torch, and complains when the store goes with the run. It ends with the run, or with
 the process that started it.
 """
