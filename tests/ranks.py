@@ -6,6 +6,7 @@ The thread group sums in rank order, so a test's result does not depend on sched
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from uneven.comm.lost import Lost
 from uneven.comm.store import open_store
 from uneven.comm.work import Traffic, Work
 from uneven.errors import GroupLostError
@@ -90,11 +92,14 @@ class RankMissingError(GroupLostError):
 
 
 class _ThreadWork:
-    def __init__(self, meeting: _Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: _Meeting, lost: Lost) -> None:
+        self._meeting, self._lost = meeting, lost
 
     def wait(self) -> None:
-        assert self._meeting.done.wait(150), "a rank did not come"
+        end = time.monotonic() + 150
+        while not self._meeting.done.wait(0.02):
+            self._lost.check()
+            assert time.monotonic() < end, "a rank did not come"
         if self._meeting.is_off:
             raise RankMissingError
 
@@ -109,10 +114,11 @@ class ThreadGroup:
     has_cheap_host_sums = False
     pretends_nccl = False  # use the collectives that are chosen for NCCL
 
-    def __init__(self, room: _Room, rank: int) -> None:
+    def __init__(self, room: _Room, rank: int, lost: Lost | None = None) -> None:
         self.rank = rank
         self.world_size = room.size
         self.traffic = Traffic()
+        self._lost = lost or Lost()
         self._room = room
         self._count = 0
         self._twins = 0
@@ -136,21 +142,25 @@ class ThreadGroup:
         self._twins += 1
         with self._room.lock:
             room = self._room.twins.setdefault(self._twins, _Room(self.world_size))
-        return ThreadGroup(room, self.rank)
+        return ThreadGroup(room, self.rank, self._lost)
 
     def claim(self, many: int) -> int:
         with self._room.lock:
             self._room.claimed += many
             return self._room.claimed - many
 
+    def abort(self, why: str) -> None:
+        self._lost.abort(why)
+
     def close(self) -> None: ...
 
     def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
+        self._lost.check()
         with self._room.lock:
             meeting = self._room.meeting(self._count)
             self._count += 1
             meeting.bring(self.rank, tensor, compute, owner)
-        return Work(_ThreadWork(meeting), tensor, self.traffic)
+        return Work(_ThreadWork(meeting, self._lost), tensor, self.traffic, self._lost)
 
 
 def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:

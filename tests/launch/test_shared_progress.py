@@ -12,9 +12,14 @@ from uneven.hardware.roster import Roster
 from uneven.launch.shared_progress import SharedProgress, describe_roster
 from uneven.policy.axis import Axis
 from uneven.results.progress import Reporter
+from uneven.train.rank_info import RankInfo
 
 ROSTER = Roster(parse_devices("cpu,cpu,cpu@0.4"), (0, 1, 1), ("pc-anna", "pc-bert"))
 ENTRY = {"epoch": 1, "samples": 10_000, "train_loss": 0.5, "lr": 0.1, "train_seconds": 4.0, "samples_per_s": 2500.0}
+
+
+def rank_info(rank: int) -> RankInfo:
+    return RankInfo(rank, ROSTER.devices, roster=ROSTER)
 
 
 def show(rank: int) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def test_rank_0_draws_the_devices_of_all_machines(
     monkeypatch.setenv("COLUMNS", "140")
     store, _ = open_store()
     reporter = Reporter("bar", "train.py")
-    ranks = [SharedProgress(reporter if rank == 0 else Silent(), ROSTER, rank) for rank in range(3)]
+    ranks = [SharedProgress(reporter if rank == 0 else Silent(), rank_info(rank)) for rank in range(3)]
     for rank, shared in enumerate(ranks):
         shared.connect(store, lambda rank=rank: show(rank))  # type: ignore[misc]
         shared.started(Axis(10_000, 100, 1), "cpu")
@@ -51,7 +56,7 @@ def test_a_store_that_is_gone_ends_no_run() -> None:
         def set(self, *_: Any) -> None:
             raise RuntimeError("connection reset")
 
-    shared = SharedProgress(Silent(), ROSTER, 1)
+    shared = SharedProgress(Silent(), rank_info(1))
     shared.close()  # never connected: the group did not form
     shared.connect(Gone(), lambda: show(1))  # type: ignore[arg-type]
     shared.close()

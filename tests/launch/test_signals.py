@@ -16,6 +16,7 @@ from uneven import Ddp, TensorData, TrainedState, fit
 from uneven.comm.store import open_store
 from uneven.errors import StoppedError, Terminated
 from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
 from uneven.launch.requests import Requests
 from uneven.launch.signals import SIGNALS, Stoppable
 from uneven.launch.watch import Watch
@@ -174,9 +175,12 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
         def exit_codes(self) -> list[int | None]:
             return [None, -signal.SIGTERM]
 
+        def lost(self) -> dict[int, str]:
+            return {}
+
     store, _ = open_store()
-    requests, processes = Requests(), Processes()
-    watch = Watch(processes, store, tmp_path, ["a", "b"], parse_devices("cpu,cpu"), Reporter("off"))  # type: ignore[arg-type]
+    requests, processes, roster = Requests(), Processes(), Roster.on_one_machine(parse_devices("cpu,cpu"))
+    watch = Watch(processes, store, tmp_path, ["a", "b"], roster, Reporter("off"))  # type: ignore[arg-type]
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
     assert requests.is_terminated

@@ -12,6 +12,7 @@ import pytest
 from uneven.comm.store import get_text, open_store
 from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
 from uneven.launch import watch as watch_module
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
@@ -22,6 +23,7 @@ from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
 MEMBERS = ["a", "b"]
+ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu"))
 
 
 class Processes:
@@ -40,6 +42,9 @@ class Processes:
                 self._store.set(heartbeat_key(member), json.dumps(status))
         return [None, None]
 
+    def lost(self) -> dict[int, str]:
+        return {}
+
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +57,7 @@ def wait(folder: Path, *beats: dict[str, Any]) -> None:
     processes: Any = Processes(store, list(beats))
     requests = Requests()
     requests.stop.set()
-    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")).wait(requests)
+    Watch(processes, store, folder, MEMBERS, ROSTER, Reporter("off")).wait(requests)
 
 
 def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked_for(tmp_path: Path) -> None:
@@ -63,10 +68,10 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
     context.start_heartbeat(dict, lambda: None)
     waits = {"count": 1, "slot": 0, "phase": "setup"}
     store.set(heartbeat_key("b"), json.dumps(waits))
-    processes: Any = SimpleNamespace(exit_codes=lambda: [0, 0] if ended.is_set() else [None, None])
+    processes: Any = SimpleNamespace(exit_codes=lambda: [0, 0] if ended.is_set() else [None, None], lost=dict)
     ended, watch = (
         threading.Event(),
-        Watch(processes, store, tmp_path, MEMBERS, parse_devices("cpu,cpu"), Reporter("off")),
+        Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off")),
     )
     thread = threading.Thread(target=watch.wait, args=(asked,))
     thread.start()
@@ -117,10 +122,12 @@ def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
     status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
     for member in MEMBERS:
         store.set(heartbeat_key(member), json.dumps(status))
-    processes: Any = SimpleNamespace(exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None])
+    processes: Any = SimpleNamespace(
+        exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None], lost=dict
+    )
     requests = Requests()
     requests.terminate()
-    watch = Watch(processes, store, tmp_path, MEMBERS, parse_devices("cpu,cpu"), Reporter("off"))
+    watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
     monkeypatch.setattr(watch, "_stop_sent_s", time.monotonic())
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)

@@ -11,6 +11,7 @@ from uneven import InputError
 from uneven.comm.store import open_store
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import RankHealth
 from uneven.launch.heartbeat import heartbeat_key
 from uneven.launch.requests import Requests
@@ -18,6 +19,7 @@ from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
 MEMBERS = ["host/cpu/aa", "host/cpu/bb"]
+ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu@0.4"))
 
 
 class Processes:
@@ -28,6 +30,9 @@ class Processes:
 
     def exit_codes(self) -> list[int | None]:
         return self._codes
+
+    def lost(self) -> dict[int, str]:
+        return {}
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def beat(store: Any, member: str, rank: int) -> None:
 
 def watch(store: Any, folder: Path, *codes: int) -> None:
     processes: Any = Processes(list(codes))
-    Watch(processes, store, folder, MEMBERS, parse_devices("cpu,cpu@0.4"), Reporter("off")).wait(Requests())
+    Watch(processes, store, folder, MEMBERS, ROSTER, Reporter("off")).wait(Requests())
 
 
 def fail(folder: Path, number: int, time: float, what: str, kind: str = "other") -> None:

@@ -211,7 +211,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> 
         reporter.close()
         context.end_run()
         SIGNALS.discard(stoppable)
-        if requests.is_terminated or stoppable.received == signal.SIGTERM or context.was_peer_terminated():
+        if requests.is_terminated or stoppable.received == signal.SIGTERM or context.ranks.was_peer_terminated():
             SIGNALS.leave()  # Terminated, unless it is on its way already
 
     start.has_begun = True

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uneven.comm.lost import SLICE_S, Lost
 from uneven.comm.peers import Peers
 from uneven.comm.segment import Segment
 from uneven.comm.shared_ring import ALIGN, ENTRIES, Inbox, Layout, Outbox, Views
@@ -117,7 +118,16 @@ class Exchange:
     Any thread may call it, one at a time. `meanwhile` is called now and then while it waits.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, rank: int, sizes: Sizes, verify: bool, timeout_s: float):
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        rank: int,
+        sizes: Sizes,
+        verify: bool,
+        timeout_s: float,
+        lost: Lost | None = None,
+    ) -> None:
         self.rank, self.world_size = rank, layout.world_size
         # A value's lane to or from a rank has the rank's number.
         self._others = tuple(other for other in range(self.world_size) if other != rank)
@@ -134,6 +144,7 @@ class Exchange:
         self._unfinished: deque[_Piece] = deque()  # ends with those that are unsent
         self._reading: deque[tuple[torch.cuda.Event | None, int]] = deque()  # messages that a device still copies
         self._count = 0  # pieces so far, for their owners
+        self._lost = lost or Lost()  # of all groups that were formed together; this one may be closed alone
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -158,7 +169,7 @@ class Exchange:
         """Whatever can be done without waiting; nothing where another thread is at it."""
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_closed:
+                if not self._is_closed and self._lost.error is None:
                     self._progress()
             finally:
                 self._lock.release()
@@ -177,13 +188,15 @@ class Exchange:
     def close(self) -> None:
         """Leave the group. A thread that waits in it raises, a moment later."""
         self._is_closed = True
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(timeout=4 * SLICE_S):  # a thread that waits is out of it after one
             self._release()
             self._lock.release()
 
     def _check_open(self) -> None:
         if self._is_closed:
             self._release()
+        self._lost.check()
+        if self._is_closed:
             raise RuntimeError("the group was closed")
 
     def _release(self) -> None:

@@ -1,14 +1,21 @@
-"""Form this rank's group from the rendezvous store: NCCL, shared memory, Gloo, or both. Called by launch/context.py."""
+"""Form this rank's group from the rendezvous store: NCCL, shared memory, Gloo, or both. Called by launch/.
+
+The first generation of a run has torch's default group in it, for PyTorch's own strategies and the user's code. Later
+ones never touch torch's default group: it exists once per process, and cannot be formed anew beside a peer that hangs.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from uneven.comm.forming import LIMIT, Forming
+from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.hierarchy import join_machines
 from uneven.comm.shared_memory import share
 from uneven.comm.store import Store
+from uneven.errors import GroupLostError
 
 
 def form_group(
@@ -21,15 +28,25 @@ def form_group(
     *,
     machines: Sequence[int] | None = None,
     verify: bool = False,
+    generation: int = 0,
+    is_stale: Callable[[], bool] = lambda: False,
 ) -> Group:
     """`backend` is 'nccl', 'shm', 'gloo', or 'cpu': shared memory where it is possible, else Gloo, as with 'shm'.
 
     `machines` has each rank's machine; without it all are on one. On several, 'cpu' is shared memory on each machine
     and Gloo between them. `is_crowded`: ranks of this machine share a GPU. `verify`: messages through shared memory
     carry checksums.
+
+    `generation`: its number in the run; `store` has the keys of this generation alone. A later one than the first is
+    given up with a GroupLostError where a peer does not come soon, or where `is_stale` says, which is asked meanwhile
+    by the calling thread, that a newer one is wanted; then nothing of it is left. Groups made by its `new_group`
+    likewise.
     """
     if size == 1:
-        return SoloGroup()
+        return SoloGroup(generation)
+    if generation:
+        forming = Forming(LIMIT, is_stale)
+        return _form_again(store, rank, size, device, backend, machines, verify, generation, forming)
     if backend == "nccl":
         if is_crowded:
             _allow_shared_gpu(rank)
@@ -41,6 +58,35 @@ def form_group(
     if machines is None or num_machines == 1:
         return share(gloo, store, device, verify=verify)
     return gloo if num_machines == size else join_machines(gloo, store, device, machines, verify)
+
+
+def _form_again(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str,
+    machines: Sequence[int] | None,
+    verify: bool,
+    generation: int,
+    forming: Forming,
+) -> Group:
+    if backend == "nccl":
+        raise GroupLostError("a rank is gone, and a group of NCCL is not formed a second time in one process")
+    gloo = GlooGroup(store, rank, size, generation, forming)
+    num_machines = 1 if machines is None else len(set(machines))
+    group: Group = gloo
+    try:
+        if backend != "gloo" and (machines is None or num_machines == 1):
+            group = share(gloo, store, device, verify=verify, forming=forming)
+        elif backend != "gloo" and num_machines < size:
+            group = join_machines(gloo, store, device, machines or (), verify, forming=forming)
+        if group is gloo:
+            gloo.connect()
+    except BaseException:
+        gloo.close()
+        raise
+    return group
 
 
 def _allow_shared_gpu(rank: int) -> None:

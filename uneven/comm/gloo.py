@@ -1,118 +1,149 @@
-"""Gloo among some of the ranks, formed by them alone, beside torch's default group of all.
+"""Gloo among some of the ranks, formed by them alone, beside torch's default group of all or without it.
 
-Used by comm/hierarchy.py: between machines, and on a machine whose ranks cannot share memory. torch's own `new_group`
-makes every rank of the world take part, or names a group by how many this process has, which differs between ranks.
+Used by comm/hierarchy.py: between machines, and on a machine whose ranks cannot share memory; and by comm/form.py for
+every generation but the first: torch has one default group per process, and forms it with all ranks of the world.
 """
 
-from datetime import timedelta
+import threading
 from typing import Any
-from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.group import TIMEOUT
+from uneven.comm.forming import TIMEOUT, Forming
+from uneven.comm.gloo_address import make_options
+from uneven.comm.lost import Lost, free
 from uneven.comm.store import Store, under
-from uneven.comm.work import Traffic, Work
-
-# A process group whose collectives are not over blocks in its destructor until they are, and that may take minutes
-# where a peer is lost. Such groups are kept for the rest of the process.
-_UNFINISHED: list[Any] = []
+from uneven.comm.work import GlooWork, Traffic
+from uneven.errors import GroupLostError
 
 
 class GlooGroup:
     """A Group of `size` ranks, counted among themselves; `store` has the keys of this group alone.
 
-    Life cycle: `connect` on all of its ranks at once, collectives, `close`.
+    Life cycle: `connect` on all of its ranks at once, collectives, `close`, which closes the groups made by `new_group`
+    too. One that is never connected has claims alone.
     """
 
     backend = "gloo"
-    generation = 0
     has_cheap_host_sums = False
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.world_size = rank, size
+    def __init__(self, store: Store, rank: int, size: int, generation: int = 0, forming: Forming | None = None) -> None:
+        self._formed = _Formed(store, rank, size, generation, forming or Forming())
+        self._begin(store)
+
+    def _begin(self, store: Store) -> None:
+        self.rank, self.world_size, self.generation = self._formed.rank, self._formed.size, self._formed.generation
         self.traffic = Traffic()
         self._store = store
-        self._twins = 0
-        self._gloo: Any = None
-        self._works: WeakSet[GlooWork] = WeakSet()  # those that somebody holds
+        self.process_group: Any = None
+        self._formed.groups.append(self)
 
     def connect(self) -> None:
-        """At the address that torch's default group has, where there is one."""
-        if self._gloo is None:
-            formed: Any = dist.ProcessGroupGloo
-            keys = under("gloo", self._store)
-            self._gloo = formed(keys, self.rank, self.world_size, _options_of_default_group() or TIMEOUT)
+        """GroupLostError where a peer does not come, or the group is given up meanwhile."""
+        if self.process_group is None:
+            self.process_group = self._formed.connect(self._store)
 
-    def all_reduce(self, tensor: Tensor) -> "GlooWork":
+    def all_reduce(self, tensor: Tensor) -> GlooWork:
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
-    def all_reduce_max(self, tensor: Tensor) -> "GlooWork":
+    def all_reduce_max(self, tensor: Tensor) -> GlooWork:
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def broadcast(self, tensor: Tensor, owner: int = 0) -> "GlooWork":
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> GlooWork:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = owner, 0
-        return self._started(self._gloo.broadcast([tensor], options), tensor)
+        return self._start("broadcast", tensor, options)
 
-    def reduce(self, tensor: Tensor, owner: int) -> "GlooWork":
+    def reduce(self, tensor: Tensor, owner: int) -> GlooWork:
         options: Any = dist.ReduceOptions()
         options.reduceOp, options.rootRank, options.rootTensor = dist.ReduceOp.SUM, owner, 0
-        return self._started(self._gloo.reduce([tensor], options), tensor)
+        return self._start("reduce", tensor, options)
 
     def is_nccl(self, tensor: Tensor) -> bool:
         del tensor
         return False
 
     def new_group(self) -> "GlooGroup":
-        self._twins += 1
-        twin = GlooGroup(under(f"twin/{self._twins}", self._store), self.rank, self.world_size)
+        twin = GlooGroup.__new__(GlooGroup)
+        twin._formed = self._formed
+        twin._begin(self._formed.next_store())
         twin.connect()
         return twin
 
     def claim(self, count: int) -> int:
-        return int(self._store.add("claims", count)) - count
+        return self._formed.claim(count)
+
+    def abort(self, why: str) -> None:
+        self._formed.lost.abort(why)
 
     def close(self) -> None:
-        """Waits for nobody, whatever was started."""
-        if not all(work.is_completed() for work in self._works):
-            _UNFINISHED.append(self._gloo)
-        self._gloo = None
+        self._formed.close()
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> "GlooWork":
+    def _all_reduce(self, tensor: Tensor, op: Any) -> GlooWork:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return self._started(self._gloo.allreduce([tensor], options), tensor)
+        return self._start("allreduce", tensor, options)
 
-    def _started(self, work: Any, tensor: Tensor) -> "GlooWork":
-        started = GlooWork(work, tensor, self.traffic)
-        self._works.add(started)
-        return started
-
-
-def _options_of_default_group() -> Any:
-    """Network interface and timeout of the group that all ranks have formed; None where there is no such group."""
-    if not dist.is_initialized():
-        return None
-    whole: Any = dist.group.WORLD
-    gloo = whole._get_backend(torch.device("cpu"))
-    return getattr(gloo, "options", None) if isinstance(gloo, dist.ProcessGroupGloo) else None
+    def _start(self, name: str, tensor: Tensor, options: Any) -> GlooWork:
+        lost = self._formed.lost
+        if lost.error is not None:
+            lost.check()
+        return GlooWork(getattr(self.process_group, name)([tensor], options), tensor, self.traffic, lost)
 
 
-class GlooWork(Work):
-    """A collective over Gloo that can be waited for in slices, so that whoever waits can see to something else."""
+class _Formed:
+    """What a group and those made from it have in common."""
 
-    def wait_for(self, seconds: float) -> bool:
-        """Wait at most so long, in whole milliseconds; whether it is completed. Raises what it has failed with."""
-        inner: Any = self._inner
-        if inner is None:
-            return True
-        try:
-            inner.wait(timedelta(milliseconds=max(1, round(1e3 * seconds))))
-        except RuntimeError:
-            if not inner.is_completed():  # the slice is over
-                return False
-        self.wait()
-        return True
+    def __init__(self, store: Store, rank: int, size: int, generation: int, forming: Forming) -> None:
+        self.rank, self.size, self.generation = rank, size, generation
+        self.lost = Lost()
+        self.groups: list[GlooGroup] = []
+        self._store, self._forming = store, forming.unless(self.lost)
+        self._counter: Store | None = None
+        self._twins = 0
+
+    def next_store(self) -> Store:
+        """The keys of one more group; on all ranks in the same order."""
+        self._twins += 1
+        return under(f"twin/{self._twins}", self._store)
+
+    def claim(self, count: int) -> int:
+        # A client that waits blocks its other users, and a claim may come from another thread than the collectives.
+        if self._counter is None:
+            self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return int(self._counter.add("claims", count)) - count
+
+    def connect(self, store: Store) -> Any:
+        """Gloo's constructor waits for peers: in a thread, which ends by Gloo's own limit where it is left alone."""
+        self.lost.check()
+        store.set(f"here/{self.rank}", "")
+        self._forming.wait(store, [f"here/{rank}" for rank in range(self.size)])
+        made: list[Any] = []
+        failed: list[RuntimeError] = []
+        # A connection of its own: that of a thread that is left alone stays busy.
+        keys = under("gloo", store.clone())  # type: ignore[attr-defined]
+
+        def make() -> None:
+            gloo: Any = dist.ProcessGroupGloo
+            try:
+                made.append(gloo(keys, self.rank, self.size, make_options(self._forming.limit)))
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=make, name="uneven-connect", daemon=True)
+        thread.start()
+        self._forming.poll(lambda: not thread.is_alive())
+        if failed:
+            raise GroupLostError(f"a peer was lost while the group was formed: {failed[0]}") from failed[0]
+        made[0]._set_default_timeout(TIMEOUT)
+        return made.pop()
+
+    def close(self) -> None:
+        self.lost.close()
+        held = [group.process_group for group in self.groups if group.process_group is not None]
+        for group in self.groups:
+            group.process_group = None
+        self.groups.clear()
+        if held:
+            free(held, self.lost.is_aborted)

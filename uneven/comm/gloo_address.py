@@ -1,10 +1,12 @@
-"""Gloo at one address of this machine, where the interface alone would not do.
+"""Where Gloo listens and connects: at the interface that is named, or at one address where that would not do.
 
 Gloo takes the first address of GLOO_SOCKET_IFNAME's interface, and IPv4 comes first: beside a machine that has IPv6
 alone it fails (`ss_family 10 vs 2`). Then launch/interface.py names the address here, and comm/group.py asks for the
 backend's name.
 """
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,11 +27,22 @@ def gloo_backend() -> str:
     return BACKEND if _address else "gloo"
 
 
+def make_options(timeout: timedelta) -> Any:
+    """Of a group that is formed without torch's default one, at the same address as that."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # Gloo's options have no public name that holds its devices
+    if _address:
+        options._devices = [gloo.create_device(hostname=_address[0])]
+    elif names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    else:
+        options._devices = [gloo.create_default_device()]
+    options._threads = 2 * len(options._devices)
+    options._timeout = timeout
+    return options
+
+
 def _make_backend(asked: Any, options: Any) -> Any:
     del options
     gloo: Any = dist.ProcessGroupGloo
-    ours = gloo._Options()  # Gloo's options have no public name that holds its devices
-    ours._devices = [gloo.create_device(hostname=_address[0])]
-    ours._threads = 2
-    ours._timeout = asked.timeout
-    return gloo(asked.store, asked.group_rank, asked.group_size, ours)
+    return gloo(asked.store, asked.group_rank, asked.group_size, make_options(asked.timeout))

@@ -5,26 +5,24 @@ ranks must start the same collectives in the same order; nothing here checks tha
 """
 
 import copy
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from uneven.comm.forming import TIMEOUT
 from uneven.comm.gloo_address import gloo_backend
+from uneven.comm.lost import Lost, free
 from uneven.comm.store import Store
-from uneven.comm.work import Traffic, Work
-
-# A dead peer raises at once, and the launcher finds a rank that hangs; this timeout is the last resort.
-TIMEOUT = timedelta(minutes=30)
+from uneven.comm.work import GlooWork, Traffic, Work
 
 
 class Group(Protocol):
     """Collectives over all ranks, in place and asynchronous: the tensor holds the result after `wait()`.
 
-    `rank` and `world_size` may change when ranks join or leave, and `generation` counts how often they did: read them
-    where they are needed and keep no copy.
+    A group belongs to one `generation` of its run. When a rank is lost or joins, it is given up, and the next one is
+    formed (comm/form.py): whatever waits in it raises a GroupLostError, and so does whoever starts a collective.
     """
 
     rank: int
@@ -59,7 +57,15 @@ class Group(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def abort(self, why: str) -> None:
+        """Give up this group and all that were made from it: GroupLostError(why) in all their collectives, those that
+        some thread waits for and later ones. By any thread, at any time; returns at once. `close` comes after it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group and those made from it. Waits for no peer, whatever is under way."""
+        ...
 
 
 class TorchGroup:
@@ -69,12 +75,15 @@ class TorchGroup:
     """
 
     has_cheap_host_sums = False
+    _lost = Lost()  # every group has its own
 
     def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
         self.rank = rank
         self.world_size = size
         self.generation = 0
         self.traffic = Traffic()
+        self._lost = Lost()
+        self._family = [self]  # with those made from it
         self._store = store
         self._counter: Store | None = None  # the store by a connection of its own, for claims
         self._nccl = nccl
@@ -103,11 +112,13 @@ class TorchGroup:
         return self._nccl is not None and tensor.is_cuda
 
     def new_group(self) -> "TorchGroup":
+        self._lost.check()
         twin = copy.copy(self)
         twin.traffic = Traffic()
         # The timeout is not inherited from the default group.
         twin._process_group = dist.new_group(backend=self._backend, timeout=TIMEOUT)
         twin._connect()
+        self._family.append(twin)
         return twin
 
     def claim(self, count: int) -> int:
@@ -116,9 +127,19 @@ class TorchGroup:
             self._counter = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         return int(self._counter.add("claims", count)) - count
 
+    def abort(self, why: str) -> None:
+        self._lost.abort(why)
+
     def close(self) -> None:
-        if dist.is_initialized():
+        self._lost.close()
+        if dist.is_initialized() and self._family:
+            world: Any = dist.distributed_c10d._world
+            held = list(world.pg_map)  # the user's, too: none is freed before all threads have let go of it
             dist.destroy_process_group()
+            for group in self._family:
+                group._process_group = None
+            self._family.clear()
+            free(held, self._lost.is_aborted)
 
     def _connect(self) -> None:
         """Connect NCCL now: it connects at the first collective, which must not run in the averaging thread."""
@@ -127,7 +148,13 @@ class TorchGroup:
             torch.cuda.synchronize(self._nccl)
 
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
-        return Work(collective(tensor, group=self._process_group, async_op=True, **options), tensor, self.traffic)
+        if self._lost.error is not None:
+            self._lost.check()
+        work = collective(tensor, group=self._process_group, async_op=True, **options)
+        return self._kind_of_work(tensor)(work, tensor, self.traffic, self._lost)
+
+    def _kind_of_work(self, tensor: Tensor) -> type[Work]:
+        return Work if self.is_nccl(tensor) else GlooWork
 
 
 def has_nccl() -> bool:
@@ -140,14 +167,16 @@ class SoloGroup:
 
     rank = 0
     world_size = 1
-    generation = 0
     has_cheap_host_sums = True
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int = 0) -> None:
+        self.generation = generation
         self.traffic = Traffic()
+        self._lost = Lost()
         self._claimed = 0
 
     def all_reduce(self, tensor: Tensor) -> Work:
+        self._lost.check()
         return Work(_CompletedWork(), tensor, Traffic())
 
     all_reduce_max = all_reduce
@@ -163,11 +192,17 @@ class SoloGroup:
         return False
 
     def new_group(self) -> "SoloGroup":
-        return SoloGroup()
+        twin = SoloGroup(self.generation)
+        twin._lost = self._lost
+        return twin
 
     def claim(self, count: int) -> int:
         self._claimed += count
         return self._claimed - count
+
+    def abort(self, why: str) -> None:
+        """A newcomer makes a new generation: the rank that was alone hears of it at its next collective."""
+        self._lost.abort(why)
 
     def close(self) -> None: ...
 

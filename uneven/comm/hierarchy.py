@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from uneven.comm.exchange import Sizes, on_stream
-from uneven.comm.gloo import GlooGroup, GlooWork
+from uneven.comm.forming import Forming
+from uneven.comm.gloo import GlooGroup
 from uneven.comm.group import Group
+from uneven.comm.lost import SLICE_S, Lost
 from uneven.comm.shared_memory import share
 from uneven.comm.store import Store, under
-from uneven.comm.work import Traffic, Work
+from uneven.comm.work import GlooWork, Traffic, Work
+from uneven.errors import GroupLostError
 
-SLICE_S = 0.05  # asleep at a time while the network works, so that signals are handled and other groups go on ...
-BUSY_SLICE_S = 0.002  # ... and where something else is in flight that may have come further meanwhile
+BUSY_SLICE_S = 0.002  # asleep at a time where something else is in flight that may have come further meanwhile
 UP, NETWORK, DOWN, DONE = range(4)
 
 Start = Callable[[Tensor, Group], Work]
@@ -120,12 +122,11 @@ class HierarchicalGroup:
     """
 
     backend = "cpu"
-    generation = 0
     has_cheap_host_sums = False
 
     def __init__(self, formed: "_Formed", up: Group | None, down: Group | None, network: GlooGroup | None) -> None:
         """`up` and `down`: None where this rank is alone on its machine. `network`: of a speaker alone."""
-        self.rank, self.world_size = formed.rank, len(formed.machines)
+        self.rank, self.world_size, self.generation = formed.rank, len(formed.machines), formed.world.generation
         self.machines = list(formed.machines)  # of the ranks: the order of sums, which a replay must have
         self.traffic = Traffic()
         self.network_traffic = Traffic() if network is None else network.traffic  # what this rank has on the network
@@ -170,6 +171,9 @@ class HierarchicalGroup:
     def claim(self, count: int) -> int:
         return self._formed.world.claim(count)
 
+    def abort(self, why: str) -> None:
+        self._formed.abort(why)
+
     def close(self) -> None:
         self._formed.close()
 
@@ -185,6 +189,7 @@ class HierarchicalGroup:
         """Wait for a collective; those before it come first."""
         with self._lock:
             while collective.stage < DONE:
+                self._formed.lost.check()
                 if self._error is not None:
                     raise self._error
                 if not self._advance():
@@ -199,12 +204,13 @@ class HierarchicalGroup:
             finally:
                 self._lock.release()
 
-    def abandon(self) -> None:
-        """The group is closed: a thread that waits in it raises a moment later."""
-        self._error = self._error or RuntimeError("the group was closed")
-        for group in (self._up, self._down, self._network):
-            if isinstance(group, GlooGroup):  # memory is left by all groups at once
-                group.close()
+    def abort_network(self, why: str) -> None:
+        if self._network is not None:
+            self._network.abort(why)
+
+    def close_network(self) -> None:
+        if self._network is not None:
+            self._network.close()
 
     def _start(
         self,
@@ -224,13 +230,14 @@ class HierarchicalGroup:
             ],
         )
         with self._lock:
+            self._formed.lost.check()
             self._queue.append(collective)
             self._advance()
-        return Work(collective, tensor, self.traffic)
+        return Work(collective, tensor, self.traffic, self._formed.lost)
 
     def _advance(self) -> bool:
         """Take all collectives as far as they come; whether that changed anything."""
-        if self._error is not None:
+        if self._error is not None or self._formed.lost.error is not None:
             return False
         has_moved, until = False, DONE
         try:
@@ -270,7 +277,10 @@ class _Formed:
         machines: Sequence[int],
         verify: bool,
         sizes: Sizes | None,
+        forming: Forming,
     ) -> None:
+        self.lost = Lost()
+        self._forming = forming.unless(self.lost)
         self.world, self.rank, self.machines = world, world.rank, tuple(machines)
         numbers = sorted(set(machines), key=self.machines.index)
         self._ranks = [[rank for rank, of in enumerate(machines) if of == number] for number in numbers]
@@ -294,21 +304,32 @@ class _Formed:
             group.progress()
 
     def form(self) -> HierarchicalGroup:
+        self.lost.check()
         is_alone = len(self._ranks[self.machine]) == 1
         up, down = (None, None) if is_alone else (self._form_local(), self._form_local())
         network = None
         if self._local_rank == 0:
             keys = under(f"hierarchy/network/{self._count}", self._store)
-            network = GlooGroup(keys, self.machine, len(self._ranks))
+            network = GlooGroup(keys, self.machine, len(self._ranks), self.world.generation, self._forming)
             network.connect()
         self._count += 1
         group = HierarchicalGroup(self, up, down, network)
         self._groups.append(group)
         return group
 
-    def close(self) -> None:
+    def abort(self, why: str) -> None:
+        self.lost.abort(why)
         for group in self._groups:
-            group.abandon()
+            group.abort_network(why)
+        if self._local is not None:
+            self._local.abort(why)
+        self.world.abort(why)
+
+    def close(self) -> None:
+        """A thread that waits in a group raises a moment later."""
+        self.lost.close()
+        for group in self._groups:
+            group.close_network()
         self._groups.clear()
         if self._local is not None:
             self._local.close()
@@ -321,13 +342,14 @@ class _Formed:
         ranks = self._ranks[self.machine]
         keys = under(f"hierarchy/machine/{self.machine}", self._store)
         self._local = share(
-            GlooGroup(keys, self._local_rank, len(ranks)),
+            GlooGroup(keys, self._local_rank, len(ranks), self.world.generation, self._forming),
             keys,
             self._device,
             self._verify,
             self._sizes,
             ranks=ranks,
             meanwhile=self.progress,
+            forming=self._forming,
         )
         if isinstance(self._local, GlooGroup):
             self._local.connect()
@@ -341,10 +363,16 @@ def join_machines(
     machines: Sequence[int],
     verify: bool = False,
     sizes: Sizes | None = None,
+    forming: Forming | None = None,
 ) -> HierarchicalGroup:
     """The group over several machines. `world` is one of all ranks, for claims, and closed with it.
 
     `machines` has each rank's machine, `device` is this rank's own. `verify`: messages through shared memory carry
     checksums.
     """
-    return _Formed(world, store, device, machines, verify, sizes).form()
+    formed = _Formed(world, store, device, machines, verify, sizes, forming or Forming())
+    try:
+        return formed.form()
+    except GroupLostError:
+        formed.close()
+        raise

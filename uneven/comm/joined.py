@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.group import TIMEOUT, Group, SoloGroup, TorchGroup
-from uneven.comm.work import Traffic, Work
+from uneven.comm.forming import TIMEOUT
+from uneven.comm.gloo_address import BACKEND
+from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.lost import Lost
+from uneven.comm.work import GlooWork, Traffic, Work
 from uneven.errors import InputError
 
 # What strategies take: None is torch's default group, or one rank alone where no group was formed.
@@ -50,9 +53,11 @@ class JoinedGroup(TorchGroup):
         self.world_size = dist.get_world_size(process_group)
         self.generation = 0
         self.traffic = Traffic()
+        self._lost = Lost()
         self._process_group = process_group
         backends = dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(",") if ":" in pair)
         self._has_host = "cpu" in backends
+        self._gloo_devices = [device for device, backend in backends.items() if backend in ("gloo", BACKEND)]
         has_nccl = backends.get("cuda") == "nccl" and torch.cuda.is_available()
         self._nccl = torch.device("cuda", torch.cuda.current_device()) if has_nccl else None
 
@@ -61,6 +66,7 @@ class JoinedGroup(TorchGroup):
         backend = dist.get_backend_config(self._process_group)
         # Local synchronization: ranks of the world that are not in this group do not call this.
         twin = JoinedGroup(dist.new_group(ranks, TIMEOUT, backend, use_local_synchronization=True))
+        twin._lost = self._lost
         twin._connect()
         return twin
 
@@ -73,8 +79,12 @@ class JoinedGroup(TorchGroup):
     def _start(self, collective: Any, tensor: Tensor, **options: Any) -> Work:
         if tensor.is_cuda or self._has_host:
             return super()._start(collective, tensor, **options)
+        self._lost.check()
         assert self._nccl is not None, "a group without host tensors has NCCL"
         moved = tensor.to(self._nccl)
         collective(moved, group=self._process_group, **options)
         tensor.copy_(moved)
         return SoloGroup().all_reduce(tensor)
+
+    def _kind_of_work(self, tensor: Tensor) -> type[Work]:
+        return GlooWork if tensor.device.type in self._gloo_devices else Work

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from uneven.comm.lost import SLICE_S
 from uneven.comm.segment import Segment
 from uneven.comm.semaphores import Semaphore
 from uneven.comm.shared_ring import Layout
+from uneven.errors import GroupLostError
 
 SPIN_S = 100e-6  # about what it costs to be put to sleep and woken
-SLICE_S = 0.05  # asleep at a time: a peer that ended is found after two, a signal is handled after one at the latest
 DONE, LEFT = 0, 1  # numbers of a rank's state: pieces that it has finished, and whether it has left the group
 
 
@@ -50,9 +51,9 @@ class Peers:
         return False
 
     def sleep(self, semaphore: Semaphore, awaited: int, meanwhile: Callable[[], None]) -> None:
-        """Until rank `awaited` has posted the semaphore; RuntimeError where it, or another that it needs, is gone.
+        """Until rank `awaited` has posted the semaphore; GroupLostError where it, or another that it needs, is gone.
 
-        `meanwhile` is called between the slices.
+        `meanwhile` is called between the slices. A peer that ended is found after two of them.
         """
         if self.spin(semaphore.try_wait):
             return
@@ -63,10 +64,10 @@ class Peers:
             # Twice: what a rank posted just before it ended may be seen a moment later than its end.
             if lost := [other for other in gone if other in before]:
                 rank = awaited if awaited in lost else lost[0]
-                raise RuntimeError(f"rank {self._name(rank)} has left: connection closed by peer (shared memory)")
+                raise GroupLostError(f"rank {self._name(rank)} has left: connection closed by peer (shared memory)")
             if time.monotonic() > end:
                 minutes = self._timeout_s / 60
-                raise RuntimeError(
+                raise GroupLostError(
                     f"no answer from peer rank {self._name(awaited)} for {minutes:g} minutes (shared memory)"
                 )
             meanwhile()

@@ -13,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor
 
 from uneven.comm import semaphores
+from uneven.comm.forming import Forming
 from uneven.comm.store import Store
 
 TOKEN_BYTES = 16  # at the start of the mapping: the memory is the one that rank 0 has made
-TIMEOUT = timedelta(minutes=30)  # as for every collective: the launcher ends the run if a rank dies meanwhile
 
 
 class Segment:
@@ -80,18 +79,26 @@ def share_segment(
     size: int,
     prepare: Callable[[Segment], None],
     device: torch.device | None = None,
+    forming: Forming | None = None,
 ) -> Segment | str:
     """The memory of these ranks, or on every rank the same reason why there is none. Called on all ranks at once.
 
-    `store` has the keys of this call alone. Rank 0 calls `prepare` before the others use the memory.
+    `store` has the keys of this call alone. Rank 0 calls `prepare` before the others use the memory. GroupLostError
+    where a peer does not come, as `forming` says; nothing is left of the memory then.
     """
+    forming = forming or Forming()
     fd, facts = _offer(size) if rank == 0 else (None, _own_facts())
+    found: Segment | str = ""
     try:
-        everyone = _exchange(store, "facts", rank, world_size, facts)
+        everyone = _exchange(store, "facts", rank, world_size, facts, forming)
         found = _map(rank, everyone, fd, size, device)
         if fd is not None and isinstance(found, Segment):
             prepare(found)
-        reasons = _exchange(store, "ready", rank, world_size, found if isinstance(found, str) else "")
+        reasons = _exchange(store, "ready", rank, world_size, found if isinstance(found, str) else "", forming)
+    except BaseException:
+        if isinstance(found, Segment):
+            found.close()
+        raise
     finally:
         if fd is not None:
             os.close(fd)
@@ -179,9 +186,9 @@ def _map(
     return segment
 
 
-def _exchange(store: Store, what: str, rank: int, world_size: int, own: Any) -> list[Any]:
+def _exchange(store: Store, what: str, rank: int, world_size: int, own: Any, forming: Forming) -> list[Any]:
     """Every rank's value, in rank order."""
     store.set(f"{what}/{rank}", json.dumps(own))
     keys = [f"{what}/{other}" for other in range(world_size)]
-    store.wait(keys, TIMEOUT)
+    forming.wait(store, keys)
     return [json.loads(store.get(key)) for key in keys]

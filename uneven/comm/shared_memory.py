@@ -1,19 +1,22 @@
 """The group of ranks on one machine: collectives through shared memory, and a group of Gloo beside it.
 
-Formed by comm/form.py, where the group of Gloo is torch's default one: PyTorch's own strategies and the user's code may
-use it, and a group without shared memory is taken from it. Where ranks are on several machines comm/hierarchy.py forms
-one of these on each.
+Formed by comm/form.py, where the group of Gloo is torch's default one in a run's first generation: PyTorch's own
+strategies and the user's code may use it, and a group without shared memory is taken from it. Where ranks are on
+several machines comm/hierarchy.py forms one of these on each.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from uneven.comm.exchange import DEVICE_SIZES, HOST_SIZES, Combine, Exchange, Sizes
-from uneven.comm.group import TIMEOUT, Group
+from uneven.comm.forming import TIMEOUT, Forming
+from uneven.comm.group import Group
+from uneven.comm.lost import Lost
 from uneven.comm.segment import share_segment
 from uneven.comm.shared_ring import Layout, create_semaphores
 from uneven.comm.store import Store, under
@@ -27,10 +30,9 @@ class SharedMemoryGroup:
     """
 
     backend = "shm"
-    generation = 0
 
     def __init__(self, gloo: Group, exchange: Exchange, formed: "_Formed") -> None:
-        self.rank, self.world_size = gloo.rank, gloo.world_size
+        self.rank, self.world_size, self.generation = gloo.rank, gloo.world_size, gloo.generation
         self.traffic = Traffic()
         # On CPUs they ride with the gradients at no cost at all.
         self.has_cheap_host_sums = formed.has_cuda
@@ -69,14 +71,20 @@ class SharedMemoryGroup:
     def claim(self, count: int) -> int:
         return self._gloo.claim(count)
 
+    def abort(self, why: str) -> None:
+        self._formed.lost.abort(why)
+        self._gloo.abort(why)
+
     def close(self) -> None:
+        self._formed.lost.close()
         for exchange in self._formed.exchanges:
             exchange.close()
         self._formed.exchanges.clear()
         self._gloo.close()
 
     def _start(self, tensor: Tensor, combine: Combine | None, owner: int | None, has_result: bool = True) -> Work:
-        return Work(self._exchange.start(tensor, combine, owner, has_result), tensor, self.traffic)
+        work = self._exchange.start(tensor, combine, owner, has_result)
+        return Work(work, tensor, self.traffic, self._formed.lost)
 
 
 class _Formed:
@@ -93,8 +101,11 @@ class _Formed:
         timeout: timedelta,
         ranks: tuple[int, ...],
         meanwhile: Callable[[], None],
+        forming: Forming,
     ) -> None:
         self.has_cuda = has_cuda
+        self.lost = Lost()
+        self._forming = forming.unless(self.lost)
         self._gloo, self._store, self._device = gloo, store, device
         self._sizes, self._verify, self._timeout = sizes, verify, timeout
         self._ranks, self._meanwhile = ranks, meanwhile
@@ -113,15 +124,15 @@ class _Formed:
         layout = Layout(world_size, self._sizes.ring, self._ranks)
         store = under(f"shared-memory/{self._count}", self._store)
         self._count += 1
-        segment = share_segment(
-            store, rank, world_size, layout.size, lambda found: create_semaphores(found, layout), self._device
-        )
+        self.lost.check()
+        prepare = partial(create_semaphores, layout=layout)
+        segment = share_segment(store, rank, world_size, layout.size, prepare, self._device, self._forming)
         if isinstance(segment, str):
             if rank == 0:
                 who = f"ranks {', '.join(map(str, self._ranks))}" if self._ranks else "ranks"
                 print(f"uneven: {who} communicate over Gloo, shared memory is not possible: {segment}", file=sys.stderr)
             return self._gloo if self._count == 1 else self._gloo.new_group()
-        exchange = Exchange(segment, layout, rank, self._sizes, self._verify, self._timeout.total_seconds())
+        exchange = Exchange(segment, layout, rank, self._sizes, self._verify, self._timeout.total_seconds(), self.lost)
         return SharedMemoryGroup(self._gloo, exchange, self)
 
 
@@ -134,6 +145,7 @@ def share(
     timeout: timedelta = TIMEOUT,
     ranks: Sequence[int] = (),
     meanwhile: Callable[[], None] = lambda: None,
+    forming: Forming | None = None,
 ) -> Group:
     """Shared memory for the ranks of a group of Gloo; that group itself where it is not possible, on all ranks alike.
 
@@ -142,7 +154,8 @@ def share(
     """
     keys = [f"shared-memory/device/{rank}" for rank in range(gloo.world_size)]
     store.set(keys[gloo.rank], device.type)
-    store.wait(keys, timeout)
+    forming = forming or Forming()
+    forming.wait(store, keys)
     has_cuda = any(store.get(key) == b"cuda" for key in keys)
     sizes = sizes or (DEVICE_SIZES if has_cuda else HOST_SIZES)
-    return _Formed(gloo, store, device, has_cuda, sizes, verify, timeout, tuple(ranks), meanwhile).form()
+    return _Formed(gloo, store, device, has_cuda, sizes, verify, timeout, tuple(ranks), meanwhile, forming).form()

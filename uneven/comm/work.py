@@ -1,13 +1,20 @@
 """The Work of a collective, the same for every backend: wait, is_completed, get_future; counts bytes and seconds.
 
 torch's own Work objects differ: some Gloo collectives raise on `get_future`, and a finished Work may hold its tensors.
+A peer that is gone, and a group that was aborted, are a GroupLostError whoever waits.
 """
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
 
 import torch
+
+from uneven.comm.lost import SLICE_S, Lost, as_lost
+
+_SLICE = timedelta(seconds=SLICE_S)
+_NEVER = Lost()
 
 
 @dataclass
@@ -27,12 +34,16 @@ class TorchWork(Protocol):
 
 
 class Work:
-    """A collective that was started; `wait()` returns when its tensor holds the result, and may be called again."""
+    """A collective that was started; `wait()` returns when its tensor holds the result, and may be called again.
 
-    def __init__(self, inner: TorchWork, tensor: torch.Tensor, traffic: Traffic) -> None:
+    `lost`: of its group. Where that is aborted the work is completed, and `wait()` raises.
+    """
+
+    def __init__(self, inner: TorchWork, tensor: torch.Tensor, traffic: Traffic, lost: Lost | None = None) -> None:
         self._inner: TorchWork | None = inner
         self._tensor = tensor
         self._traffic = traffic
+        self._lost = lost or _NEVER
         self._future: torch.futures.Future[torch.Tensor] | None = None
         traffic.collectives += 1
         traffic.payload_bytes += tensor.numel() * tensor.element_size()
@@ -40,7 +51,12 @@ class Work:
     def wait(self) -> torch.Tensor:
         if self._inner is not None:
             began = time.perf_counter()
-            self._inner.wait()
+            try:
+                if self._lost.error is not None:
+                    self._lost.check()
+                self._await(self._inner)
+            except RuntimeError as error:
+                self._fail(error)
             self._traffic.wait_s += time.perf_counter() - began
             self._inner = None
             if self._future is not None and not self._future.done():
@@ -48,7 +64,17 @@ class Work:
         return self._tensor
 
     def is_completed(self) -> bool:
-        return self._inner is None or self._inner.is_completed()
+        """Also when it has failed, which `wait` raises."""
+        return self._inner is None or self._lost.error is not None or self._inner.is_completed()
+
+    def _await(self, inner: Any) -> None:
+        inner.wait()
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        found = as_lost(error)
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(found)  # type: ignore[arg-type]  # torch's stubs want a result
+        raise found from (None if found is error else error)
 
     def get_future(self) -> "torch.futures.Future[torch.Tensor]":
         """A future of the result, set when the collective completes, at the latest by `wait()`."""
@@ -68,11 +94,49 @@ def _link_futures(inner: Any, future: "torch.futures.Future[torch.Tensor]", tens
     except (RuntimeError, AttributeError):
         return
 
-    def set_result(_: Any) -> None:
-        if not future.done():
+    def set_result(done: Any) -> None:
+        if future.done():
+            return
+        try:
+            done.value()
+        except RuntimeError as error:
+            future.set_exception(as_lost(error))  # type: ignore[arg-type]  # torch's stubs want a result
+        else:
             future.set_result(tensor)
 
     inner_future.add_done_callback(set_result)
+
+
+class GlooWork(Work):
+    """A collective over Gloo, waited for in slices: a bare wait would end with a stopped peer's timeout alone."""
+
+    def wait_for(self, seconds: float) -> bool:
+        """Wait at most so long, in whole milliseconds; whether it is completed. Raises what it has failed with."""
+        if self._inner is None or self._lost.error is not None:
+            self.wait()
+            return True
+        try:
+            is_over = _is_over(self._inner, timedelta(milliseconds=max(1, round(1e3 * seconds))))
+        except RuntimeError as error:
+            self._fail(error)
+        if is_over:
+            self.wait()
+        return is_over
+
+    def _await(self, inner: Any) -> None:
+        while not _is_over(inner, _SLICE):
+            self._lost.check()
+
+
+def _is_over(inner: Any, slice_: timedelta) -> bool:
+    """Wait for a work of Gloo for so long; whether it is completed. Raises what it has failed with."""
+    try:
+        inner.wait(slice_)
+    except RuntimeError:
+        if not inner.is_completed():
+            return False
+        inner.wait()
+    return True
 
 
 class WorkList:

@@ -1,6 +1,6 @@
 """The roster: which device each rank has, and on which machine it is. All ranks of a run hold the same one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from uneven.hardware.device import Device
@@ -39,3 +39,13 @@ class Roster:
 
     def host(self, rank: int) -> str:
         return self.hosts[self.machines[rank]]
+
+    def without(self, lost: Collection[int]) -> "Roster":
+        """The other ranks in their order, with their machines numbered anew."""
+        ranks = [rank for rank in range(len(self.devices)) if rank not in lost]
+        numbers = tuple(dict.fromkeys(self.machines[rank] for rank in ranks))
+        return Roster(
+            tuple(self.devices[rank] for rank in ranks),
+            tuple(numbers.index(self.machines[rank]) for rank in ranks),
+            tuple(self.hosts[number] for number in numbers),
+        )

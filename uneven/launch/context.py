@@ -22,7 +22,6 @@ from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
-from uneven.hardware.choices import is_crowded
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
@@ -32,8 +31,10 @@ from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
+from uneven.launch.membership import form_ranks, has_crowd
 from uneven.launch.peers import PeerWatch
 from uneven.launch.placement import Placement, name_devices, take_cores
+from uneven.launch.rank_place import RankPlace
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
@@ -87,7 +88,7 @@ class ProcessContext:
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`."""
-        self.environment = environment
+        self.ranks = RankPlace(environment, roster)
         self.settings = settings
         self.stop_requested = threading.Event()
         self.is_terminated = False  # the stop request is a SIGTERM
@@ -95,7 +96,6 @@ class ProcessContext:
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
         self._placement: Placement | None = None  # under an engine, once its ranks have met
-        self._roster = roster
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
@@ -120,6 +120,10 @@ class ProcessContext:
         return os.getpid() if self.is_alone or os.getppid() <= 1 else os.getppid()
 
     @property
+    def environment(self) -> LaunchEnvironment:
+        return self.ranks.environment
+
+    @property
     def member(self) -> str:
         return self.environment.member
 
@@ -130,8 +134,10 @@ class ProcessContext:
 
     def devices(self, setting: str) -> tuple[Device, ...]:
         """One device per rank, in rank order. Under an engine 'auto' is what each rank finds on its own machine."""
-        if self._roster is not None:
-            return self._roster.devices
+        if self.ranks.roster is not None:
+            if self._rank_info is None and self._heartbeat is not None:
+                self.ranks.catch_up()
+            return self.ranks.roster.devices
         if self.is_alone:
             return tuple(usable_devices()) if setting == "auto" else parse_devices(setting)
         named = () if setting == "auto" else name_devices(setting, self.environment)
@@ -143,7 +149,7 @@ class ProcessContext:
     def placement(self) -> Placement:
         """Under an engine: who is where. The ranks meet when it is first asked for, and settle how they speak."""
         if self._placement is None:
-            self.environment, self._placement, notes = assemble(self.environment)
+            self.ranks.environment, self._placement, notes = assemble(self.environment)
             self.notes += notes
         return self._placement
 
@@ -153,16 +159,15 @@ class ProcessContext:
 
     def roster_of(self, devices: tuple[Device, ...]) -> Roster:
         """On which machines these devices, one per rank, are."""
-        if self._roster is not None and self._roster.devices == devices:
-            return self._roster
+        if self.ranks.roster is not None and self.ranks.roster.devices == devices:
+            return self.ranks.roster
         return self.placement.roster(devices) if self.environment.is_external else Roster.on_one_machine(devices)
 
     def is_crowded(self, devices: tuple[Device, ...]) -> bool:
         """Whether two ranks of any machine have the same GPU; all ranks come to the same answer."""
         if self.environment.is_external:
             return self.placement.is_crowded(devices)
-        roster = self.roster_of(devices)
-        return any(is_crowded([devices[r] for r in roster.ranks_of(m)]) for m in range(len(roster.hosts)))
+        return has_crowd(self.roster_of(devices))
 
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
@@ -180,11 +185,12 @@ class ProcessContext:
         report: Report,
         *,
         is_own_loop: bool = False,
+        can_lose: bool = True,
     ) -> Worker:
-        """The Worker of this rank: the only place where one is made. Its group forms when the worker joins."""
-        rank_info = self.make_rank_info(devices)
+        """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
+        rank_info, shown = self.make_rank_info(devices), report
         if not rank_info.roster.is_one_machine:
-            report = self._progress = SharedProgress(report, rank_info.roster, rank_info.rank)
+            report = self._progress = SharedProgress(report, rank_info)
 
         def join(model: nn.Module) -> Group:
             axis, order = worker.engine.axis, worker.engine.order
@@ -196,16 +202,18 @@ class ProcessContext:
         worker = self._worker = Worker(
             task, config, rank_info, join, stop, report, is_own_loop=is_own_loop, save_requested=save
         )
+        if can_lose and config.on_fault == "go-on" and self.environment.is_launched and rank_info.world_size > 1:
+            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown)
         return worker
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
         """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
-        if devices is None:
-            placed = None if self._roster is None else self._roster.devices
-            devices = placed or (Device("cpu"),) * self.environment.world_size
+        placed = None if self.ranks.roster is None else self.ranks.roster.devices
+        devices = devices or placed or (Device("cpu"),) * self.environment.world_size
         roster = self.roster_of(devices)
         leader = None if roster.is_one_machine else self.leader
-        return RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
+        own = (self.environment.rank, devices)
+        return RankInfo(*own, roster=roster, member=self.member, generation=self.ranks.generation, leader=leader)
 
     def join(
         self,
@@ -229,6 +237,8 @@ class ProcessContext:
         if self._progress is not None:
             self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
         self._rank_info = rank_info
+        if self.ranks.membership is not None:
+            self.ranks.membership.joined(rank_info.group)
         if self.environment.is_external and not is_single:
             store = self.environment.connect(f"run/{self._runs}/watch")
             place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
@@ -260,11 +270,7 @@ class ProcessContext:
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))
             return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
-        device = torch.device(rank_info.device.torch_name)
-        crowded = self.is_crowded(rank_info.devices)
-        return form_group(
-            store, rank, world_size, device, config.backend, crowded, machines=machines, verify=config.verify
-        )
+        return form_ranks(store, rank_info.roster, rank, config, self.is_crowded(rank_info.devices))
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:
@@ -290,7 +296,8 @@ class ProcessContext:
             self._progress.close()
             self._progress = None
         rank_info, self._rank_info = self._rank_info, None
-        self._worker = None
+        self.ranks.slot = self.slot
+        self._worker = self.ranks.membership = None
         if rank_info is not None:
             rank_info.group.close()
 
@@ -306,10 +313,10 @@ class ProcessContext:
             return {**self._show(), **read_status()}
 
         store = self.environment.connect("")
-        on_save = self.request_save if self.environment.rank == 0 else None
         sigterm = self.sigterm
         was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
-        self._heartbeat = Heartbeat(store, self.member, read, self.request_stop, on_orphaned, on_save, was_terminated)
+        heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, self.ranks.hear)
+        self._heartbeat = Heartbeat(store, self.member, read, *heard)
 
     def _show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
@@ -317,6 +324,11 @@ class ProcessContext:
         worker = self._worker
         where = {"slot": 0, "phase": "setup"} if worker is None else {**worker.show(), "grace": worker.config.grace}
         return {"member": self.member, "rank": self.rank, **where}
+
+    @property
+    def slot(self) -> int:
+        """The last one that was trained, in this run or the one before."""
+        return self.ranks.slot if self._worker is None else self._worker.engine.trained
 
     def close_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -340,7 +352,7 @@ class ProcessContext:
 
     def request_save(self) -> None:
         """A checkpoint of the run that is on, as `Run.checkpoint` asks for it in the launcher."""
-        if (requests := self._requests) is not None:
+        if (requests := self._requests) is not None and self.rank == 0:  # one rank's wish is enough
             requests.save.set()
 
     def handle_signals(self) -> None:
@@ -354,7 +366,8 @@ class ProcessContext:
         def stop(number: int) -> None:
             if not self.is_alone:
                 if number == signal.SIGTERM:
-                    self._tell_peers()
+                    # Before this rank stops: where the others look when the run is over, there is why.
+                    self._write("", lambda store: store.set(TERMINATED_KEY, "1"))
                 self.is_terminated |= number == signal.SIGTERM
                 self.stop_requested.set()
             requests.terminate() if number == signal.SIGTERM else requests.stop.set()
@@ -365,19 +378,6 @@ class ProcessContext:
     def gets_signals(self) -> bool:
         """Whether signals to this process are its own to handle. Those to our rank processes are the launcher's."""
         return self.is_alone or self.environment.is_external
-
-    def was_peer_terminated(self) -> bool:
-        """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
-        if not self.environment.is_external or self.environment.world_size == 1:
-            return False
-        try:
-            return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
-        except RuntimeError:  # the store is gone with rank 0
-            return False
-
-    def _tell_peers(self) -> None:
-        """Before this rank stops: where the others look when the run is over, there is why."""
-        self._write("", lambda store: store.set(TERMINATED_KEY, "1"))
 
     def tell_failure(self, error: BaseException) -> None:
         """This rank's run has failed: ranks that wait for it at the start of the run end with the same words."""

@@ -13,7 +13,8 @@ from typing import Any
 from uneven.errors import RankError
 from uneven.hardware.device import Device
 
-SILENT_S = 15.0  # a rank without a heartbeat for so long is lost
+SILENT_S = 15.0  # a rank without a heartbeat for so long is lost; `deadline` replaces it
+LEAST_SILENT_S = 2.0  # ten heartbeats
 STUCK_S = 30.0  # at least, and ten times its longest step, without a new slot; `deadline` replaces it
 START_S = 120.0  # for a rank's first heartbeat: loading torch from a cold disk takes its time
 SLOW_PHASES = ("setup", "compile", "evaluation", "checkpoint", "user")  # may last as long as they like
@@ -55,7 +56,10 @@ class RankHealth:
         # Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run.
         if self.deadline is None or self.status["phase"] == "user":
             return math.inf
-        return SILENT_S if self.deadline == "auto" else max(SILENT_S, self.deadline)
+        if self.deadline == "auto":
+            return SILENT_S
+        # Loading and compiling hold that lock for seconds; a deadline below 15 s is meant for the steps.
+        return max(SILENT_S if self.status["phase"] in ("setup", "compile") else LEAST_SILENT_S, float(self.deadline))
 
     @property
     def step_limit_s(self) -> float:
@@ -63,30 +67,41 @@ class RankHealth:
             return math.inf
         return max(STUCK_S, 10 * self.longest_step_s) if self.deadline == "auto" else float(self.deadline)
 
+    def restart(self, now_s: float) -> None:
+        """Count its silence and its steps from now: it had to wait for something else."""
+        self.heard_s = self.moved_s = now_s
+
     def name(self, number: int) -> str:
         """A process by its present rank, its device and its machine."""
         host = self.status.get("member", self.member).split("/")[0]
         return f"rank {self.status.get('rank', number)} ({self.device} on {host})"
 
 
-def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
-    """RankError where a running process is silent, or where no process moves and one does not wait for others."""
-    for number in running:
-        rank = ranks[number]
-        silent_s = now_s - rank.heard_s
-        if silent_s > rank.silence_limit_s:
-            raise RankError(
-                f"{rank.name(number)} fell silent {silent_s:.0f} s ago (stopped or swapped out?); deadline=SECONDS "
-                "waits longer for it, deadline=None for ever"
-            )
+def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> dict[int, tuple[str, str]]:
+    """Running processes that are silent; else the first that does not wait for others, where none moves.
+
+    What is wrong with each, and what the user can do about it.
+    """
+    silent_s = {number: now_s - ranks[number].heard_s for number in running}
+    if silent := [number for number in running if silent_s[number] > ranks[number].silence_limit_s]:
+        advice = "; deadline=SECONDS waits longer for it, deadline=None for ever"
+        what = "fell silent {:.0f} s ago (stopped or swapped out?)"
+        return {number: (what.format(silent_s[number]), advice) for number in silent}
     if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
-        return  # one of them moves: the others wait for it and are not stuck
+        return {}  # one of them moves: the others wait for it and are not stuck
     for number in running:
         rank = ranks[number]
         if rank.status and rank.status["phase"] not in (*WAITING_PHASES, *SLOW_PHASES):
-            raise RankError(
-                f"{rank.name(number)} is stuck in {rank.status['phase']} at slot {rank.status['slot']} for "
-                f"{rank.step_limit_s:.0f} s. If it does long work of your own there, such as an evaluation, put that "
-                'into `with ddp.pause("evaluation"):`, or set deadline=SECONDS (now '
-                f"{rank.deadline!r}; None waits for ever)"
+            what = f"is stuck in {rank.status['phase']} at slot {rank.status['slot']} for {rank.step_limit_s:.0f} s"
+            advice = (
+                ". If it does long work of your own there, such as an evaluation, put that into "
+                f'`with ddp.pause("evaluation"):`, or set deadline=SECONDS (now {rank.deadline!r}; None waits for ever)'
             )
+            return {number: (what, advice)}
+    return {}
+
+
+def check_deadlines(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float) -> None:
+    """RankError where a running process is silent, or where no process moves and one does not wait for others."""
+    for number, (what, advice) in find_lost(ranks, running, now_s).items():
+        raise RankError(f"{ranks[number].name(number)} {what}{advice}")

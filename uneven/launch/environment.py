@@ -59,6 +59,11 @@ class LaunchEnvironment:
         return self.launcher != ALONE and self.launcher not in OWN_LAUNCHERS
 
     @property
+    def is_launched(self) -> bool:
+        """Whether a launcher of ours started the ranks: it watches over them."""
+        return self.launcher in OWN_LAUNCHERS
+
+    @property
     def hosts_store(self) -> bool:
         return self.rank == 0 and not self.has_store
 

@@ -17,6 +17,7 @@ STOP_KEY = "stop"
 TERMINATED = "SIGTERM"  # the stop request's text where SIGTERM is its cause; any other is a Ctrl-C
 TERMINATED_KEY = "terminated"  # set by a rank that got a SIGTERM
 SAVE_KEY = "save"  # how many checkpoints were asked for
+GENERATION_KEY = "generation"  # the number of the newest roster; not set while it is the first
 
 
 def heartbeat_key(member: str) -> str:
@@ -24,11 +25,26 @@ def heartbeat_key(member: str) -> str:
     return f"heartbeat/{member}"
 
 
+def roster_key(generation: int) -> str:
+    """Where a generation's roster is, before GENERATION_KEY names it."""
+    return f"roster/{generation}"
+
+
+def suspicion_key(generation: int, member: str) -> str:
+    """Where a member writes why the group of a generation is lost to it."""
+    return f"suspect/{generation}/{member}"
+
+
+def settled_key(generation: int, member: str) -> str:
+    """Where a member writes when it trains in a generation."""
+    return f"settled/{generation}/{member}"
+
+
 class Heartbeat:
     """Writes `read_status()` under the member's key until `close()`; calls `on_stop(is_terminated)` once when asked to.
 
     While `was_terminated()`, the launcher is asked to stop all ranks.
-    `on_save`, which rank 0 alone has, is called whenever another checkpoint is asked for: one rank's wish is enough.
+    `on_save` is called whenever another checkpoint is asked for, `on_generation` with the text of a new roster.
     """
 
     def __init__(
@@ -38,13 +54,15 @@ class Heartbeat:
         read_status: Callable[[], dict[str, Any]],
         on_stop: Callable[[bool], None],
         on_orphaned: Callable[[], None],
-        on_save: Callable[[], None] | None = None,
+        on_save: Callable[[], None] = lambda: None,
         was_terminated: Callable[[], bool] = lambda: False,
+        on_generation: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._key = heartbeat_key(member)
         self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
         self._on_save, self._saves, self._was_terminated = on_save, "0", was_terminated
+        self._on_generation, self._generation = on_generation, "0"
         self._was_stop_read = False
         self._closed = threading.Event()
         self._count = 0
@@ -68,16 +86,20 @@ class Heartbeat:
             if not self._was_stop_read and self._was_terminated():
                 self._store.set(TERMINATED_KEY, "1")
             stop = None if self._was_stop_read else get_text(self._store, STOP_KEY)
-            saves = self._saves if self._on_save is None else get_text(self._store, SAVE_KEY) or "0"
+            saves = get_text(self._store, SAVE_KEY) or "0"
+            generation = get_text(self._store, GENERATION_KEY) or "0"
+            roster = "" if generation == self._generation else get_text(self._store, roster_key(int(generation))) or ""
         except RuntimeError:
             self._on_orphaned()
             return
+        if roster:
+            self._generation = generation
+            self._on_generation(roster)
         if stop is not None:
             self._was_stop_read = True
             self._on_stop(stop == TERMINATED)
         if saves != self._saves:
             self._saves = saves
-            assert self._on_save is not None, "it has read the key"
             self._on_save()
 
     def _send(self) -> None:

@@ -20,7 +20,7 @@ from uneven.launch.environment import new_member_id
 from uneven.launch.local_ranks import RunPlan, local_ranks
 from uneven.launch.payload import write_payload
 from uneven.launch.requests import Requests
-from uneven.launch.training import Program, read_state
+from uneven.launch.training import Program, read_result
 from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
@@ -37,9 +37,7 @@ def train_on_ranks(
     program: Program | None = None,
 ) -> TrainedState:
     """Train on one process per device; the state that the ranks collected. `program` trains in place of the worker."""
-    return run_ranks(
-        (task, config, program), devices, requests, reporter, lambda folder: read_state(folder / "result-0")
-    )
+    return run_ranks((task, config, program), devices, requests, reporter, read_result)
 
 
 def run_ranks(
@@ -59,11 +57,12 @@ def run_ranks(
     store, port = open_store()
     try:
         members = tuple(new_member_id(str(device)) for device in devices)
-        placement = RunPlan(Roster.on_one_machine(devices), members, ("127.0.0.1", port))
+        roster = Roster.on_one_machine(devices)
+        placement = RunPlan(roster, members, ("127.0.0.1", port))
         if content is not None:
             _write_content(content, folder)
         with local_ranks(folder, placement, script, reporter.say) as processes:
-            Watch(processes, store, folder, members, devices, reporter).wait(requests)
+            Watch(processes, store, folder, members, roster, reporter).wait(requests)
             return collect(folder)
     finally:
         remove(folder)

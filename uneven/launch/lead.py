@@ -178,7 +178,7 @@ class Leader:
         try:
             with local_ranks(folder, own, self._script, self._reporter.say) as processes:
                 ranks = AllRanks(processes, nodes, folder, requests)
-                Watch(ranks, store, folder, members, roster.devices, self._reporter).wait(requests)
+                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests)
                 return unused_ranks(folder)
         finally:
             remove(folder)

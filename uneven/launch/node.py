@@ -176,6 +176,8 @@ class Node:
             message = self._session.take(POLL_S)
             if message is None and self._session.why_lost is not None:
                 raise WireError(self._session.why_lost)
+            if message is not None and "give_up" in message:
+                ranks.give_up(int(message["give_up"]))
             if message is not None and "end" in message:
                 return message
 

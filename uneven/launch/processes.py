@@ -42,11 +42,20 @@ class RankProcesses:
     def exit_codes(self) -> list[int | None]:
         return [self._look(process) for process in self._processes]
 
+    def lost(self) -> dict[int, str]:
+        """None: they are on this machine."""
+        return {}
+
+    def give_up(self, number: int) -> None:
+        """End this one alone, also where it is stopped; its exit code follows."""
+        process = self._processes[number]
+        if self._look(process) is None:
+            _end_session(process.pid)
+            process.kill()  # it may not lead a session of its own yet
+
     def end(self) -> None:
-        for process in self._processes:
-            if self._look(process) is None:
-                _end_session(process.pid)
-                process.kill()  # it may not lead a session of its own yet
+        for number in range(len(self._processes)):
+            self.give_up(number)
         for process in self._processes:
             process.wait()
 

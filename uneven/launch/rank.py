@@ -23,6 +23,8 @@ from uneven.launch.signals import RankSigterm
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
 
+RESULT_POLL_S = 0.01
+
 
 def main(folder: Path, number: int) -> None:
     # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
@@ -32,6 +34,7 @@ def main(folder: Path, number: int) -> None:
     record_pid(folder, number)
     watch_launcher(folder, plan["launcher_pid"])
     code = 0
+    context: ProcessContext | None = None
     try:
         context = _make_context(plan, number)
         context.sigterm = sigterm
@@ -46,9 +49,9 @@ def main(folder: Path, number: int) -> None:
         code = INTERRUPTED
     except BaseException as error:
         code = 1
-        if isinstance(error, NotFiniteError):
+        if isinstance(error, NotFiniteError) and context is not None:
             context.close_heartbeat()  # it carries the lines about the steps that were skipped
-        _report_error(error, folder, number, placed_rank(plan, number)[1])
+        _report_error(error, folder, number, placed_rank(plan, number)[1], 0 if context is None else context.slot)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -96,11 +99,14 @@ def placed_rank(plan: dict[str, Any], number: int) -> tuple[int, str]:
 
 
 def _train(context: "ProcessContext", folder: Path, number: int) -> None:
-    """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state."""
+    """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state.
+
+    Every rank has that state, and stays until it is written: where rank 0 is lost meanwhile, the next one writes it.
+    """
     from uneven.launch.heartbeat import HeartbeatReport
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests
-    from uneven.launch.training import train_as_rank, write_state
+    from uneven.launch.training import has_result, train_as_rank, write_state
     from uneven.train.worker import Worker
 
     requests, devices = Requests(), context.devices("auto")
@@ -113,12 +119,15 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
     own_folder.mkdir()
     run = Worker.train if program is None else lambda worker: program(worker, own_folder)
     state = train_as_rank(context, task, config, devices, requests, report, run)
-    if state is not None and context.rank == 0:
-        write_state(state, own_folder)
+    while state is not None and not has_result(folder):
+        if context.ranks.is_first(context.rank):
+            write_state(state, own_folder)
+        else:
+            time.sleep(RESULT_POLL_S)
     context.end_run()
 
 
-def _report_error(error: BaseException, folder: Path, number: int, member: str) -> None:
+def _report_error(error: BaseException, folder: Path, number: int, member: str, slot: int) -> None:
     """Leave error-N.json for the launcher, complete from the first moment that it can be seen."""
     from uneven.launch.user_frames import show_user_frames, user_place
 
@@ -131,6 +140,7 @@ def _report_error(error: BaseException, folder: Path, number: int, member: str) 
         "message": str(error),
         "what": f"{type(error).__name__}: {error}",
         "place": place,
+        "slot": slot,
         "traceback": "".join(traceback.format_exception(error)),
     }
     temporary = folder / f".error-{number}"

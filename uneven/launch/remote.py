@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uneven.errors import RankError
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import Requests
 from uneven.machines.session import Session
@@ -58,11 +57,12 @@ class RemoteNode:
             if "left" in message:
                 self.left = str(message["left"])
 
-    def check(self) -> None:
-        """RankError where it is gone while ranks of it run."""
-        if None in self.codes and (why := self.left or self.session.why_lost) is not None:
-            ranks = ", ".join(map(str, self.ranks))
-            raise RankError(f"{self.name} is lost with rank {ranks}: {why}; the run ends on all machines")
+    def lost(self) -> dict[int, str]:
+        """Its ranks that ran when it went, with the line that says so."""
+        lost = [rank for rank, code in zip(self.ranks, self.codes, strict=False) if code is None]
+        if (why := self.left or self.session.why_lost) is None:
+            return {}
+        return dict.fromkeys(lost, f"{self.name} is lost with rank {', '.join(map(str, lost))}: {why}")
 
 
 class AllRanks:
@@ -75,9 +75,18 @@ class AllRanks:
         codes = self._processes.exit_codes()
         for node in self._nodes:
             node.hear(self._folder, self._requests)
-            node.check()
             codes += node.codes
         return codes
+
+    def lost(self) -> dict[int, str]:
+        return {rank: why for node in self._nodes for rank, why in node.lost().items()}
+
+    def give_up(self, number: int) -> None:
+        for node in self._nodes:
+            if number in node.ranks:
+                node.session.send(give_up=node.ranks.index(number))
+                return
+        self._processes.give_up(number)
 
 
 def end_sessions(sessions: Sequence[Session], reason: str, code: int) -> None:

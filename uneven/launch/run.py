@@ -195,7 +195,7 @@ class Run:
                 if self._context.environment.launcher in OWN_LAUNCHERS:
                     # It has stopped with its peers, and its own heartbeat reads the request a moment later.
                     self._context.stop_requested.wait(HEARD_S)
-                if self._context.was_peer_terminated():
+                if self._context.ranks.was_peer_terminated():
                     self._requests.terminate()
             for _ in range(2):  # again when no signal can come any more: one may have come since
                 if self._requests.is_terminated:

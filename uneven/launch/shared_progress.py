@@ -14,7 +14,7 @@ from uneven.comm.store import Store, get_text
 from uneven.hardware.roster import Roster
 from uneven.launch.heartbeat import HeartbeatReport
 from uneven.results.progress import Reporter
-from uneven.train.rank_info import Report
+from uneven.train.rank_info import RankInfo, Report
 
 INTERVAL_S = 0.5  # a person reads no faster, and every rank writes over the network
 JOIN_S = 2.0  # for the thread, which may be inside a call of a store that is gone
@@ -27,9 +27,11 @@ class SharedProgress:
     Life cycle: made with the worker, `connect` when the group has formed, `close` when the run has left it.
     """
 
-    def __init__(self, report: Report, roster: Roster, rank: int) -> None:
-        self._report, self._roster, self._rank = report, roster, rank
-        self._kept = HeartbeatReport(str(roster.devices[rank]))
+    def __init__(self, report: Report, rank_info: RankInfo) -> None:
+        self._report, self._rank_info = report, rank_info
+        # As they are at the start: ranks that are lost stay where they are shown.
+        self._roster, self._rank = rank_info.roster, rank_info.rank
+        self._kept = HeartbeatReport(str(rank_info.device))
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,12 +56,14 @@ class SharedProgress:
     def exchange(self) -> None:
         """Write this rank's progress, and on rank 0 draw that of all."""
         status = {**self._show(), **self._kept.status}
-        if self._rank > 0:
+        if self._rank_info.rank > 0:
             sent = {name: status[name] for name in (*SENT, "phase", "rounds", "machine", "host") if name in status}
             self._store.set(f"{self._rank}", json.dumps(sent))
         elif isinstance(self._report, Reporter) and self._report.style == "bar":
-            texts = [get_text(self._store, f"{rank}") for rank in range(1, len(self._roster.devices))]
-            self._report.devices([status, *(json.loads(text) if text else {} for text in texts)])
+            texts = [get_text(self._store, f"{rank}") for rank in range(len(self._roster.devices))]
+            statuses = [json.loads(text) if text else {} for text in texts]
+            statuses[self._rank] = status
+            self._report.devices(statuses, first=self._rank)
 
     def _run(self) -> None:
         try:

@@ -26,6 +26,8 @@ from uneven.train.worker import Worker
 # (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.
 Program = Callable[[Worker, Path], RankResult | None]
 
+RESULT = "result"  # in the run's private folder: the name of the folder with its state
+
 
 def train_as_rank(
     context: ProcessContext,
@@ -41,7 +43,8 @@ def train_as_rank(
     The caller begins and ends the run. A rank process that failed must not end it: closing a group may wait for the
     other ranks, and the error has to be reported first.
     """
-    worker = context.make_worker(task, config, devices, requests, report)
+    can_lose = run is Worker.train  # other programs leave a result of every rank
+    worker = context.make_worker(task, config, devices, requests, report, can_lose=can_lose)
     result = run(worker)
     return None if result is None else worker.finish(lambda: collect(worker.group, result, worker.axis))
 
@@ -74,6 +77,19 @@ def write_state(state: TrainedState, folder: Path) -> None:
     assert state.timeline is not None, "collected with its timeline"
     state.save(folder)
     (folder / "timeline.json").write_text(json.dumps(state.timeline.to_json()))
+    draft = folder / f".{RESULT}"
+    draft.write_text(folder.name)
+    draft.rename(folder.parent / RESULT)
+
+
+def has_result(folder: Path) -> bool:
+    """Whether a rank has written the state of the run: from then on no rank is needed any more."""
+    return (folder / RESULT).exists()
+
+
+def read_result(folder: Path) -> TrainedState:
+    """The state of the run, from whichever rank was the first one in the end."""
+    return read_state(folder / (folder / RESULT).read_text())
 
 
 def read_state(folder: Path) -> TrainedState:

@@ -1,44 +1,68 @@
-"""The launcher's watch over its rank processes: heartbeats in, deadlines (launch/deadlines.py) checked, failures named.
+"""The launcher's watch over its rank processes: heartbeats in, deadlines (launch/deadlines.py) checked, losses heeded.
 
-Called by launch/launcher.py, on the thread that waits for the run. There is no coordinator: the ranks agree among
-themselves, and the watch only shows their progress, passes the stop request on, and raises when a rank fails, falls
-silent or hangs. It ends no process itself; the launcher does when the watch has returned or raised.
+Called by launch/launcher.py and launch/lead.py, on the thread that waits for the run. There is no coordinator: the
+ranks agree among themselves, and the watch only shows their progress, passes the stop request on, and looks for a rank
+that fails, falls silent or hangs. Where the others can go on it publishes the next generation
+(launch/generations.py), which each rank's heartbeat reads; else it raises, and the launcher ends all processes.
 """
 
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from uneven.comm.store import Store, get_text
 from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, RefusedError, StoppedError
-from uneven.hardware.device import Device
-from uneven.launch.deadlines import RankHealth, check_deadlines
-from uneven.launch.heartbeat import SAVE_KEY, STOP_KEY, TERMINATED, TERMINATED_KEY, heartbeat_key
+from uneven.hardware.roster import Roster
+from uneven.launch.deadlines import RankHealth, find_lost
+from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss
+from uneven.launch.heartbeat import (
+    GENERATION_KEY,
+    SAVE_KEY,
+    STOP_KEY,
+    TERMINATED,
+    TERMINATED_KEY,
+    heartbeat_key,
+    roster_key,
+    suspicion_key,
+)
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, describe_exit
 from uneven.launch.requests import Requests
+from uneven.launch.training import has_result
 from uneven.results.progress import Reporter
+from uneven.train.membership import Generation
 
 POLL_S = 0.1
 GRACE_S = 1.5  # for the other ranks' error reports, once one has failed
 ALONE_S = 3.0  # for a rank before its first step whose peers have been stopped
 BEFORE_FIRST = ("setup", "compile", "communication", "wait")
 STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the same step
+DELAY_S = 2.0  # between two looks: this process itself was stopped or swapped out
+SUSPECT_S = 1.0  # for the exit or the silence of a rank that another one misses
+RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result is there
 
 
 class Ranks(Protocol):
-    """The processes of all ranks in rank order, wherever they run. One that failed leaves error-RANK.json."""
+    """The processes of all ranks in the order of their first ranks. One that failed leaves error-NUMBER.json."""
 
     def exit_codes(self) -> list[int | None]:
-        """None for a rank that runs; RankError where a machine with ranks is lost."""
+        """None for a rank that runs."""
+        ...
+
+    def lost(self) -> dict[int, str]:
+        """Ranks that ran on a machine that is gone, with a line that says so."""
+        ...
+
+    def give_up(self, number: int) -> None:
+        """End this process, if it still runs and can be reached."""
         ...
 
 
 class Watch:
-    """Life cycle: one per launched run; `wait()` once. Processes, members and devices are in the same order."""
+    """Life cycle: one per launched run; `wait()` once. Processes, members and the roster are in the same order."""
 
     def __init__(
         self,
@@ -46,12 +70,17 @@ class Watch:
         store: Store,
         folder: Path,
         members: Sequence[str],
-        devices: Sequence[Device],
+        roster: Roster,
         reporter: Reporter,
     ) -> None:
         self._processes, self._store, self._folder, self._reporter = processes, store, folder, reporter
         now = time.monotonic()
-        self._ranks = [RankHealth(member, device, now, now) for member, device in zip(members, devices, strict=True)]
+        pairs = zip(members, roster.devices, strict=True)
+        self._ranks = [RankHealth(member, device, now, now) for member, device in pairs]
+        self._generations = Generations(roster, members)
+        self._looked_s = now
+        self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
+        self._result_s: float | None = None  # when the result was first seen
         self._stop_sent_s: float | None = None
         self._was_rank_terminated = False
         self._alone_since_s = now
@@ -59,27 +88,122 @@ class Watch:
         self._are_tensors_mapped = False
 
     def wait(self, requests: Requests) -> None:
-        """Until every rank has ended well; raises when one does not. `requests` are passed on to the ranks."""
-        while True:
-            codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
-            now = time.monotonic()
-            self._read_heartbeats(now)
-            ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
-            if all(code in ended_well for code in codes):
-                return
-            if any(code not in (None, *ended_well) for code in codes):
-                raise self._failure(requests)
-            check_deadlines(self._ranks, [rank for rank, code in enumerate(codes) if code is None], now)
-            self._drop_mapped_tensors()
-            self._pass_on(requests, now)
-            if self._stop_sent_s is not None:
-                self._check_left_alone(codes, now)
-                self._check_stopping(self._stop_sent_s, now, requests.grace)
+        """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
+        while not self._look(requests):
             time.sleep(POLL_S)
+
+    def _look(self, requests: Requests) -> bool:
+        """Once at everything; returns whether the run is over."""
+        codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
+        now = time.monotonic()
+        self._read_heartbeats(now)
+        ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
+        given_up = self._generations.given_up
+        if all(code in ended_well or number in given_up for number, code in enumerate(codes)) or self._is_past(now):
+            return True
+        failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in given_up]
+        gone = {number: why for number, why in self._processes.lost().items() if number not in given_up}
+        running = [n for n, code in enumerate(codes) if code is None and n not in given_up and n not in gone]
+        if failed or gone:
+            self._lose_ended(failed, gone, requests)
+        elif hanging := find_lost(self._ranks, running, now):
+            self._lose_hanging(hanging)
+        else:
+            self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
+        self._drop_mapped_tensors()
+        self._pass_on(requests, now)
+        if self._stop_sent_s is not None:
+            self._check_left_alone(codes, now)
+            self._check_stopping(self._stop_sent_s, now, requests.grace)
+        return False
+
+    def _is_past(self, now_s: float) -> bool:
+        """Whether the result is there and ranks that may still wait for a lost one have had their time."""
+        if self._generations.present.number == 0 or not has_result(self._folder):
+            return False
+        self._result_s = now_s if self._result_s is None else self._result_s
+        return now_s - self._result_s > RESULT_S
+
+    def _lose_ended(self, failed: Sequence[int], gone: Mapping[int, str], requests: Requests) -> None:
+        """These processes have failed or were killed, and those are on machines that are gone: go on, or raise."""
+        if has_result(self._folder):
+            self._generations.given_up |= {*failed, *gone}
+            return
+        errors = self._errors(failed)
+        refusal = self._refusal([*failed, *gone])
+        is_common = any(error["kind"] in COMMON_ERRORS for error in errors.values())
+        is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
+        if refusal is not None or is_common or is_bug:
+            if failed:
+                raise self._failure(requests, refusal or "")
+            raise RankError(f"{next(iter(gone.values()))}{_because(refusal)}; the run ends on all machines")
+        causes = [
+            f"{self._ranks[number].name(number)} "
+            + (f"failed: {_short(errors[number]['what'])}" if number in errors else describe_exit(code or 0))
+            for number, code in enumerate(self._processes.exit_codes())
+            if number in failed
+        ]
+        self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
+
+    def _lose_hanging(self, hanging: Mapping[int, tuple[str, str]]) -> None:
+        """These processes run and are silent, or one of them is stuck: it is ended, and the others go on, or raise."""
+        names = {number: self._ranks[number].name(number) for number in hanging}
+        if (refusal := self._refusal(hanging)) is not None:
+            number, (what, advice) = next(iter(hanging.items()))
+            raise RankError(f"{names[number]} {what}{advice}{_because(refusal)}")
+        self._go_on_without(set(hanging), [f"{names[number]} {what}" for number, (what, _) in hanging.items()])
+
+    def _refusal(self, lost: Sequence[int] | Mapping[int, Any]) -> str | None:
+        return self._generations.refusal([rank.status for rank in self._ranks], lost)
+
+    def _go_on_without(self, lost: set[int], causes: Sequence[str]) -> None:
+        self._generations.given_up |= lost
+        if not lost & set(self._generations.numbers):
+            return  # it had finished, and left the roster
+        left = [number for number in self._generations.numbers if number not in lost]
+        is_local = any(self._ranks[number].status.get("rounds") for number in left)
+        why = describe_loss(causes, len(left), is_local)
+        self._publish(self._generations.drop(lost, why))
+        # Ended after the others know: a woken one finds that it is not in the roster any more.
+        for number in lost:
+            self._processes.give_up(number)
+
+    def _publish(self, generation: Generation) -> None:
+        """All ranks read it by their heartbeats within a moment, and settle."""
+        self._show_ranks()  # before the first rank of the new roster adds lines of its own
+        self._store.set(roster_key(generation.number), json.dumps(generation.to_json()))
+        self._store.set(GENERATION_KEY, str(generation.number))
+        self._reporter.say([generation.why])
+        now = time.monotonic()
+        for number in self._generations.numbers:
+            self._ranks[number].restart(now)
+        self._suspected_s = None
+
+    def _heed_suspicion(self, ended: Sequence[int], now_s: float) -> None:
+        """A rank has lost its group, and no process has failed: others have left the run, or a connection broke."""
+        numbers, generation = self._generations.numbers, self._generations.present.number
+        if not any("min_ranks" in self._ranks[number].status for number in numbers):
+            return
+        keys = {number: suspicion_key(generation, self._ranks[number].member) for number in numbers}
+        causes = [text for key in keys.values() if (text := get_text(self._store, key)) is not None]
+        if not causes:
+            return
+        self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
+        if now_s - suspected_s < SUSPECT_S or any(self._ranks[n].heard_s <= suspected_s for n in {*numbers} - {*ended}):
+            return
+        if left := [n for n in numbers if n in ended or "min_ranks" not in self._ranks[n].status]:
+            if len(left) == len(numbers):
+                return  # all of them are past the run
+            names = ", ".join(self._ranks[number].name(number) for number in left)
+            rest = count_ranks(len(numbers) - len(left), "goes on", "go on")
+            self._publish(self._generations.drop(left, f"{names} had finished already: {rest}"))
+            return
+        slot = max(int(self._ranks[number].status.get("slot", 0)) for number in numbers)
+        self._publish(self._generations.repeat(causes[0], slot))
 
     def _pass_on(self, requests: Requests, now_s: float) -> None:
         """Requests of this process to the ranks, and a rank's SIGTERM to this process: one of them stops the run."""
-        graces = [rank.status["grace"] for rank in self._ranks if "grace" in rank.status]
+        graces = [status["grace"] for status in self._statuses() if "grace" in status]
         requests.grace = max(graces, default=requests.grace)
         if requests.save.is_set():
             requests.save.clear()
@@ -93,15 +217,26 @@ class Watch:
             self._stop_sent_s = now_s
 
     def _read_heartbeats(self, now_s: float) -> None:
-        for rank in self._ranks:
-            text = get_text(self._store, heartbeat_key(rank.member))
+        if now_s - self._looked_s > DELAY_S:  # the ranks' heartbeats may have waited for this process
+            for rank in self._ranks:
+                rank.restart(now_s)
+        self._looked_s = now_s
+        for number, rank in enumerate(self._ranks):
+            text = None if number in self._generations.given_up else get_text(self._store, heartbeat_key(rank.member))
             if text is not None:
                 rank.update(json.loads(text), now_s)
-        self._reporter.ranks([rank.status for rank in self._ranks])
+        self._show_ranks()
+
+    def _show_ranks(self) -> None:
+        self._reporter.ranks([rank.status for rank in self._ranks], first=self._generations.numbers[0])
+
+    def _statuses(self) -> list[dict[str, Any]]:
+        """Of the ranks that are not given up."""
+        return [rank.status for number, rank in enumerate(self._ranks) if number not in self._generations.given_up]
 
     def _check_stopping(self, sent_s: float, now_s: float, grace_s: float) -> None:
         """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
-        statuses = [rank.status for rank in self._ranks]
+        statuses = self._statuses()
         # A rank without a heartbeat has trained nothing; of the others only heartbeats count that were sent after they
         # had read the request, for at most STOP_S: on a busy machine the last one may be older than their first step.
         are_fresh = all(status.get("was_stop_read") for status in statuses if status)
@@ -124,7 +259,8 @@ class Watch:
         Not at the first look: a rank that stops after its very first step may have left, and the last heartbeat of one
         that still saves may be older than that step.
         """
-        running = [rank.status for rank, code in zip(self._ranks, codes, strict=True) if code is None]
+        given_up = self._generations.given_up
+        running = [self._ranks[n].status for n, code in enumerate(codes) if code is None and n not in given_up]
         waits = all(not status.get("slot") and status.get("phase", "setup") in BEFORE_FIRST for status in running)
         if INTERRUPTED not in codes or not running or not waits:
             self._alone_since_s = now_s
@@ -137,29 +273,45 @@ class Watch:
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
-    def _failure(self, requests: Requests) -> Exception:
+    def _errors(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What those of these processes that failed by themselves have reported."""
+        paths = {number: self._folder / f"error-{number}.json" for number in numbers}
+        return {number: json.loads(path.read_text()) for number, path in paths.items() if path.exists()}
+
+    def _failure(self, requests: Requests, refusal: str) -> Exception:
         """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
         if self._was_terminated_at_start():
             requests.on_rank_terminated()
             return StoppedError(NOTHING_TRAINED)
         end = time.monotonic() + GRACE_S
-        while time.monotonic() < end and any(code is None for code in self._processes.exit_codes()):
+        left = [number for number in range(len(self._ranks)) if number not in self._generations.given_up]
+        while time.monotonic() < end and any(self._processes.exit_codes()[number] is None for number in left):
             time.sleep(0.02)
-        errors = {}
-        for number, code in enumerate(self._processes.exit_codes()):
-            path = self._folder / f"error-{number}.json"
-            if path.exists():
-                errors[number] = json.loads(path.read_text())
-            elif code not in (None, 0):
+        errors, codes = self._errors(left), self._processes.exit_codes()
+        for number in left:
+            if number not in errors and (code := codes[number]) not in (None, 0):
                 assert code is not None
-                return RankError(f"{self._ranks[number].name(number)} {describe_exit(code)}")
+                return RankError(f"{self._ranks[number].name(number)} {describe_exit(code)}{_because(refusal)}")
         # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
-        by_itself = {number: error for number, error in errors.items() if "peer" not in error["what"]} or errors
+        by_itself = {number: error for number, error in errors.items() if not _is_about_peer(error["what"])} or errors
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
         error, name = errors[number], self._ranks[number].name(number)
         if error["kind"] in USER_ERRORS:
             kind = USER_ERRORS[error["kind"]]
             # All ranks raise those alike, and they name the rank or machine that is the cause.
             return kind(error["message"] if kind in (NotFiniteError, RefusedError) else f"{name}: {error['message']}")
-        what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "")
+        what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "") + _because(refusal)
         return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")
+
+
+def _because(refusal: str | None) -> str:
+    return f"; {refusal}" if refusal else ""
+
+
+def _is_about_peer(what: str) -> bool:
+    return "peer" in what or what.startswith("GroupLostError")
+
+
+def _short(what: str) -> str:
+    """The first line of an error, for a line of progress."""
+    return what.partition("\n")[0][:200]

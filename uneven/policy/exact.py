@@ -12,12 +12,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from uneven.policy.finish import Cost, by_ratio, earliest_ms, equal_finish, finish_ms
 
 MOVE_GAIN = 0.025  # a predicted gain below this is noise
-PROBE_EVERY = 50  # slots after which a rank without samples is tried again
+LARGE_GAIN = 1.0  # a step that would be twice as fast: no noise, so the move is not damped
+STRAGGLES = 5.0  # a rank that became so many times slower (or faster again) is followed beyond `reach` ...
+FAR_GAIN = 0.25  # ... for no less than this
+PROBE_EVERY = 50  # slots after which a rank without samples is tried again, at the earliest
+PROBE_COST = 0.1  # of the time between two probes: a rank that is far too slow is tried less often
+PROBE_DOUBLINGS = 6  # of PROBE_EVERY, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,12 @@ class Balanced:
 
     Each rank's cost has the form measured in warm-up (fixed + per sample) and one factor that follows its measured
     step times. Shares move only for a predicted gain above MOVE_GAIN, at most doubling a share, and by
-    half when the direction reverses. The slot size never changes.
+    half when the direction reverses. The slot size never changes. A rank whose best share is 0 is left out and tried
+    again with a few samples now and then; one such probe that finds it fast again brings it back.
 
     With `reach` shares move no farther than this from where they were when `settle` was last called: a captured step
-    has graphs for the sizes around them, and all ranks would wait for another one.
+    has graphs for the sizes around them, and all ranks would wait for another one. A rank that straggles costs more
+    than that (tests/policy/test_stragglers.py), so then they move as far as they must.
     """
 
     costs: tuple[Cost, ...]
@@ -108,31 +115,42 @@ class Balanced:
     _seen: list[list[float]] = field(default_factory=list)
     _directions: list[int] = field(default_factory=list)
     _damping: float = 1.0
+    _probes: list[tuple[int, int]] = field(default_factory=list)  # (from this slot on, slots between two probes)
     reach: int | None = None
-    _home: tuple[int, ...] = field(default=(), compare=False)  # see `reach`
+    _homes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)  # planned too; see `reach`
+    _home_factors: tuple[float, ...] = field(default=(), compare=False)  # when `settle` was last called
 
     def __post_init__(self) -> None:
         self._factors = [1.0] * len(self.costs)
         self._seen = [[] for _ in self.costs]
         self._directions = [0] * len(self.costs)
         self._plan = [(0, self._best(self.costs))]
+        self._probes = [(0, PROBE_EVERY)]
         self.settle()
 
     def settle(self) -> None:
         """Shares may move anew, from where they are now. Called on all ranks after the same slot."""
-        self._home = self._plan[-1][1]
+        self._homes = [(0, self._plan[-1][1])]
+        self._home_factors = tuple(self._factors)
 
     def shares(self, slot: int, samples: int) -> tuple[int, ...]:
         planned = self._planned(slot)
         if samples != self.slot_size:  # an epoch's short last slot
-            return by_ratio(planned if self.reach is None else self._home, samples, self.least)
-        if slot % PROBE_EVERY < PROBE_EVERY - 1:
+            return by_ratio(planned if self.reach is None else _in_force(self._homes, slot), samples, self.least)
+        every = _in_force(self._probes, slot)
+        if slot % every < every - 1:
             return planned
         idle = [rank for rank, share in enumerate(planned) if share == 0 and self._cap(rank) >= self._smallest]
-        return self._with_probe(planned, idle[(slot // PROBE_EVERY) % len(idle)]) if idle else planned
+        return self._with_probe(planned, idle[(slot // every) % len(idle)]) if idle else planned
 
     def note(self, slot: int, samples: int, busy_ms: Sequence[float]) -> Move | None:
-        self._update_factors(self.shares(slot, samples), busy_ms)
+        shares = self.shares(slot, samples)
+        self._update_factors(slot, shares, busy_ms)
+        move = self._move(slot)
+        self._space_probes(slot, [rank for rank, share in enumerate(shares) if share and busy_ms[rank] > 0.0])
+        return move
+
+    def _move(self, slot: int) -> Move | None:
         if self._plan[-1][0] > slot + 1:
             return None  # the last move has not taken effect yet
         del self._plan[:-1]
@@ -144,16 +162,19 @@ class Balanced:
         gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
         if gain <= MOVE_GAIN:
             return None
-        shares = self._limited(current, target)
+        is_far = self._straggles(gain)
+        shares = self._limited(current, target, gain, None if is_far else self.reach)
         if shares == current:
             return None
         self._plan.append((slot + 1 + self.lookahead, shares))
+        if is_far:
+            self._homes.append(self._plan[-1])
         return Move(slot + 1 + self.lookahead, shares, gain)
 
     def fingerprint(self) -> int:
         numbers = [*self._factors, self._damping, *(ratio for seen in self._seen for ratio in seen)]
         state = struct.pack(f"<{len(numbers)}d", *numbers)
-        rest = (self._plan, self._directions, [len(seen) for seen in self._seen])
+        rest = (self._plan, self._directions, [len(seen) for seen in self._seen], self._probes)
         return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,6 +187,7 @@ class Balanced:
             "seen": [list(seen) for seen in self._seen],
             "directions": list(self._directions),
             "damping": self._damping,
+            "probes": [list(spacing) for spacing in self._probes],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +199,7 @@ class Balanced:
         self._seen = [list(seen) for seen in state["seen"]]
         self._directions, self._damping = list(state["directions"]), state["damping"]
         self._plan = [(start, tuple(shares)) for start, shares in state["plan"]]
+        self._probes = [(start, every) for start, every in state.get("probes", [(0, PROBE_EVERY)])]
         is_too_much = [share > self._cap(rank) for _, shares in self._plan for rank, share in enumerate(shares)]
         if any(is_too_much) or any(sum(shares) != self.slot_size for _, shares in self._plan):
             self._plan = [(0, self._best(self.current_costs()))]
@@ -184,14 +207,20 @@ class Balanced:
 
     def _planned(self, slot: int) -> tuple[int, ...]:
         """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""
-        return next(shares for start, shares in reversed(self._plan) if start <= slot or start == self._plan[0][0])
+        return _in_force(self._plan, slot)
 
-    def _update_factors(self, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
-        """Move each rank's factor towards measured / predicted; the median of five ignores two outliers."""
+    def _update_factors(self, slot: int, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
+        """Move each rank's factor towards measured / predicted; the median of five ignores two outliers.
+
+        A probe stands for itself: what was seen of the rank before is old, and the next probe is far away.
+        """
+        planned = self._planned(slot)
         for rank, (cost, samples, ms) in enumerate(zip(self.costs, shares, busy_ms, strict=True)):
             if samples == 0 or ms <= 0.0:
                 continue
             seen = self._seen[rank]
+            if planned[rank] == 0:
+                seen.clear()
             seen.append(ms / cost.time_ms(samples))
             del seen[:-5]
             typical = sorted(seen)[len(seen) // 2]
@@ -223,23 +252,63 @@ class Balanced:
             shares[rank] += self._smallest
         return tuple(shares)
 
-    def _limited(self, current: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
+    def _space_probes(self, slot: int, measured: Sequence[int]) -> None:
+        """After a rank that is left out was measured: when to try again, so that probes cost PROBE_COST at most."""
+        last = self._probes[-1]
+        if last[0] > slot + 1:
+            return  # not in force yet
+        del self._probes[:-1]
+        costs, planned = self.current_costs(), self._plan[-1][1]
+        idle = [rank for rank in measured if planned[rank] == 0]
+        if not idle:
+            return
+        probe_ms = max(costs[rank].time_ms(self._smallest) for rank in idle)
+        allowed_ms, every = PROBE_COST * finish_ms(costs, planned), PROBE_EVERY
+        while every * allowed_ms < probe_ms and every < PROBE_EVERY * 2**PROBE_DOUBLINGS:
+            every *= 2
+        if every != last[1]:
+            self._probes.append((slot + 1 + self.lookahead, every))
+
+    def _straggles(self, gain: float) -> bool:
+        """Whether a rank became so much slower or faster since `settle` that shares leave their reach for it."""
+        if gain <= FAR_GAIN:
+            return False
+        changes = [now / before for now, before in zip(self._factors, self._home_factors, strict=True)]
+        return max(changes) >= STRAGGLES or min(changes) <= 1.0 / STRAGGLES
+
+    def _growth(self, old: int, step: int) -> float:
+        """How much a share may grow in one move: it doubles, more often where a move takes many slots to take effect.
+
+        A rank that was left out begins with half of what it deserves: to double one sample again and again takes long.
+        """
+        if old == 0:
+            return max(self._smallest, step / 2)
+        return old * (2.0 ** (1 + min(3, self.lookahead // 4)) - 1.0)
+
+    def _limited(
+        self, current: tuple[int, ...], target: tuple[int, ...], gain: float, reach: int | None
+    ) -> tuple[int, ...]:
         """As far towards the target as doubling, damping and reach allow, on the grid and with the same sum."""
         steps = [new - old for old, new in zip(current, target, strict=True)]
         largest = max(range(len(steps)), key=lambda rank: abs(steps[rank]))
         direction = 1 if steps[largest] > 0 else -1
         reversed_ = self._directions[largest] == -direction
         self._damping = max(0.125, self._damping / 2) if reversed_ else min(1.0, self._damping * 2)
+        if gain > LARGE_GAIN:
+            self._damping = 1.0
         self._directions[largest] = direction
         fraction = self._damping  # of the step from the current shares to the target
-        for old, step, home in zip(current, steps, self._home, strict=True):
+        for old, step, home in zip(current, steps, self._homes[-1][1], strict=True):
             if step > 0:
-                fraction = min(fraction, max(old, self._smallest) / step)
-            if step and self.reach is not None:
-                room = self.reach + (home - old if step > 0 else old - home)
+                fraction = min(fraction, self._growth(old, step) / step)
+            if step and reach is not None:
+                room = reach + (home - old if step > 0 else old - home)
                 fraction = min(fraction, room / abs(step))
-        if fraction >= 1.0:
-            return target
+        return target if fraction >= 1.0 else self._part_way(current, target, fraction)
+
+    def _part_way(self, current: tuple[int, ...], target: tuple[int, ...], fraction: float) -> tuple[int, ...]:
+        """This fraction of the way to the target."""
+        steps = [new - old for old, new in zip(current, target, strict=True)]
         real = [old + fraction * step for old, step in zip(current, steps, strict=True)]
         shares = [self.grid * int(share / self.grid) for share in real]
         # Multiples of the grid, largest remainders rounded up. A share must not lie between 0 and `least`.
@@ -250,3 +319,11 @@ class Balanced:
             shares[rank] += more
             left -= more
         return target if any(0 < share < self.least for share in shares) else tuple(shares)
+
+
+Planned = TypeVar("Planned")
+
+
+def _in_force(plan: Sequence[tuple[int, Planned]], slot: int) -> Planned:
+    """What a plan of (from this slot on, what) has for a slot."""
+    return next(what for start, what in reversed(plan) if start <= slot or start == plan[0][0])

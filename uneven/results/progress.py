@@ -64,6 +64,8 @@ class Reporter:
         self._epochs = 0
         self._shown_epochs = 0  # of the history in rank 0's heartbeats
         self._shown_notes = 0
+        self._first = 0  # of the ranks that were there at the start, the one that is rank 0
+        self._places: dict[int, list[int]] = {}  # the ranks of each machine, as they were first drawn
         self._loss = "-"
         self._last = (0, 0.0)  # samples and training seconds when the speed was last computed
 
@@ -83,14 +85,19 @@ class Reporter:
             self._open(axis.total_samples, [self._title])
             self._bar_steps(None if axis.max_slots is None else axis.total)
 
-    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
-        """The last heartbeat of each rank, in rank order; {} for a rank that has not sent one yet."""
-        notes = statuses[0].get("notes", [])
-        self.say(notes[self._shown_notes :])
-        self._shown_notes = len(notes)
-        for entry in statuses[0].get("history", [])[self._shown_epochs :]:
+    def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
+        """The last heartbeat of each rank, in the order of the start; {} for a rank that has not sent one yet.
+
+        `first` of them is rank 0 now: its lines and its history are shown.
+        """
+        lead = statuses[first]
+        notes = lead.get("notes", [])
+        # What a rank said before it became the first is known from the one that was, or does not matter.
+        self.say(notes[self._shown_notes :] if first == self._first else [])
+        self._shown_notes, self._first = len(notes), first
+        for entry in lead.get("history", [])[self._shown_epochs :]:
             self._shown_epochs += 1
-            self._epochs = statuses[0]["epochs"]
+            self._epochs = lead["epochs"]
             self.epoch_done(entry)
         if self.style != "bar":
             return
@@ -98,15 +105,15 @@ class Reporter:
             self._open(None, [self._title])
         if all("own" in status for status in statuses):
             assert self._bar is not None, "opened above"
-            self._draw_ranks(self._bar, statuses)
+            self._draw_ranks(self._bar, statuses, first)
         if self._block is not None:
             self._block.update()
 
-    def devices(self, statuses: Sequence[dict[str, Any]]) -> None:
+    def devices(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
         """For a rank that trains and is told of the others: their sections, as `ranks` draws them. On any thread."""
         bar = self._bar
         if bar is not None and all("own" in status for status in statuses):
-            self._draw_ranks(bar, statuses)
+            self._draw_ranks(bar, statuses, first)
 
     def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
         del own_samples
@@ -160,22 +167,23 @@ class Reporter:
         assert self._bar is not None, "opened by the caller"
         self._bar.update(self._tasks[0], steps=steps)
 
-    def _draw_ranks(self, bar: Progress, statuses: Sequence[dict[str, Any]]) -> None:
-        total, trained = statuses[0]["total"], sum(status["own"] for status in statuses)
-        machines = _machines(statuses)
+    def _draw_ranks(self, bar: Progress, statuses: Sequence[dict[str, Any]], first: int) -> None:
+        lead = statuses[first]
+        total, trained = lead["total"], sum(status["own"] for status in statuses)
         if len(self._tasks) == 1:
             bar.reset(self._tasks[0], total=total)  # the time until now was the start's
-            bar.update(self._tasks[0], steps=statuses[0]["steps"] if statuses[0].get("has_max_steps") else None)
-            self._tasks += self._add_ranks(bar, statuses, machines, total)
+            bar.update(self._tasks[0], steps=lead["steps"] if lead.get("has_max_steps") else None)
+            self._places = _machines(statuses)
+            self._tasks += self._add_ranks(bar, statuses, self._places, total)
         # Heartbeats are a little old, and the last steps of a run are in none: it is over with its last epoch.
-        last = statuses[0].get("history", [{}])[-1]
-        is_over = last.get("samples") == total or last.get("step", -1) == statuses[0].get("steps")
+        last = lead.get("history", [{}])[-1]
+        is_over = last.get("samples") == total or last.get("step", -1) == lead.get("steps")
         done = trained if total is None else total if is_over else min(trained, total)
         seconds = max(status["seconds"] for status in statuses)
         bar.update(self._tasks[0], completed=done, speed=_speed(trained, seconds), loss=self._loss_or_phase(statuses))
         begin = 0.0
-        for machine, ranks in machines.items():
-            first = begin
+        for machine, ranks in self._places.items():
+            before = begin
             for rank in ranks:
                 status = statuses[rank]
                 share = status["own"] / max(1, trained)
@@ -192,7 +200,7 @@ class Reporter:
             if (heading := self._headings.get(machine)) is not None:
                 own = sum(statuses[rank]["own"] for rank in ranks)
                 speed = _speed(own, max(statuses[rank]["seconds"] for rank in ranks))
-                bar.update(heading, part=(first, begin), colour="default", share=own / max(1, trained), speed=speed)
+                bar.update(heading, part=(before, begin), colour="default", share=own / max(1, trained), speed=speed)
 
     def _add_ranks(
         self,

@@ -1,8 +1,10 @@
-"""The exact policy of a run: as a log has it, as the user gave it, evenly, or by speed. GradientSync calls it."""
+"""The exact policy of a run: as a log has it, as the user gave it, evenly, or by speed; and advice by its costs.
+
+GradientSync calls it.
+"""
 
 from collections.abc import Sequence
 
-from uneven.comm.group import Group
 from uneven.config import SHARDED
 from uneven.data.replay import read_log
 from uneven.parallel.batchnorm import has_batchnorm
@@ -43,9 +45,10 @@ def make_exact_policy(engine: Engine, costs: Sequence[Cost], is_model_parallel: 
     return Balanced(tuple(costs), samples, caps, least, lookahead, grid, reach=reach)
 
 
-def exact_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[str]:
-    """Lines where fewer devices would be faster; a collective, so all ranks call it after the same slot."""
+def advise(engine: Engine, costs: Sequence[Cost]) -> list[str]:
+    """A line where fewer devices would be faster; a collective, so all ranks call it after the same slot."""
     if engine.config.strategy in SHARDED:
         return []  # devices that hold shards are needed for their memory, whatever their speed
-    found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(group, engine.model))
-    return advice(found, [str(device) for device in engine.rank_info.devices])
+    info = engine.rank_info
+    found = forecast(costs, engine.axis.slot(0).samples, measure_sum_ms(info.group, engine.model))
+    return advice(found, [str(device) for device in info.devices])

@@ -26,10 +26,11 @@ from uneven.train.dropped import BadStep, count_skipped
 from uneven.train.dummy_batches import DummyBatches
 from uneven.train.engine import Engine
 from uneven.train.events import request
-from uneven.train.exact_policy import exact_advice, make_exact_policy
+from uneven.train.exact_policy import advise, make_exact_policy
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.step_guard import StepGuard
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
+from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish, wished
 
 
@@ -55,6 +56,7 @@ class GradientSync:
         self._dummies = DummyBatches(engine, self._is_model_parallel)
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._has_advised = False
+        self._stragglers = Stragglers(engine.recorder, engine.rank_info)
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
@@ -87,6 +89,7 @@ class GradientSync:
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
         self._lr_scale = engine.lr_scale(1.0, shares)
+        self.notes += self._stragglers.follow(0, shares)
         is_measured = engine.can_warm_up and not config.has_fixed_shares
         alone = [1e3 * config.batch_size / cost.time_ms(config.batch_size) for cost in costs]
         engine.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])
@@ -104,7 +107,7 @@ class GradientSync:
         use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:
-            self.notes += exact_advice(engine, self.group, costs)
+            self.notes += advise(engine, costs)
 
     def state_dict(self) -> dict[str, Any]:
         self._follow_speeds()
@@ -143,20 +146,16 @@ class GradientSync:
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
         engine = self.engine
-        # The epoch in progress; it is another one than the slot's where a stop has left gaps.
-        epoch = engine.axis.slot(engine.trained).epoch if engine.ledger.gaps else part.slot.epoch
         is_stopped = self.step(part, micros)
         if self._is_skipping:
-            return self._reach_event(epoch)
+            return self._end_event(self.epoch)
         self._free_ns += self.after_step(engine.trained)
         if engine.rank_info.world_size == 1:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
             self._wished = self.wish()
         if self._wished:
             request(engine.events, engine.trained, self._wished, engine.trained - 1)
-        is_over = engine.trained == engine.axis.epoch_end(epoch)
-        if is_over or engine.events.evaluates(engine.trained) or engine.events.saves(engine.trained):
-            is_stopped |= self._reach_event(epoch, None if is_over else engine.trained)
+        is_stopped |= self.reach_event(engine.trained - 1)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
         return is_stopped
@@ -174,9 +173,9 @@ class GradientSync:
     def follow_skip(self) -> bool:
         """End the epoch here, as a rank asked for in the last exchange; returns whether the run stops."""
         self._is_skipping = True
-        return self._reach_event(self.epoch)
+        return self._end_event(self.epoch)
 
-    def _reach_event(self, epoch: int, step: int | None = None) -> bool:
+    def _end_event(self, epoch: int, step: int | None = None) -> bool:
         """The end of an epoch, or an event at a step inside it; returns whether a callback stops the run."""
         engine = self.engine
         if self._is_skipping:
@@ -280,13 +279,13 @@ class GradientSync:
         """In a new generation: what belongs to this rank's replica and not to the group. Before `initialize`."""
         self.buffers, self._weight, self.event_loss = before.buffers, before._weight, event_loss
 
-    def reach_again(self, done: int) -> bool:
+    def reach_event(self, done: int) -> bool:
         """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
         axis, events, slot = self.engine.axis, self.engine.events, self.engine.trained
-        epoch = axis.slot(max(0, slot - 1)).epoch
+        epoch = axis.slot(max(0, slot - 1)).epoch  # in progress: another one than the slot's where a stop left gaps
         is_over = slot == axis.epoch_end(epoch)
         is_event = slot > done and (is_over or events.evaluates(slot) or events.saves(slot))
-        return is_event and self._reach_event(epoch, None if is_over else slot)
+        return is_event and self._end_event(epoch, None if is_over else slot)
 
     def _synced_step(self, part: Part, micros: Micros) -> tuple[bool, Verdict]:
         """A step whose gradients are summed over all ranks, with the ranks' statistics in the same sum.
@@ -395,6 +394,7 @@ class GradientSync:
         move = self.policy.note(slot.index, slot.samples, times)
         if move is not None:
             self.engine.recorder.event("share", slot=move.slot, shares=list(move.shares), gain=move.gain)
+            self.notes += self._stragglers.follow(move.slot, move.shares)
         if isinstance(self.policy, Calibrating) and self.policy.costs is not None and not self._has_advised:
             self._has_advised = True
-            self.notes += exact_advice(self.engine, self.group, self.policy.costs)
+            self.notes += advise(self.engine, self.policy.costs)

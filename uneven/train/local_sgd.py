@@ -223,7 +223,7 @@ class LocalSGD:
     def go_on_after(self, before: Any, event_loss: float | None) -> None:
         raise NotImplementedError
 
-    def reach_again(self, done: int) -> bool:
+    def reach_event(self, done: int) -> bool:
         del done
         return False
 

@@ -5,10 +5,12 @@ lost, leaves or joins makes a new one, also while the ranks still settle on the 
 number: its group is given up, with everything that was in flight.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from uneven.comm.group import Group
+from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 
 
@@ -30,6 +32,11 @@ class Generation:
             "members": list(self.members),
             "why": self.why,
         }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Generation":
+        roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
+        return cls(int(found["number"]), roster, tuple(found["members"]), str(found["why"]))
 
 
 class Membership(Protocol):

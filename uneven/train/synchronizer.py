@@ -149,6 +149,6 @@ class Synchronizer(Protocol):
         """
         ...
 
-    def reach_again(self, done: int) -> bool:
+    def reach_event(self, done: int) -> bool:
         """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
         ...

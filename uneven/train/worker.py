@@ -168,7 +168,7 @@ class Worker:
         assert synchronizer is not None, "made when the group has formed"
         if self.settler is not None and self.settler.is_over:
             return
-        is_stopped = self._agree().stopped is not None or synchronizer.reach_again(self.events.done)
+        is_stopped = self._agree().stopped is not None or synchronizer.reach_event(self.events.done)
         if not is_stopped:
             is_stopped = self._train_slots(synchronizer)
         self.end(synchronizer, is_stopped)

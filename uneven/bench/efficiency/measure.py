@@ -213,8 +213,8 @@ class PairsBar(Reporter):
         self._expected = expected
         self._shown_pairs = 0
 
-    def ranks(self, statuses: Sequence[dict[str, Any]]) -> None:
-        history = statuses[0].get("history", [])
+    def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
+        history = statuses[first].get("history", [])
         if len(history) == self._shown_pairs:
             return
         last = history[-1]

@@ -1,0 +1,91 @@
+"""Which ranks go on when others are lost, and when the run ends instead: no process, no store, no clock."""
+
+from typing import Any
+
+import pytest
+
+from uneven.errors import RankError
+from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
+from uneven.launch.generations import MOST_REPEATS, Generations, describe_loss
+from uneven.train.membership import Generation
+
+MEMBERS = ("pc/cuda:0/a", "pc/cpu/b", "laptop/cpu/c", "mini/cpu/d", "mini/cpu@0.4/e")
+ROSTER = Roster(parse_devices("cuda:0,cpu,cpu,cpu,cpu@0.4"), (0, 0, 1, 2, 2), ("pc", "laptop", "mini"))
+SURVIVABLE: list[dict[str, Any]] = [{"min_ranks": 1, "slot": 3}] * 5
+
+
+def test_ranks_keep_their_order_and_machines_are_numbered_anew() -> None:
+    generations = Generations(ROSTER, MEMBERS)
+    found = generations.drop([0, 2], "why")
+    assert found == Generation(
+        1, Roster(parse_devices("cpu,cpu,cpu@0.4"), (0, 1, 1), ("pc", "mini")), MEMBERS[1:2] + MEMBERS[3:], "why"
+    )
+    assert generations.numbers == [1, 3, 4]
+    again = generations.drop([3], "once more")
+    assert (again.number, again.members) == (2, (MEMBERS[1], MEMBERS[4]))
+    assert again.roster == Roster(parse_devices("cpu,cpu@0.4"), (0, 1), ("pc", "mini"))
+
+
+def test_a_generation_is_read_as_it_was_written() -> None:
+    found = Generations(ROSTER, MEMBERS).drop([1], "rank 1 is lost")
+    assert Generation.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("lost", "changes", "refusal"),
+    [
+        ([2], {}, None),
+        ([1, 2, 3, 4], {}, None),
+        ([0, 1], {}, "no rank is left on pc, which leads the run and has its files"),
+        ([0, 1, 2, 3, 4], {}, "no rank is left"),
+        ([2], {3: {"slot": 0}}, ""),  # one that has not begun, or cannot go on
+        ([2], {2: {}}, ""),
+        ([2, 3], {1: {"min_ranks": 4}}, "3 ranks are left, and min_ranks=4"),
+        ([1, 2, 3, 4], {0: {"min_ranks": 2}}, "1 rank is left, and min_ranks=2"),
+        ([2], {0: {"min_ranks": 4}}, None),
+    ],
+)
+def test_when_the_others_go_on(lost: list[int], changes: dict[int, Any], refusal: str | None) -> None:
+    statuses = [changes.get(number, status) for number, status in enumerate(SURVIVABLE)]
+    assert Generations(ROSTER, MEMBERS).refusal(statuses, lost) == refusal
+
+
+def test_those_who_left_before_are_not_asked_again() -> None:
+    generations = Generations(ROSTER, MEMBERS)
+    generations.drop([0, 2], "")
+    statuses = [{}, SURVIVABLE[1], {}, SURVIVABLE[3], SURVIVABLE[4]]
+    assert generations.refusal(statuses, [3]) is None
+    assert generations.refusal(statuses, [1]) == "no rank is left on pc, which leads the run and has its files"
+
+
+def test_the_same_error_at_the_same_slot_is_a_bug() -> None:
+    generations = Generations(ROSTER, MEMBERS)
+    error = {"what": "ValueError: bad sample", "place": "train.py:7 in step", "slot": 12}
+    assert not generations.is_repeated(error)
+    assert not generations.is_repeated({**error, "slot": 13})
+    assert not generations.is_repeated({**error, "what": "ValueError: another"})
+    assert not generations.is_repeated({**error, "place": "train.py:9 in step"})
+    assert generations.is_repeated(dict(error))
+
+
+def test_the_same_members_start_anew_a_few_times_without_a_step_and_then_the_run_ends() -> None:
+    generations = Generations(ROSTER, MEMBERS)
+    for number in range(1, MOST_REPEATS + 1):
+        found = generations.repeat("connection reset", slot=7)
+        assert (found.number, found.members, found.roster) == (number, MEMBERS, ROSTER)
+    for slot in range(8, 20):  # with steps in between there is no limit
+        generations.repeat("connection reset", slot)
+    for _ in range(MOST_REPEATS - 1):
+        generations.repeat("connection reset", slot=19)
+    with pytest.raises(RankError, match=r"lost each other 6 times without a step .*: connection reset"):
+        generations.repeat("connection reset", slot=19)
+
+
+def test_what_the_user_reads() -> None:
+    assert describe_loss(["rank 2 (cpu@0.4 on pc) was ended by SIGKILL"], 3, is_local=True) == (
+        "rank 2 (cpu@0.4 on pc) was ended by SIGKILL: 3 ranks go on, its samples since the last round are trained again"
+    )
+    assert describe_loss(["rank 1 is lost", "rank 2 is lost"], 1, is_local=False) == (
+        "rank 1 is lost; rank 2 is lost: 1 rank goes on, their samples since the last step are trained again"
+    )

@@ -1,0 +1,60 @@
+"""Groups that are over: given up for a newer generation, left by a peer, or closed; and how they are freed.
+
+Used by every group of this folder. A group and all that were made from it by `new_group` are over together. Whoever
+waits looks here between two slices of its wait, so that no peer, stopped or unplugged, can hold it.
+"""
+
+import re
+import threading
+from typing import Any
+
+from uneven.errors import GroupLostError
+
+SLICE_S = 0.05  # of a wait: the longest until an abort, or a signal, is seen
+FREE_S = 1.0  # for which `free` waits itself: far longer than it takes where no collective is under way
+LOST_FREE_S = 0.1  # the same where one probably is
+
+# What Gloo and sockets say of a peer that is gone. Other errors (a CUDA device, a wrong argument) are no lost group.
+_PEER = re.compile(r"gloo/transport|connection|\bpeer\b|socket|timed out|broken pipe|unreachable", re.IGNORECASE)
+
+
+class Lost:
+    """Whether a group, and all that were made from it, is over, and why. Any thread may call it at any time."""
+
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = None  # None: it is not. Looked at before every collective and wait
+
+    def abort(self, why: str) -> None:
+        """The first reason stays; an abort comes before a close, for it says why."""
+        if not isinstance(self.error, GroupLostError):
+            self.error = GroupLostError(why)
+
+    def close(self) -> None:
+        if self.error is None:
+            self.error = RuntimeError("the group was closed")
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)  # one of its own for every thread that raises it
+
+    @property
+    def is_aborted(self) -> bool:
+        return isinstance(self.error, GroupLostError)
+
+
+def as_lost(error: RuntimeError) -> RuntimeError:
+    """A GroupLostError in the same words where a transport says that a peer is gone; else the error itself."""
+    if type(error).__module__.startswith("uneven.") or not _PEER.search(str(error)):
+        return error
+    return GroupLostError(str(error))
+
+
+def free(held: list[Any], is_aborted: bool) -> None:
+    """Free process groups, of which nobody else holds a reference, in a thread.
+
+    Their destructors wait for collectives that are under way, and a stopped peer may hold those until their timeout.
+    What a collective may still write, its tensors, is freed with it.
+    """
+    thread = threading.Thread(target=held.clear, name="uneven-free", daemon=True)
+    thread.start()
+    thread.join(LOST_FREE_S if is_aborted else FREE_S)

@@ -1,0 +1,98 @@
+"""Who is in a run, as its launcher knows it: the rosters that follow one another when ranks are lost.
+
+Used by launch/watch.py, which sees what happens to the processes, and tells the ranks what is decided here. No
+process, store or clock in this file. Invariants: a generation's number grows by one; a member that has left is never
+in a roster again; ranks keep their order, so rank 0 stays on the leader's machine, where results are written.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from uneven.errors import RankError
+from uneven.hardware.roster import Roster
+from uneven.train.membership import Generation
+
+MOST_REPEATS = 5  # generations of the same members, one after the other, without a step
+# What every rank raises alike, or would raise next: a new generation would meet it again.
+COMMON_ERRORS = ("input", "refused", "not finite")
+
+
+class Generations:
+    """Life cycle: one per launched run, from its roster at the start. Processes are numbered as they were started."""
+
+    def __init__(self, roster: Roster, members: Sequence[str]) -> None:
+        self._members = tuple(members)
+        self.present = Generation(0, roster, self._members)
+        self.given_up: set[int] = set()  # processes whose end does not matter any more
+        self._raised: set[tuple[str, str, int]] = set()
+        self._repeats, self._slot = 0, -1
+
+    @property
+    def numbers(self) -> list[int]:
+        """The processes of the present generation, in rank order."""
+        return [self._members.index(member) for member in self.present.members]
+
+    def refusal(self, statuses: Sequence[Mapping[str, Any]], lost: Collection[int]) -> str | None:
+        """Why these processes cannot be lost without ending the run; None where the others go on.
+
+        `statuses`: the last heartbeat of every process. One without "min_ranks" is of a rank that cannot go on, or not
+        yet: then the reason is empty, and the loss itself is the cause.
+        """
+        left = [number for number in self.numbers if number not in lost]
+        needed = [int(statuses[number].get("min_ranks", 0)) for number in self.numbers]
+        if 0 in needed:
+            return ""
+        if not left:
+            return "no rank is left"
+        roster = self.present.roster
+        if roster.machines[self.numbers.index(left[0])] != 0:
+            return f"no rank is left on {roster.hosts[0]}, which leads the run and has its files"
+        if len(left) < max(needed):
+            return f"{count_ranks(len(left))} left, and min_ranks={max(needed)}"
+        return None
+
+    def is_repeated(self, error: Mapping[str, Any]) -> bool:
+        """Whether a rank has failed with this report's error at the same slot before: a bug, and not a fault."""
+        key = (str(error["what"]), str(error.get("place")), int(error.get("slot", -1)))
+        is_known = key in self._raised
+        self._raised.add(key)
+        return is_known
+
+    def drop(self, lost: Collection[int], why: str) -> Generation:
+        """The next generation, without these processes."""
+        self._repeats = 0
+        numbers = self.numbers
+        ranks = [rank for rank, number in enumerate(numbers) if number in lost]
+        members = tuple(self._members[number] for number in numbers if number not in lost)
+        return self._publish(self.present.roster.without(ranks), members, why)
+
+    def repeat(self, cause: str, slot: int) -> Generation:
+        """The next generation, of the same members: all of them live, and one has lost its group.
+
+        `slot`: the furthest one that any of them has trained. RankError where this has happened too often without a
+        step in between.
+        """
+        self._repeats = self._repeats + 1 if slot <= self._slot else 1
+        self._slot = slot
+        if self._repeats > MOST_REPEATS:
+            raise RankError(
+                f"the ranks have lost each other {self._repeats} times without a step in between, though all of them "
+                f"run: {cause}"
+            )
+        return self._publish(self.present.roster, self.present.members, f"{cause}: all ranks start a new group")
+
+    def _publish(self, roster: Roster, members: tuple[str, ...], why: str) -> Generation:
+        self.present = Generation(self.present.number + 1, roster, members, why)
+        return self.present
+
+
+def describe_loss(causes: Sequence[str], left: int, is_local: bool) -> str:
+    """One line for the user: who is lost and why, and what follows."""
+    since = "round" if is_local else "step"
+    whose = "its" if len(causes) == 1 else "their"
+    goes_on = f"{count_ranks(left, 'goes on', 'go on')}, {whose} samples since the last {since} are trained again"
+    return f"{'; '.join(causes)}: {goes_on}"
+
+
+def count_ranks(count: int, one: str = "is", many: str = "are") -> str:
+    return f"1 rank {one}" if count == 1 else f"{count} ranks {many}"

@@ -1,0 +1,158 @@
+"""The rank's side of generations: what the launcher publishes in its store (launch/watch.py), as a Membership.
+
+Made by launch/context.py for a worker that can go on without ranks that are lost. The heartbeat's thread reads a new
+roster first and aborts the present group, so that the thread that trains, wherever it waits, comes here.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from uneven.comm.form import form_group
+from uneven.comm.group import Group
+from uneven.comm.store import Store, get_text
+from uneven.config import RunConfig
+from uneven.errors import GroupLostError, RankError
+from uneven.hardware.choices import is_crowded
+from uneven.hardware.roster import Roster
+from uneven.launch.deadlines import SILENT_S
+from uneven.launch.heartbeat import settled_key, suspicion_key
+from uneven.train.membership import Generation
+
+POLL_S = 0.02
+ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost
+LOST_EARLY = "a rank was lost before all of them had the result"
+ANSWER_S = 10.0  # for the launcher, beyond the silence after which a rank is lost
+
+
+class StoreMembership:
+    """Life cycle: one per run and rank. `joined` with the first group; the worker calls the rest.
+
+    `store` is used by the thread that trains alone, `announce` is called on the heartbeat's. `run` counts the runs of
+    the script, `number` is the generation that this one starts with. `make_group` forms a generation's group as this
+    rank of it, `on_formed` hears that it has formed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        member: str,
+        run: int,
+        number: int,
+        limit_s: float,
+        make_group: Callable[[Generation, int], Group],
+        on_formed: Callable[[Generation, int], None] = lambda *_: None,
+        on_settled: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        self._store, self._member, self._run, self._limit_s = store, member, run, limit_s
+        self._make_group, self._on_formed, self._on_settled = make_group, on_formed, on_settled
+        self._first = number  # of the run's start
+        self._newest: Generation | None = None  # that was announced since
+        self._group: Group | None = None
+
+    def joined(self, group: Group) -> None:
+        """The group of the start has formed."""
+        self._group = group
+
+    def announce(self, generation: Generation) -> None:
+        """A newer generation is published: whatever waits for a collective of the present group is to give up."""
+        if generation.number <= (self._first if self._newest is None else self._newest.number):
+            return
+        self._newest = generation  # before the group is read: `form` looks at it again when it has a new one
+        if (group := self._group) is not None:
+            group.abort(generation.why)
+
+    def is_stale(self, number: int) -> bool:
+        return self._newest is not None and self._newest.number > number
+
+    def await_next(self, number: int, cause: str) -> Generation:
+        end_s = time.monotonic() + self._limit_s
+        if not self.is_stale(number):
+            try:
+                self._store.set(suspicion_key(number, self._member), cause)
+            except RuntimeError as error:  # the launcher is gone: this process is about to end
+                raise GroupLostError(cause) from error
+        while not self.is_stale(number):
+            if time.monotonic() > end_s:
+                raise GroupLostError(f"{cause}; the launcher announced no other ranks within {self._limit_s:.0f} s")
+            time.sleep(POLL_S)
+        assert self._newest is not None, "it is newer than `number`"
+        if self._member not in self._newest.members:
+            raise GroupLostError(f"this rank was given up, and the others go on: {self._newest.why}")
+        return self._newest
+
+    def form(self, generation: Generation) -> Group:
+        rank = generation.members.index(self._member)
+        try:
+            group = self._make_group(generation, rank)
+        except RankError:
+            raise
+        except RuntimeError as error:  # of torch: a peer or the store is gone
+            raise GroupLostError(str(error).partition("\n")[0]) from error
+        self._group = group
+        if self.is_stale(generation.number):
+            assert self._newest is not None, "it is newer"
+            group.abort(self._newest.why)
+            group.close()
+            raise GroupLostError(self._newest.why)
+        self._on_formed(generation, rank)
+        return group
+
+    def settled(self, number: int, lines: list[str]) -> None:
+        self._store.set(settled_key(number, self._member), f"{time.time():.3f}")
+        self._on_settled(lines)
+
+    def finish(self, number: int) -> None:
+        """All members come to the same verdict, which the store keeps: the first one that is written counts."""
+        assert self._group is not None, "a rank that has the result had a group"
+        counter = f"run/{self._run}/finished/{number}"
+        if self._store.add(counter, 1) == self._group.world_size:
+            self._store.compare_set(f"{counter}/verdict", "", ALL)
+        while (verdict := get_text(self._store, f"{counter}/verdict")) is None:
+            if self.is_stale(number):
+                self._store.compare_set(f"{counter}/verdict", "", LOST)
+            else:
+                time.sleep(POLL_S)
+        if verdict == LOST:
+            raise GroupLostError(LOST_EARLY if self._newest is None else self._newest.why)
+
+
+def waiting_limit_s(deadline: Any) -> float:
+    """How long a rank that has lost its group waits for the launcher, which may have to wait for a silence first."""
+    if deadline is None:
+        return math.inf
+    return ANSWER_S + (SILENT_S if deadline == "auto" else max(SILENT_S, float(deadline)))
+
+
+def form_ranks(
+    store: Store,
+    roster: Roster,
+    rank: int,
+    config: RunConfig,
+    is_crowded: bool,
+    *,
+    generation: int = 0,
+    is_stale: Callable[[], bool] = lambda: False,
+) -> Group:
+    """The group of these ranks, whose keys `store` has alone; 0 is the generation that a run starts with."""
+    return form_group(
+        store,
+        rank,
+        len(roster.devices),
+        torch.device(roster.devices[rank].torch_name),
+        config.backend,
+        is_crowded,
+        machines=roster.machines,
+        verify=config.verify,
+        generation=generation,
+        is_stale=is_stale,
+    )
+
+
+def has_crowd(roster: Roster) -> bool:
+    """Whether ranks of one machine share a GPU."""
+    machines = range(len(roster.hosts))
+    return any(is_crowded([roster.devices[rank] for rank in roster.ranks_of(machine)]) for machine in machines)

@@ -1,0 +1,100 @@
+"""The place of this process among the ranks, through all generations: who it is, on which roster, and what changed.
+
+Held by the process context (launch/context.py). Where a launcher of ours started the ranks, its heartbeat says when
+others are lost; a run settles on the new roster by its Membership, and the next run of the script begins with it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from uneven.comm.group import Group
+from uneven.comm.store import get_text
+from uneven.config import RunConfig
+from uneven.errors import GroupLostError
+from uneven.hardware.roster import Roster
+from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.heartbeat import GENERATION_KEY, TERMINATED_KEY, roster_key
+from uneven.launch.membership import StoreMembership, form_ranks, has_crowd, waiting_limit_s
+from uneven.results.progress import Reporter
+from uneven.train.clocks import MachineClocks
+from uneven.train.membership import Generation
+from uneven.train.rank_info import RankInfo, Report
+
+
+class RankPlace:
+    """Life cycle: one per process. `roster` is None where the ranks were not placed by a launcher of ours."""
+
+    def __init__(self, environment: LaunchEnvironment, roster: Roster | None) -> None:
+        self.environment, self.roster = environment, roster
+        self.generation = 0  # the number of that roster
+        self.slot = 0  # trained in the last run
+        self.newest: Generation | None = None  # that the heartbeat has read
+        self.membership: StoreMembership | None = None  # of the run that is on
+
+    def is_first(self, rank: int) -> bool:
+        """Whether this is rank 0 by the newest roster that is known, which its run may not have settled on."""
+        return rank == 0 if self.newest is None else self.newest.members[0] == self.environment.member
+
+    def hear(self, roster: str) -> None:
+        """The launcher has published another generation; on a heartbeat's thread."""
+        self.newest = Generation.from_json(json.loads(roster))
+        if (membership := self.membership) is not None:
+            membership.announce(self.newest)
+
+    def was_peer_terminated(self) -> bool:
+        """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
+        if not self.environment.is_external or self.environment.world_size == 1:
+            return False
+        try:
+            return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
+        except RuntimeError:  # the store is gone with rank 0
+            return False
+
+    def catch_up(self) -> None:
+        """Between runs: ranks may have been lost when this one had left the last run already."""
+        if self.environment.world_size == 1:
+            return
+        store = self.environment.connect("")
+        number = int(get_text(store, GENERATION_KEY) or 0)
+        if number > self.generation:
+            self.adopt(Generation.from_json(json.loads(store.get(roster_key(number)))))
+
+    def adopt(self, generation: Generation) -> None:
+        """From now on this process is one of these ranks, also in the next run of the same script."""
+        member, roster = self.environment.member, generation.roster
+        if member not in generation.members:
+            raise GroupLostError(f"this rank was given up, and the others go on: {generation.why}")
+        rank = generation.members.index(member)
+        self.generation, self.roster = generation.number, roster
+        local = len(roster.local_ranks(rank))
+        self.environment = replace(self.environment, rank=rank, world_size=len(roster.devices), local_world_size=local)
+
+    def join(self, run: int, rank_info: RankInfo, config: RunConfig, report: Report) -> StoreMembership:
+        """The membership of this run, which is about to form its first group."""
+        prefix = f"run/{run}/g"
+
+        def make_group(generation: Generation, rank: int) -> Group:
+            store = self.environment.connect(f"{prefix}/{generation.number}")
+            roster, number = generation.roster, generation.number  # settings and model were compared at the start
+            is_stale = partial(membership.is_stale, number)
+            return form_ranks(store, roster, rank, config, has_crowd(roster), generation=number, is_stale=is_stale)
+
+        def on_formed(generation: Generation, rank: int) -> None:
+            if rank == 0 < self.environment.rank and isinstance(report, Reporter) and config.progress != "off":
+                report.style = "lines"  # the rank that showed the progress is lost
+            self.adopt(generation)
+
+        def on_settled(lines: Sequence[str]) -> None:
+            if not rank_info.roster.is_one_machine:
+                store = self.environment.connect(f"{prefix}/{rank_info.generation}/clock")
+                rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
+            report.say(lines)
+
+        store, limit_s = self.environment.connect(""), waiting_limit_s(config.deadline)
+        membership = StoreMembership(
+            *(store, self.environment.member, run, self.generation, limit_s, make_group, on_formed, on_settled)
+        )
+        self.membership = membership
+        return membership
