@@ -74,7 +74,7 @@ def judge(ran: Ran) -> Outcome:
         found.faults.append(f"it stopped after {state.slot} slots: {state.stopped}")
     _count_log(found, log)
     if case.model == "rows":
-        _count_rows(found, state.params["rows"])
+        _count_rows(found, state.params["rows"], log)
     _compare_replicas(found, ran)
     if case.is_exact and case.model in ("mlp", "norm"):
         found.distance = distance(case, state)
@@ -119,7 +119,7 @@ def _places(axis: Axis, slot: int) -> range:
     return range(axis.slot(slot).first, axis.slot(slot).stop)
 
 
-def _count_rows(found: Outcome, rows: Tensor) -> None:
+def _count_rows(found: Outcome, rows: Tensor, log: dict[str, Any]) -> None:
     """What the params say: the row of a sample is what its slot added to it, times the weight of its rank's average.
 
     Exact policies add the factor itself. In a local policy a row lies above 0 and is at most the factor, and all rows
@@ -127,18 +127,52 @@ def _count_rows(found: Outcome, rows: Tensor) -> None:
     """
     case, order = found.case, permutation(found.case.seed, 0, found.case.samples)
     axis = axis_of(case)
-    wrong = 0
+    wrong, of_slot = 0, list[float]()
     for slot in range(axis.total):
         values = rows[torch.as_tensor(order[list(_places(axis, slot))])] / factor(slot)
-        parts = (values - 1.0).abs() <= NEAR if case.is_exact else (values > 0) & (values <= 1.0 + NEAR)
-        if not case.is_exact and bool(((values - values[0]).abs() > NEAR).any()):
-            wrong += len(values)
-            continue
-        wrong += int((~parts).sum())
+        right = (values - 1.0).abs() <= NEAR if case.is_exact else (values > 0) & (values <= 1.0 + NEAR)
+        right &= (values - values[0]).abs() <= NEAR
+        wrong += int((~right).sum())
         found.lost += int((values == 0).sum())
         found.doubled += int((values > 1.0 + NEAR).sum())
+        of_slot.append(float(values[0]))
     if wrong:
         found.faults.append(f"by the params {wrong} samples were not trained once, at the rate of their slot")
+    elif not case.is_exact and (fault := compare_weights(of_slot, log["ranks"], log["rounds"])):
+        found.faults.append(fault)
+
+
+def compare_weights(values: Sequence[float], logs: Sequence[Parts], rounds: Sequence[Sequence[Any]]) -> str | None:
+    """Whether the weights that the params show are those of the log; what is wrong with them, else None.
+
+    A rank that handed in n of a round's W samples left n / W in each of their rows. So all ranks must show the same W
+    for a round, of at least the samples that they handed in themselves; what is missing was handed in by ranks that are
+    lost, and must be as much as the log says they trained. `rounds` are those of the ranks that are left, which come
+    first in `logs`.
+    """
+    weights: dict[int, float] = {}
+    handed_in: Counter[int] = Counter()
+    for parts, entered in zip(logs, rounds, strict=False):
+        ends = [place for _, place, *_ in entered]
+        for number, (first, stop) in enumerate(zip([0, *ends], [*ends, len(parts)], strict=True)):
+            samples = sum(part[2] for part in parts[first:stop])
+            shown = {round(values[slot], 9) for slot, _, many in parts[first:stop] if many}
+            if not samples:
+                continue
+            if len(shown) > 1:
+                return f"by the params slots of round {number} have the weights {sorted(shown)}, by the log one"
+            handed_in[number] += samples
+            weight = samples / shown.pop()
+            if abs(weights.setdefault(number, weight) / weight - 1.0) > 1e-6:
+                both = f"{weight:.2f} samples on one rank, {weights[number]:.2f} on another"
+                return f"by the params round {number} has {both}"
+    missing = {number: weight - handed_in[number] for number, weight in weights.items()}
+    if any(many < -1e-3 for many in missing.values()):
+        return f"by the params rounds have fewer samples than their ranks handed in: {missing}"
+    lost = sum(part[2] for parts in logs[len(rounds) :] for part in parts)
+    if abs(sum(missing.values()) - lost) > 1e-3:
+        return f"by the params lost ranks handed in {sum(missing.values()):.2f} samples, by the log {lost}"
+    return None
 
 
 def _compare_replicas(found: Outcome, ran: Ran) -> None:
@@ -208,7 +242,11 @@ def _check_folder(found: Outcome, ran: Ran) -> None:
 def _measure(found: Outcome, ran: Ran) -> None:
     """Settle times, as the ranks' timelines have them, and the work that was done more than once."""
     case = ran.case
-    found.again = sum(notes.batches for notes in ran.notes) - case.samples * case.epochs
+    if case.is_exact and case.model == "norm":
+        # A rank without samples passes one through synchronised BatchNorm, which counts nothing.
+        found.again = sum(notes.interrupted for notes in ran.notes)
+    else:
+        found.again = sum(notes.batches for notes in ran.notes) - case.samples * case.epochs
     events = json.loads((ran.folder / "run" / "timeline.json").read_text())["events"]
     found.settled_s = settle_times(events)
     losses = sum(one.fault.is_loss for one in ran.happened)

@@ -18,7 +18,7 @@ from tests.faults.cases import Case, Fault
 from tests.faults.training import DUMP
 from tests.forked import ForkedPopen
 
-POLL_S = 0.003
+POLL_S = 0.008
 START_S = 180.0  # until the first step; a busy machine may need long for it
 HANG_S = 60.0  # from the first step on, beside what its own faults take
 LEFT_S = 5.0  # for ranks to end after their launcher
@@ -40,6 +40,13 @@ class RankNotes:
     def batches(self) -> int:
         """Samples that its step got since training began."""
         return sum(numbers[0] for _, letter, numbers in self.lines if letter == "b")
+
+    @property
+    def interrupted(self) -> int:
+        """Samples of those batches after which no slot was trained."""
+        own = [(letter, numbers) for _, letter, numbers in self.lines if letter in "bp"]
+        after = [letter for letter, _ in own[1:]] + ["b"]
+        return sum(numbers[0] for (letter, numbers), then in zip(own, after, strict=True) if letter == then == "b")
 
     @property
     def checksum(self) -> int | None:
