@@ -55,6 +55,7 @@ class Leader:
         self._finished: set[tuple[int, str]] = set()
         self.begun = 0  # the collectives of a member before its first step
         self.collectives: list[int] = []  # of each generation, by the member that ran most
+        self.store = MemoryStore()
         self._announce(tuple(members), "")
 
     def _announce(self, members: tuple[str, ...], why: str) -> None:
@@ -156,6 +157,22 @@ class _LostWork:
         return False
 
 
+class MemoryStore:
+    """What records of rounds need of a store."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+
 class FakeMembership:
     """One member's view of the leader."""
 
@@ -175,6 +192,9 @@ class FakeMembership:
 
     def form(self, generation: Generation) -> LossyGroup:
         return self._leader.group(generation, self._member)
+
+    def record_store(self) -> Any:
+        return self._leader.store
 
     def finish(self, number: int) -> None:
         self._leader.finish(number, self._member)

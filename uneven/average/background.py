@@ -11,6 +11,12 @@ Optimizer state and buffers are overwritten, see Replica.merge. tests/average/te
 
 From `start` until the round is done the transport's flat buffers belong to the averaging thread; before and after
 that, to the caller.
+
+[Note: a round counts or it does not] A round is committed on a rank when its last sum has completed there. Until then
+nothing is changed that a rank could not go back to: the snapshot, the last average that was agreed upon (in another
+buffer than the sum) and the buffers' last averages stay as they are. Where ranks are lost with a round in flight, some
+have it and others do not: `abandon` tells which, and train/settle_local.py brings the rest up to it by `roll_forward`.
+tests/average/test_abandoned.py fails either sum on some ranks only.
 """
 
 import queue
@@ -22,8 +28,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from uneven.average.buffers import BufferAverage
-from uneven.average.replica import Replica, is_finite
+from uneven.average.buffers import AveragedBuffers, BufferAverage
+from uneven.average.replica import Flat, Replica, is_finite
 from uneven.average.transport import Transport
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
@@ -53,12 +59,15 @@ class _Round:
     buffers: Callable[[], Tensor]
     snapshot_ns: int
     checksum: Callable[[], Tensor] | None  # of the snapshot when it was taken, with verify
+    average: Flat  # where the params are summed
     is_broken: bool = False
+    is_abandoned: bool = False  # nobody waits for it: what is received now is thrown away
+    is_committed: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     rows: list[list[float]] = field(default_factory=list)
     total_weight: float = 0.0
-    averaged_buffers: list[Tensor | None] = field(default_factory=list)
+    averaged_buffers: AveragedBuffers | None = None
     divergence: float = 0.0
     merge_checksums: list[int] = field(default_factory=list)  # of average and delta, with verify
     joined_ns: int = 0
@@ -68,6 +77,9 @@ class _Round:
 class BackgroundAverage:
     """Life cycle: `start`, then `finish`, in turn and equally often on every rank; `is_done` between them; `close`.
 
+    Or `abandon`, where a rank is lost: then the group is of no use, and another BackgroundAverage goes on with the same
+    replica, transport and buffers. `before_sending` is called by the averaging thread before anything is sent.
+
     `verify` compares checksums on the way: the snapshot taken is the one sent, every rank has the same average, and
     the average received is the one merged. A difference raises RankError and names the stage.
     """
@@ -75,11 +87,14 @@ class BackgroundAverage:
     def __init__(
         self, replica: Replica, transport: Transport, buffers: BufferAverage, group: Group, verify: bool = False
     ) -> None:
-        self._replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
+        self.replica, self._buffers, self._group, self._verify = replica, buffers, group, verify
         self.transport = transport
         self.traffic = group.traffic
         self.phase = "idle"
+        self.before_sending: Callable[[], None] | None = None
         self._round: _Round | None = None
+        self._is_abandoned = False
+        self._committing = threading.Lock()
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="uneven-average", daemon=True)
         self._thread.start()
@@ -92,7 +107,8 @@ class BackgroundAverage:
         assert self._round is None, "one round in flight"
         self.transport.take_snapshot()
         checksum = copy_to_host_async(_checksum(self.transport.device_snapshot.buffer)) if self._verify else None
-        self._round = _Round(row, weight, self._buffers.snapshot_async(), time.perf_counter_ns(), checksum)
+        buffers, now_ns = self._buffers.snapshot_async(), time.perf_counter_ns()
+        self._round = _Round(row, weight, buffers, now_ns, checksum, self.transport.average)
         self.phase = "collecting"
         self._queue.put(self._round)
 
@@ -109,35 +125,79 @@ class BackgroundAverage:
         Raises what the averaging thread raised, such as the loss of another rank.
         """
         self.wait()
-        round_, self._round = self._round, None
+        round_ = self._round
         assert round_ is not None
         if round_.error is not None:
             raise round_.error
+        self._round = None
         result = _result_of(round_)
         if round_.total_weight:
             if self._verify and self._merge_checksums() != round_.merge_checksums:
                 raise RankError("verify: the average changed between its arrival and its merge")
-            if is_unchanged:  # [Note: merge rule]
-                self._replica.load(self.transport.device_average)
-            else:
-                self._replica.merge(self.transport.device_average, delta=self.transport.delta)
+            self._merge(is_unchanged)
+        assert round_.averaged_buffers is not None, "they came with the rows"
         self._buffers.load(round_.averaged_buffers)
         return result
+
+    def abandon(self) -> bool:
+        """Nothing that this group has on its way will arrive; returns whether a round was committed here before.
+
+        Such a round is merged by `finish`, like any other. One that was not may still be committed elsewhere, and then
+        `roll_forward` merges it; its snapshot is kept for that. Ends the thread, or leaves it to itself where it is
+        stuck in a sum. May be called again.
+        """
+        self._queue.put(None)
+        self._is_abandoned = True
+        round_ = self._round
+        with self._committing:
+            is_committed = round_ is not None and round_.is_committed
+            if round_ is not None and not is_committed:
+                round_.is_abandoned = True
+        if is_committed:
+            self.wait()
+        elif round_ is not None:
+            self._round = None
+            self.transport.renew()
+            self.phase = "idle"
+        return is_committed
+
+    def roll_forward(self, agreed_buffers: Tensor, is_unchanged: bool) -> None:
+        """Merge the round that was abandoned here: its average was written to `transport.average` by another rank's.
+
+        `is_unchanged` as in `finish`; `agreed_buffers` is BufferAverage.agreed of the rank that has merged it.
+        """
+        self.transport.wait_for_snapshot()
+        with self.transport.stream():
+            snapshot = self.transport.snapshot.buffer
+            torch.sub(self.transport.average.buffer, snapshot, out=snapshot)
+            self.transport.copy_to_device()
+        self._merge(is_unchanged)
+        self._buffers.take(agreed_buffers)
+
+    def _merge(self, is_unchanged: bool) -> None:
+        if is_unchanged:  # [Note: merge rule]
+            self.replica.load(self.transport.device_average)
+        else:
+            self.replica.merge(self.transport.device_average, delta=self.transport.delta)
+        self.transport.keep()
 
     def close(self) -> None:
         """End the thread. If a round is in flight it ends after that, and is not waited for."""
         self._queue.put(None)
-        if self._round is None:
+        if self._round is None and not self._is_abandoned:
             self._thread.join()
 
     def _run(self) -> None:
-        if self._replica.device.type == "cuda":
-            torch.cuda.set_device(self._replica.device)  # else this thread would take memory of the first GPU
+        if self.replica.device.type == "cuda":
+            torch.cuda.set_device(self.replica.device)  # else this thread would take memory of the first GPU
         while (round_ := self._queue.get()) is not None:
             try:
-                self._average(round_)
+                if not round_.is_abandoned:
+                    self._average(round_)
             except BaseException as error:  # raised by `finish`, in the training thread
                 round_.error = error
+            if round_.is_abandoned:
+                return
             self.phase = "idle"
             round_.done.set()
 
@@ -147,11 +207,24 @@ class BackgroundAverage:
         with self.transport.stream():
             snapshot = self.transport.snapshot.buffer
             round_.is_broken = not (is_finite(snapshot) and self._buffers.is_finite(buffers))
+            if self.before_sending is not None:
+                self.before_sending()
             self._all_reduce_rows(round_, buffers)
-            if round_.total_weight and not _broken_ranks(round_):
-                self._all_reduce_params(round_)
+            has_params = round_.total_weight > 0 and not _broken_ranks(round_)
+            if has_params and not round_.is_abandoned:
+                self._all_reduce_params(round_, snapshot)
+            if not self._commit(round_):
+                return
+            if has_params:
+                self._make_delta(round_, snapshot)
             self.transport.copy_to_device()
         round_.done_ns = time.perf_counter_ns()
+
+    def _commit(self, round_: _Round) -> bool:
+        """From here on the round counts, unless nobody waits for it any more: then its buffers belong to others."""
+        with self._committing:
+            round_.is_committed = not round_.is_abandoned
+            return round_.is_committed
 
     def _all_reduce_rows(self, round_: _Round, buffers: Tensor) -> None:
         """The small sum; when it has returned, every rank has entered the round."""
@@ -164,23 +237,28 @@ class BackgroundAverage:
         round_.total_weight = sum(row[-2] for row in round_.rows)
         round_.averaged_buffers = self._buffers.unpack(total[table.numel() :], round_.total_weight)
 
-    def _all_reduce_params(self, round_: _Round) -> None:
-        """The weighted sum of all ranks' snapshots; then turn this rank's snapshot into the delta to the average."""
-        snapshot, average = self.transport.snapshot.buffer, self.transport.average.buffer
+    def _all_reduce_params(self, round_: _Round, snapshot: Tensor) -> None:
+        """The weighted sum of all ranks' snapshots; with verify all ranks have compared it."""
+        average = round_.average.buffer
         if round_.checksum is not None and round_.checksum() != _checksum(snapshot).cpu():
             raise RankError("verify: the snapshot changed between its taking and its sending")
         torch.mul(snapshot, round_.weight / round_.total_weight, out=average)
         self._group.all_reduce(average).wait()
+        if self._verify:
+            self._compare_averages(average)
+
+    def _make_delta(self, round_: _Round, snapshot: Tensor) -> None:
+        """Turn this rank's snapshot into the delta to the average."""
+        average = round_.average.buffer
         torch.sub(average, snapshot, out=snapshot)
         norm = float(torch.linalg.vector_norm(average))
         if norm:
             round_.divergence = float(torch.linalg.vector_norm(snapshot)) / norm
         if self._verify:
-            self._compare_averages()
             round_.merge_checksums = [int(_checksum(buffer)) for buffer in (average, snapshot)]
 
-    def _compare_averages(self) -> None:
-        checksums = gather_checksums(self._group, [self.transport.average.buffer])
+    def _compare_averages(self, average: Tensor) -> None:
+        checksums = gather_checksums(self._group, [average])
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[0]:
                 raise RankError(f"verify: rank {rank} has another average than rank 0")

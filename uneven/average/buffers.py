@@ -6,6 +6,7 @@ mask, a table of positions) keeps its bits. The payload always has the same layo
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import accumulate, compress
 
 import torch
@@ -13,6 +14,14 @@ from torch import Tensor, nn
 
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
+
+
+@dataclass(frozen=True)
+class AveragedBuffers:
+    """What a sum of all ranks' buffers has brought; it counts when `BufferAverage.load` is given it."""
+
+    averages: list[Tensor | None]  # on the buffers' device; None for buffers that changed on no rank
+    agreed: Tensor  # all float buffers on the host, with these averages
 
 
 class BufferAverage:
@@ -34,6 +43,12 @@ class BufferAverage:
         self._variances, self._means = _variances_and_means(floats)
         self._last = self.snapshot_async()()  # as they were when they were last averaged
         self._last_integers = [b.detach().clone() for b in self._integers]
+        self._are_integers_known = True  # that those which look unchanged here are equal on all ranks
+
+    @property
+    def agreed(self) -> Tensor:
+        """All float buffers as they were last averaged, the same on every rank that has merged the same rounds."""
+        return self._last
 
     def run(self, group: Group, samples: float) -> None:
         """A collective. `samples` is this rank's weight: what it has trained since the last time."""
@@ -66,10 +81,10 @@ class BufferAverage:
             flat.zero_()  # not flat *= 0: 0 * nan is nan
         return torch.cat([flat, changed.to(torch.float64)])
 
-    def unpack(self, payload: Tensor, total_weight: float) -> list[Tensor | None]:
-        """The averages in the sum of all ranks' `pack`, on the buffers' device; None for unchanged buffers."""
+    def unpack(self, payload: Tensor, total_weight: float) -> AveragedBuffers:
+        """The averages in the sum of all ranks' `pack`. Changes nothing: the round may still fail."""
         if not total_weight or not self._floats:
-            return [None] * len(self._floats)
+            return AveragedBuffers([None] * len(self._floats), self._last)
         average, flags = payload.split([len(self._last), len(self._floats)])
         average = average / total_weight
         average[self._variances] = (average[self._variances] - average[self._means] ** 2).clamp(min=0)
@@ -77,16 +92,31 @@ class BufferAverage:
         average = average.to(self._dtype)
         on_device = average.to(self._floats[0].device).split(self._sizes)
         is_changed = flags.repeat_interleave(self._counts) > 0
-        self._last[is_changed] = self._rounded(average)[is_changed]
+        agreed = torch.where(is_changed, self._rounded(average), self._last)
         unpacked = zip(self._floats, on_device, flags.tolist(), strict=True)
-        return [part.to(b.dtype).view(b.shape) if flag else None for b, part, flag in unpacked]
+        return AveragedBuffers([part.to(b.dtype).view(b.shape) if flag else None for b, part, flag in unpacked], agreed)
 
     @torch.no_grad()
-    def load(self, averages: list[Tensor | None]) -> None:
+    def load(self, averaged: AveragedBuffers) -> None:
         """Overwrite the buffers that have changed on some rank."""
+        averages = averaged.averages
         chosen = [average is not None for average in averages]
         if any(chosen):
             torch._foreach_copy_(list(compress(self._floats, chosen)), [a for a in averages if a is not None])
+        self._last = averaged.agreed
+
+    def take(self, agreed: Tensor) -> None:
+        """Load another rank's `agreed`, of a round that this rank had entered and could not merge.
+
+        As in the round itself, buffers that it did not change stay as they are here.
+        """
+        pairs = zip(self._floats, agreed.split(self._sizes), self._last.split(self._sizes), strict=True)
+        averages = [None if torch.equal(new, old) else new.to(b.device, b.dtype).view(b.shape) for b, new, old in pairs]
+        self.load(AveragedBuffers(averages, agreed))
+
+    def doubt_integers(self) -> None:
+        """The ranks have changed while integers may have been on their way: next time all of them are sent."""
+        self._are_integers_known = False
 
     def _sum_per_buffer(self, values: Tensor) -> Tensor:
         ends = torch.cat([torch.zeros(1, dtype=values.dtype), values.cumsum(0)])[
@@ -106,15 +136,16 @@ class BufferAverage:
         if not self._integers:
             return
         pairs = zip(self._integers, self._last_integers, strict=True)
-        flags = torch.tensor([int(not torch.equal(b, old)) for b, old in pairs])
+        flags = torch.tensor([int(not (self._are_integers_known and torch.equal(b, old))) for b, old in pairs])
         group.all_reduce_max(flags).wait()
         changed = [b for b, flag in zip(self._integers, flags.tolist(), strict=True) if flag]
         if not changed:
-            return
+            return  # and so nobody is in doubt
         together = torch.cat([b.detach().flatten().to("cpu", torch.int64) for b in changed])
         group.all_reduce_max(together).wait()
         for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
             buffer.copy_(part.view(buffer.shape))
+        self._are_integers_known = True
         self._last_integers = [b.detach().clone() for b in self._integers]
 
 

@@ -30,6 +30,7 @@ class Transport(Protocol):
     device_snapshot: Flat  # written by `take_snapshot`
     snapshot: Flat  # the same values where they are summed; after the sum, the delta (average - snapshot)
     average: Flat  # the sum
+    agreed: Flat  # the average of the last round that was merged; at first this rank's params
     delta: Flat  # after `copy_to_device`: average - snapshot ...
     device_average: Flat  # ... and the average
 
@@ -46,6 +47,14 @@ class Transport(Protocol):
         """Copy delta and average to the params' device and block until they are there. Called inside `stream`."""
         ...
 
+    def keep(self) -> None:
+        """The average was merged: it is the one agreed upon until the next, whose sum goes to another buffer."""
+        ...
+
+    def renew(self) -> None:
+        """Give up what a sum that was abandoned may still write to, or wait for; snapshot and `agreed` stay."""
+        ...
+
 
 def make_transport(replica: Replica, is_nccl: bool) -> Transport:
     if replica.device.type == "cuda" and not is_nccl:
@@ -59,12 +68,14 @@ class DeviceTransport:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._device = replica.device
-        self.snapshot, self.average = replica.new_flat(), replica.new_flat()
-        self.device_snapshot, self.delta, self.device_average = self.snapshot, self.snapshot, self.average
+        self.snapshot, self.agreed = replica.new_flat(), replica.new_flat()
+        self.device_snapshot, self.delta = self.snapshot, self.snapshot
+        replica.copy_to(self.agreed)
         self._stream: torch.cuda.Stream | None = None
         self._snapshot_taken: torch.cuda.Event | None = None
         if self._device.type == "cuda":
-            self._stream, self._snapshot_taken = torch.cuda.Stream(self._device), torch.cuda.Event(blocking=True)
+            self._snapshot_taken = torch.cuda.Event(blocking=True)
+        self.renew()
 
     def take_snapshot(self) -> None:
         self._replica.copy_to(self.snapshot)
@@ -89,6 +100,15 @@ class DeviceTransport:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def keep(self) -> None:
+        self.average, self.agreed = self.agreed, self.average
+        self.device_average = self.average
+
+    def renew(self) -> None:
+        self.average = self.device_average = self._replica.new_flat()
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+
 
 class HostTransport:
     """Sums a CUDA rank's params in host memory.
@@ -102,9 +122,12 @@ class HostTransport:
         self._device = replica.device
         self.device_snapshot = self.delta = replica.new_flat()
         self.device_average = replica.new_flat()
-        self.snapshot, self.average = replica.new_pinned_flat(), replica.new_pinned_flat()
+        self.snapshot, self.agreed = replica.new_pinned_flat(), replica.new_pinned_flat()
+        replica.copy_to(self.device_snapshot)
+        self.agreed.buffer.copy_(self.device_snapshot.buffer)
         self.copy_stream = torch.cuda.Stream(self._device)
         self._snapshot_copied = torch.cuda.Event(blocking=True)
+        self.renew()
 
     def take_snapshot(self) -> None:
         self._replica.copy_to(self.device_snapshot)
@@ -123,3 +146,9 @@ class HostTransport:
         self.delta.buffer.copy_(self.snapshot.buffer, non_blocking=True)
         self.device_average.buffer.copy_(self.average.buffer, non_blocking=True)
         self.copy_stream.synchronize()
+
+    def keep(self) -> None:
+        self.average, self.agreed = self.agreed, self.average
+
+    def renew(self) -> None:
+        self.average = self._replica.new_pinned_flat()

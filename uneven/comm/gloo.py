@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uneven.comm.forming import TIMEOUT, Forming
-from uneven.comm.gloo_address import make_options
+from uneven.comm.gloo_address import count_devices, make_options
 from uneven.comm.lost import Lost, free
+from uneven.comm.sockets import Connections, listening_since
 from uneven.comm.store import Store, under
 from uneven.comm.work import GlooWork, Traffic
 from uneven.errors import GroupLostError
@@ -75,7 +76,7 @@ class GlooGroup:
         return self._formed.claim(count)
 
     def abort(self, why: str) -> None:
-        self._formed.lost.abort(why)
+        self._formed.abort(why)
 
     def close(self) -> None:
         self._formed.close()
@@ -102,6 +103,7 @@ class _Formed:
         self._store, self._forming = store, forming.unless(self.lost)
         self._counter: Store | None = None
         self._twins = 0
+        self._connections = Connections(rank, size)
 
     def next_store(self) -> Store:
         """The keys of one more group; on all ranks in the same order."""
@@ -117,17 +119,17 @@ class _Formed:
     def connect(self, store: Store) -> Any:
         """Gloo's constructor waits for peers: in a thread, which ends by Gloo's own limit where it is left alone."""
         self.lost.check()
-        store.set(f"here/{self.rank}", "")
-        self._forming.wait(store, [f"here/{rank}" for rank in range(self.size)])
+        options, own = listening_since(lambda: make_options(self._forming.limit), count_devices())
+        self._connections.add(store, own, self._forming)
         made: list[Any] = []
         failed: list[RuntimeError] = []
         # A connection of its own: that of a thread that is left alone stays busy.
-        keys = under("gloo", store.clone())  # type: ignore[attr-defined]
+        own_store = under("gloo", store.clone())  # type: ignore[attr-defined]
 
         def make() -> None:
             gloo: Any = dist.ProcessGroupGloo
             try:
-                made.append(gloo(keys, self.rank, self.size, make_options(self._forming.limit)))
+                made.append(gloo(own_store, self.rank, self.size, options))
             except RuntimeError as error:
                 failed.append(error)
 
@@ -139,11 +141,17 @@ class _Formed:
         made[0]._set_default_timeout(TIMEOUT)
         return made.pop()
 
+    def abort(self, why: str) -> None:
+        self.lost.abort(why)
+        self._connections.cut()
+
     def close(self) -> None:
+        if self.lost.has_lost_peer:
+            self.abort("a peer is gone")
         self.lost.close()
         held = [group.process_group for group in self.groups if group.process_group is not None]
         for group in self.groups:
             group.process_group = None
         self.groups.clear()
         if held:
-            free(held, self.lost.is_aborted)
+            free(held, self.lost.is_lost)

@@ -27,6 +27,11 @@ def gloo_backend() -> str:
     return BACKEND if _address else "gloo"
 
 
+def count_devices() -> int:
+    """How many addresses a group of Gloo listens at."""
+    return 1 if _address else len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+
+
 def make_options(timeout: timedelta) -> Any:
     """Of a group that is formed without torch's default one, at the same address as that."""
     gloo: Any = dist.ProcessGroupGloo

@@ -5,17 +5,21 @@ ranks must start the same collectives in the same order; nothing here checks tha
 """
 
 import copy
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uneven.comm.forming import TIMEOUT
-from uneven.comm.gloo_address import gloo_backend
+from uneven.comm.forming import TIMEOUT, Forming
+from uneven.comm.gloo_address import count_devices, gloo_backend
 from uneven.comm.lost import Lost, free
-from uneven.comm.store import Store
+from uneven.comm.sockets import Connections, listening_since
+from uneven.comm.store import Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
+
+T = TypeVar("T")
 
 
 class Group(Protocol):
@@ -92,8 +96,11 @@ class TorchGroup:
         self._backend = f"cpu:{gloo},cuda:nccl" if nccl is not None else gloo if gloo == "gloo" else f"cpu:{gloo}"
         if nccl is not None:
             torch.cuda.set_device(nccl)
-        dist.init_process_group(self._backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        self._process_group: Any = dist.group.WORLD
+        self._connections = Connections(rank, size)
+        self._process_group: Any = None
+        options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": TIMEOUT}
+        self._form(lambda: dist.init_process_group(self._backend, **options))
+        self._process_group = dist.group.WORLD
         self._connect()
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -116,7 +123,7 @@ class TorchGroup:
         twin = copy.copy(self)
         twin.traffic = Traffic()
         # The timeout is not inherited from the default group.
-        twin._process_group = dist.new_group(backend=self._backend, timeout=TIMEOUT)
+        twin._process_group = self._form(lambda: dist.new_group(backend=self._backend, timeout=TIMEOUT))
         twin._connect()
         self._family.append(twin)
         return twin
@@ -129,8 +136,11 @@ class TorchGroup:
 
     def abort(self, why: str) -> None:
         self._lost.abort(why)
+        self._connections.cut()
 
     def close(self) -> None:
+        if self._lost.has_lost_peer:
+            self.abort("a peer is gone")
         self._lost.close()
         if dist.is_initialized() and self._family:
             world: Any = dist.distributed_c10d._world
@@ -139,7 +149,13 @@ class TorchGroup:
             for group in self._family:
                 group._process_group = None
             self._family.clear()
-            free(held, self._lost.is_aborted)
+            free(held, self._lost.is_lost)
+
+    def _form(self, form: Callable[[], T]) -> T:
+        """Form torch's default group or one more, and remember where its connections are, to cut them."""
+        formed, own = listening_since(form, count_devices())
+        self._connections.add(under(f"connections/{len(self._family)}", self._store), own, Forming())
+        return formed
 
     def _connect(self) -> None:
         """Connect NCCL now: it connects at the first collective, which must not run in the averaging thread."""

@@ -245,7 +245,7 @@ class HierarchicalGroup:
                 has_moved |= collective.advance(until)
                 until = min(until, collective.begun)
         except Exception as error:
-            self._error = error
+            self._fail(error)
             return True
         while self._queue and self._queue[0].stage == DONE:
             self._queue.popleft()
@@ -255,7 +255,14 @@ class HierarchicalGroup:
         try:
             self._queue[0].sleep(BUSY_SLICE_S if self._formed.outstanding > 1 else SLICE_S)
         except Exception as error:
-            self._error = self._error or error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A lost rank is missing in all groups that were formed together: none of them waits for it."""
+        self._error = self._error or error
+        if isinstance(error, GroupLostError):
+            self._formed.lost.has_lost_peer = True
+            self._formed.lost.abort(str(error))
 
 
 def _max(tensor: Tensor, group: Group) -> Work:
@@ -327,6 +334,8 @@ class _Formed:
 
     def close(self) -> None:
         """A thread that waits in a group raises a moment later."""
+        if self.lost.has_lost_peer:
+            self.abort("a peer is gone")
         self.lost.close()
         for group in self._groups:
             group.close_network()

@@ -73,6 +73,10 @@ class JoinedGroup(TorchGroup):
     def claim(self, count: int) -> int:
         raise RuntimeError(f"claim({count}): a group that was formed elsewhere has no counter; policies form their own")
 
+    def abort(self, why: str) -> None:
+        """Its waits raise; the user's connections stay."""
+        self._lost.abort(why)
+
     def close(self) -> None:
         """Nothing: whoever formed the group ends it."""
 

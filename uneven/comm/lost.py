@@ -11,8 +11,8 @@ from typing import Any
 from uneven.errors import GroupLostError
 
 SLICE_S = 0.05  # of a wait: the longest until an abort, or a signal, is seen
-FREE_S = 1.0  # for which `free` waits itself: far longer than it takes where no collective is under way
-LOST_FREE_S = 0.1  # the same where one probably is
+FREE_S = 1.0  # for which `free` waits itself: far longer than it takes where no collective is under way ...
+LOST_FREE_S = 0.5  # ... or where one is whose connections are cut
 
 # What Gloo and sockets say of a peer that is gone. Other errors (a CUDA device, a wrong argument) are no lost group.
 _PEER = re.compile(r"gloo/transport|connection|\bpeer\b|socket|timed out|broken pipe|unreachable", re.IGNORECASE)
@@ -23,6 +23,7 @@ class Lost:
 
     def __init__(self) -> None:
         self.error: RuntimeError | None = None  # None: it is not. Looked at before every collective and wait
+        self.has_lost_peer = False  # some wait has raised that: what is under way may never complete
 
     def abort(self, why: str) -> None:
         """The first reason stays; an abort comes before a close, for it says why."""
@@ -38,8 +39,8 @@ class Lost:
             raise type(self.error)(*self.error.args)  # one of its own for every thread that raises it
 
     @property
-    def is_aborted(self) -> bool:
-        return isinstance(self.error, GroupLostError)
+    def is_lost(self) -> bool:
+        return self.has_lost_peer or isinstance(self.error, GroupLostError)
 
 
 def as_lost(error: RuntimeError) -> RuntimeError:
@@ -49,7 +50,7 @@ def as_lost(error: RuntimeError) -> RuntimeError:
     return GroupLostError(str(error))
 
 
-def free(held: list[Any], is_aborted: bool) -> None:
+def free(held: list[Any], is_lost: bool) -> None:
     """Free process groups, of which nobody else holds a reference, in a thread.
 
     Their destructors wait for collectives that are under way, and a stopped peer may hold those until their timeout.
@@ -57,4 +58,4 @@ def free(held: list[Any], is_aborted: bool) -> None:
     """
     thread = threading.Thread(target=held.clear, name="uneven-free", daemon=True)
     thread.start()
-    thread.join(LOST_FREE_S if is_aborted else FREE_S)
+    thread.join(LOST_FREE_S if is_lost else FREE_S)

@@ -76,6 +76,8 @@ class SharedMemoryGroup:
         self._gloo.abort(why)
 
     def close(self) -> None:
+        if self._formed.lost.has_lost_peer:
+            self.abort("a peer is gone")
         self._formed.lost.close()
         for exchange in self._formed.exchanges:
             exchange.close()

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from uneven.comm.lost import SLICE_S, Lost, as_lost
+from uneven.errors import GroupLostError
 
 _SLICE = timedelta(seconds=SLICE_S)
-_NEVER = Lost()
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Work:
         self._inner: TorchWork | None = inner
         self._tensor = tensor
         self._traffic = traffic
-        self._lost = lost or _NEVER
+        self._lost = Lost() if lost is None else lost
         self._future: torch.futures.Future[torch.Tensor] | None = None
         traffic.collectives += 1
         traffic.payload_bytes += tensor.numel() * tensor.element_size()
@@ -72,6 +72,7 @@ class Work:
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         found = as_lost(error)
+        self._lost.has_lost_peer |= isinstance(found, GroupLostError)
         if self._future is not None and not self._future.done():
             self._future.set_exception(found)  # type: ignore[arg-type]  # torch's stubs want a result
         raise found from (None if found is error else error)

@@ -4,6 +4,7 @@ Made by launch/context.py for a worker that can go on without ranks that are los
 roster first and aborts the present group, so that the thread that trains, wherever it waits, comes here.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,13 @@ import torch
 
 from uneven.comm.form import form_group
 from uneven.comm.group import Group
-from uneven.comm.store import Store, get_text
+from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import GroupLostError, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import SILENT_S
-from uneven.launch.heartbeat import settled_key, suspicion_key
+from uneven.launch.heartbeat import GENERATION_KEY, roster_key, settled_key, suspicion_key
 from uneven.train.membership import Generation
 
 POLL_S = 0.02
@@ -70,19 +71,26 @@ class StoreMembership:
 
     def await_next(self, number: int, cause: str) -> Generation:
         end_s = time.monotonic() + self._limit_s
-        if not self.is_stale(number):
-            try:
+        try:
+            if not self.is_stale(number):
                 self._store.set(suspicion_key(number, self._member), cause)
-            except RuntimeError as error:  # the launcher is gone: this process is about to end
-                raise GroupLostError(cause) from error
-        while not self.is_stale(number):
-            if time.monotonic() > end_s:
-                raise GroupLostError(f"{cause}; the launcher announced no other ranks within {self._limit_s:.0f} s")
-            time.sleep(POLL_S)
+            while not self.is_stale(number):
+                if time.monotonic() > end_s:
+                    raise GroupLostError(f"{cause}; the launcher announced no other ranks within {self._limit_s:.0f} s")
+                time.sleep(POLL_S)
+                self._read()  # sooner than the heartbeat does
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise GroupLostError(cause) from error  # the launcher is gone: this process is about to end
         assert self._newest is not None, "it is newer than `number`"
         if self._member not in self._newest.members:
             raise GroupLostError(f"this rank was given up, and the others go on: {self._newest.why}")
         return self._newest
+
+    def _read(self) -> None:
+        if (number := get_text(self._store, GENERATION_KEY)) is not None:
+            self.announce(Generation.from_json(json.loads(self._store.get(roster_key(int(number))))))
 
     def form(self, generation: Generation) -> Group:
         rank = generation.members.index(self._member)
@@ -100,6 +108,10 @@ class StoreMembership:
             raise GroupLostError(self._newest.why)
         self._on_formed(generation, rank)
         return group
+
+    def record_store(self) -> Store:
+        clone: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return under(f"run/{self._run}/records", clone)
 
     def settled(self, number: int, lines: list[str]) -> None:
         self._store.set(settled_key(number, self._member), f"{time.time():.3f}")

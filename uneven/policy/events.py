@@ -5,6 +5,7 @@ event that ends a window. The answer depends on the axis, the settings and what 
 it is the same on all ranks. An interval of time has no slots of its own: whoever keeps the clock requests one.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from uneven.config import Evaluation, Every, RunConfig, read_every
@@ -33,6 +34,12 @@ class Events:
     def request_evaluation(self, slot: int) -> None:
         """Evaluate at this slot, too; as `request_save`."""
         self.extra_evaluations.add(slot)
+
+    def take_requests(self, saves: Iterable[int], evaluations: Iterable[int]) -> None:
+        """What was requested on another rank takes the place of what this one knows."""
+        for own, others in ((self.extra_saves, saves), (self.extra_evaluations, evaluations)):
+            own.clear()
+            own.update(others)
 
     def evaluates(self, slot: int) -> bool:
         """Whether the model is evaluated here; at the end of the run it always is."""

@@ -78,6 +78,11 @@ class SlotSchedule:
             return self._given[0]
         return self.windows.due if self._is_divided else self.total
 
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The slots that this rank has still to train."""
+        return tuple(self._given)
+
     def hand(self) -> int | None:
         """The next slot for the feed; None when a round, an event or the end comes first.
 

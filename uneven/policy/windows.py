@@ -193,11 +193,31 @@ class Windows:
             setattr(self, name, copy.deepcopy(state[name]))
         self.counts = tuple(self.counts)
 
-    def resume_at(self, slot: int) -> None:
-        """Before any slot was given out: go on here as after a round at an event. Estimates stay what they are."""
-        self.start = self.passed = slot
-        self.event = self.next_event(slot)
-        self.is_over, self._held = self.event == slot, 0
+    def go_on(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
+        """Take over the estimates of a run with other ranks; next comes `resume_at`.
+
+        `places`: where each rank of this one was in that one; None for a newcomer, whose measured time counts.
+        """
+        measured = self._ms
+        self.rounds, self.anchor, self.is_held = state["rounds"], state["anchor"], state["is_held"]
+        for name in ("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"):
+            setattr(self, name, copy.deepcopy(state[name]))
+        self._ms = [measured[rank] if place is None else state["_ms"][place] for rank, place in enumerate(places)]
+        seen = state["_seen_ms"]
+        self._seen_ms = [[] if place is None else list(seen[place]) for place in places]
+        self.slot_ms = None if state["slot_ms"] is None else list(self._ms)
+        self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
+
+    def resume_at(self, slot: int, passed: int | None = None) -> None:
+        """Before any slot was given out: go on here as after a round at an event. Estimates stay what they are.
+
+        `passed`: the last event that all ranks have passed, where it is not this slot. Then the next one may be at
+        this very slot, and a round is due at once.
+        """
+        self.start = slot
+        self.passed = slot if passed is None else passed
+        self.event = self.next_event(self.passed)
+        self.is_over, self._held = self.event == self.passed, 0
         self._set_due()
 
     def _set_due(self) -> None:

@@ -65,6 +65,15 @@ class DroppedSteps:
         """The last bad step as fields of a RoundReport."""
         return {} if self.last is None else {"bad_slot": self.last.part.slot.index, "bad_cause": self.last.fault.cause}
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """The samples dropped by all ranks, and how many of them were reported."""
+        return self.samples, self._reported
+
+    def agree(self, samples: int, reported: int) -> None:
+        """Take over what another rank has `counted`."""
+        self.samples, self._reported = samples, reported
+
     def count(self, samples: int) -> None:
         """So many samples were dropped, by any rank."""
         self.samples += samples

@@ -81,6 +81,15 @@ def describe_lr_scale(lr: float, scale: float, rule: float | str) -> str:
     )
 
 
+def note_shares(engine: Engine, counts: Sequence[int], costs: Sequence[Cost], *, is_start: bool) -> list[str]:
+    """Put every rank's share on the timeline; at the start of a run returns lines of advice, by a collective."""
+    is_measured = engine.can_warm_up and not engine.config.has_fixed_shares
+    slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
+    alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms] if is_measured else []
+    engine.recorder.event("shares", slot=0 if is_start else engine.trained, shares=list(counts), alone=alone)
+    return local_advice(engine, engine.rank_info.group, costs) if is_measured and is_start else []
+
+
 def local_advice(engine: Engine, group: Group, costs: Sequence[Cost]) -> list[str]:
     """Lines where fewer devices would be faster; a collective."""
     round_ms, limits = measure_sum_ms(group, engine.model), local_sgd_config(engine.config)
@@ -135,4 +144,5 @@ def stopped_ledger(engine: Engine, last_event: int, mark: int) -> Ledger:
     """
     own = [slot for slot, _, _ in engine.log[mark:]]
     gathered = gather_bytes(engine.rank_info.group, json.dumps(own).encode())
-    return engine.ledger.advanced_to(last_event).after(slot for data in gathered for slot in json.loads(data))
+    known = engine.ledger.advanced_to(max(last_event, engine.ledger.trained))
+    return known.after(slot for data in gathered for slot in json.loads(data))

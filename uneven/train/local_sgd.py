@@ -26,16 +26,19 @@ from uneven.policy.windows import RoundReport, Windows
 from uneven.train.claims import SlotClaims
 from uneven.train.dropped import check_bad_steps, note_dropped
 from uneven.train.engine import Engine
+from uneven.train.epoch_ends import EpochEnds
 from uneven.train.events import (
     describe_guard,
     follow_wish,
-    local_advice,
     make_slot_schedule,
+    note_shares,
     pass_epoch,
     stopped_ledger,
 )
+from uneven.train.local_state import LocalState
 from uneven.train.lr_scale import LocalScale
 from uneven.train.round_costs import RoundCosts
+from uneven.train.round_tally import RoundTally
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
 
@@ -45,63 +48,68 @@ class LocalSGD:
 
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
-        self._is_stopping, self.end_epoch = is_stopping, end_epoch
+        self._is_stopping = is_stopping
         self.after_step: AfterSlot = no_callback
         self.after_round: AfterSlot = no_callback
         self.wish: Callable[[], Wish] = no_wish
         self.before_change: Callable[[], None] = no_wait
         self.notes: list[str] = []
-        self.epoch = 0  # epochs that all ranks have passed
+        self.epochs = EpochEnds(engine, end_epoch)
+        self.tally = RoundTally(engine)
         self.buffers = BufferAverage(engine.model)
         self.stream_end = StreamEnd(engine.axis)
-        self._is_stopped = False
-        self._others_stop = False  # another rank reported a stop request
-        self._skips, self._epoch_samples = False, 0  # a rank leaves out the rest of the epoch; trained of it by all
+        self.is_stopped = False
+        self.others_stop = False  # another rank reported a stop request
+        self._skips = False  # a rank leaves out the rest of the epoch
         self.costs = RoundCosts(engine.recorder, engine.config.policy == "async")
-        self._samples = 0  # since this rank last entered a round ...
-        self._dropped = 0  # ... of which so many were dropped; the rest is its weight in the next average
-        self._busy_ms = 0.0
-        self._enqueued = 0  # steps that the device had still to run when the last round was entered
         self._free_ns = 0  # start of the rank's own work since its last collective
-        self._user_ns = 0  # code of the user's own since this rank last entered a round
-        self._losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
+        self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
+        self.agreed: LocalState | None = None  # settled, and not started from yet
+        self._has_thread = False  # of an average of its own
 
     @property
     def group(self) -> Group:
         return self.engine.rank_info.group
 
+    @property
+    def epoch(self) -> int:
+        return self.epochs.epoch
+
     def initialize(self, costs: Sequence[Cost]) -> None:
-        """Set the first window and the learning-rate scale from every rank's measured cost."""
+        """Set the first window and the learning-rate scale from every rank's measured cost.
+
+        Again after a settlement, from what was agreed upon there: then `costs` count only for newcomers.
+        """
         engine, config = self.engine, self.engine.config
-        with_state = config.optimizer_state == "average"
-        replica = Replica(engine.model, engine.optimizer, with_state)
-        transport = make_transport(replica, is_nccl=config.backend == "nccl")
+        agreed = self.agreed
+        if agreed is None:
+            replica = Replica(engine.model, engine.optimizer, config.optimizer_state == "average")
+            transport = make_transport(replica, is_nccl=config.backend == "nccl")
+        else:
+            replica, transport = self.average.replica, self.average.transport
         # A group of its own: an average on its way must not queue before the main thread's collectives.
         self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
+        self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
-        self.claims = SlotClaims(self.group.claim, engine.recorder, self._note_wait)
         self.windows, self.slot_schedule = make_slot_schedule(engine, self.claims, costs)
-        self.epoch = engine.axis.epochs_before(engine.trained)
         self._mark = len(engine.log)  # this rank's parts at the last event
         self.scale = LocalScale(engine, self.windows)
+        if agreed is None:
+            self.epochs.epoch = engine.axis.epochs_before(engine.trained)
+        else:
+            agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.trained)
         self.notes += self.scale.update()
         if not engine.rounds:
             engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
-        is_measured = engine.can_warm_up and not config.has_fixed_shares
-        slot_ms = [cost.time_ms(engine.axis.slot_size) for cost in costs]
-        alone = [1e3 * engine.axis.slot_size / ms for ms in slot_ms]
-        counts = list(self.windows.counts)
-        engine.recorder.event("shares", slot=0, shares=counts, alone=alone if is_measured else [])
-        if is_measured:
-            self.notes += local_advice(engine, self.group, costs)
+        self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
+        self.agreed = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "windows": self.windows.state_dict() if isinstance(self.windows, Windows) else None,
             "lr_scale": [self.scale.value, self.scale.is_known],
-            "losses": self._losses,
-            "epoch_samples": self._epoch_samples,
+            **self.epochs.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,11 +118,11 @@ class LocalSGD:
         self.windows.load_state_dict(state["windows"])
         self.windows.resume_at(self.engine.trained)
         self.scale.value, self.scale.is_known = state["lr_scale"]
-        self._losses, self._epoch_samples = list(state["losses"]), state["epoch_samples"]
+        self.epochs.load_state_dict(state)
 
     def ledger(self) -> Ledger:
         """At an event all slots before it are trained; after a stop ranks tell each other theirs since then."""
-        if not self._is_stopped:
+        if not self.is_stopped:
             return self.engine.ledger.advanced_to(self.engine.trained)
         return stopped_ledger(self.engine, self.windows.passed, self._mark)
 
@@ -122,14 +130,14 @@ class LocalSGD:
         self._free_ns = self.engine.recorder.enter("data")
 
     def note_user_time(self, ns: int) -> None:
-        self._user_ns, self._free_ns = self._user_ns + ns, self._free_ns + ns
+        self.tally.user_ns, self._free_ns = self.tally.user_ns + ns, self._free_ns + ns
 
     def use_segments(self, segment_end: Callable[[int], int]) -> None:
         """Before the first slot: the only events are at `segment_end(slot)`, and epoch ends are not reported.
 
         For train/segment.py: the first segment begins at slot 0, each further one at the end of the last.
         """
-        self.end_epoch = lambda *_, **__: False
+        self.epochs.end_epoch = lambda *_, **__: False
         self.windows.next_event, self.windows.event = segment_end, segment_end(0)
 
     def parts(self) -> Iterator[Part]:
@@ -157,7 +165,7 @@ class LocalSGD:
                 if not self._may_merge():
                     break
                 epoch = self.epoch
-                self._merge()
+                self.merge()
                 # A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must
                 # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
                 if self.engine.is_own_loop and self.epoch > epoch:
@@ -167,9 +175,9 @@ class LocalSGD:
             else:
                 break
         self._free_ns = self.engine.recorder.enter("data")
-        if self._is_stopped:
+        if self.is_stopped:
             self.engine.recorder.event("stop", slot=self.engine.trained)
-        return self._is_stopped
+        return self.is_stopped
 
     def set_lr(self, slot: int) -> None:
         self.engine.set_lr(slot, self.scale.value)
@@ -212,20 +220,26 @@ class LocalSGD:
 
     def close(self) -> None:
         self.claims.close()
-        self.average.close()
+        if self._has_thread:
+            self.average.close()
 
     def expect_losses(self) -> None:
-        raise NotImplementedError
+        if not self.tally.lineage.members:
+            self.tally.start()
 
     def own_cost(self) -> Cost | None:
-        return None
+        rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
+        return Cost(0.0, 1.0 / (self.windows.speeds[rank] * slot_size), self.engine.caps[rank])
 
-    def go_on_after(self, before: Any, event_loss: float | None) -> None:
-        raise NotImplementedError
+    def go_on_after(self, before: "LocalSGD", event_loss: float | None) -> None:
+        del event_loss  # it is with the events that are pending
+        self.average, self.buffers, self.tally = before.average, before.buffers, before.tally
+        self.agreed, self.epochs, self.others_stop = before.agreed, before.epochs, before.others_stop
 
     def reach_event(self, done: int) -> bool:
-        del done
-        return False
+        """Events that a loss has interrupted, and those of a round that was merged without them."""
+        del done  # those that are over are not pending
+        return self.epochs.run()
 
     def _note_wait(self, ns: int) -> None:
         """Waiting for a claim is not this rank's own work."""
@@ -233,12 +247,12 @@ class LocalSGD:
 
     @property
     def _is_ended(self) -> bool:
-        return self._is_stopped or self.slot_schedule.is_over
+        return self.is_stopped or self.slot_schedule.is_over
 
     @property
     def _stops(self) -> bool:
         """This rank cannot go on, or any was asked to stop: rounds follow at once until every rank knows."""
-        return self._has_failed or self._others_stop or self._is_stopping()
+        return self._has_failed or self.others_stop or self._is_stopping()
 
     @property
     def _has_failed(self) -> bool:
@@ -263,51 +277,44 @@ class LocalSGD:
         verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
-        self._samples += part.samples
+        self.tally.samples += part.samples
         position = max(engine.trained, part.slot.index + 1)
-        self._dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
-        self._busy_ms += (now_ns - self._free_ns) / 1e6
+        self.tally.dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
+        self.tally.busy_ms += (now_ns - self._free_ns) / 1e6
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
-        engine, recorder = self.engine, self.engine.recorder
+        engine, recorder, tally = self.engine, self.engine.recorder, self.tally
         if status or self.windows.is_blocking:
             self.slot_schedule.settle()
         asked_ns = recorder.enter("compute")
         if status or self.windows.is_blocking or engine.graph is not None:
             engine.run_ahead.drain()  # enqueued steps are this rank's own work, not waiting
         # The weight must not depend on which captured steps happen to be known, or a replay would differ.
-        self._dropped += sum(bad.samples for bad, _ in engine.settle_steps())
+        tally.dropped += sum(bad.samples for bad, _ in engine.settle_steps())
         if self._has_failed and status < RankStatus.LEFT_EPOCH:
             status = RankStatus.NOT_FINITE
         began_ns = recorder.enter("communication")
-        self._busy_ms += (began_ns - asked_ns) / 1e6
-        losses = engine.meter.pop_async()
+        tally.busy_ms += (began_ns - asked_ns) / 1e6
+        entered = tally.enter()
         known = self.costs.report._replace(
             next_slot=float(self.slot_schedule.next_slot),
-            samples=float(self._samples),
-            dropped=float(self._dropped),
+            samples=float(entered.samples),
+            dropped=float(entered.dropped),
             **engine.dropped.last_fields,
-            busy_ms=self._busy_ms * self._enqueued_over_done(),
+            busy_ms=entered.busy_ms,
             status=float(status),
             fingerprint=float(self.windows.fingerprint()),
-            user_ms=self._user_ns / 1e6,
+            user_ms=entered.user_ns / 1e6,
             end_samples=float(self.stream_end.samples),
             wish=float(self.wish()),
             limit=float(self.slot_schedule.set_limit()),
         )
-        self.average.start(float(self._samples - self._dropped), lambda: _with_losses(known, losses()))
+        self.average.before_sending = tally.writer(self.windows.due, self.scale.value)
+        self.average.start(entered.weight, lambda: entered.with_losses(known))
         self.slot_schedule.enter()
-        self._samples, self._dropped, self._busy_ms, self._user_ns = 0, 0, 0.0, 0
         self._entered = self.slot_schedule.parts
         self.costs.entered(began_ns)
-
-    def _enqueued_over_done(self) -> float:
-        """Steps enqueued over steps done since the last round: busy_ms covers only what the device has done."""
-        before, self._enqueued = self._enqueued, self.engine.run_ahead.behind
-        enqueued = self._samples / self.engine.axis.slot_size
-        done = enqueued + before - self._enqueued
-        return enqueued / done if done > 0 else 1.0
 
     def _receive(self) -> list[RoundReport]:
         """Wait for the average if it is not there yet, and merge it; returns every rank's statistics."""
@@ -317,6 +324,7 @@ class LocalSGD:
         self.average.wait()
         here_ns = recorder.clock()
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
+        self.tally.commit()
         rows = [RoundReport(*row) for row in arrived.rows]
         # Until all ranks had entered the round this was waiting; then transfer, then the merge. As far as another rank
         # was held up by code of the user's own, the waiting is the user's time, too.
@@ -331,20 +339,21 @@ class LocalSGD:
         self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
-    def _merge(self) -> None:
+    def merge(self, *, is_postponed: bool = False) -> None:
+        """Merge the average and do what follows from it; `is_postponed` leaves out the events, which need all ranks."""
         due, anchor = self.windows.due, self.windows.anchor
         rows = self._receive()
         statuses = [RankStatus(int(row.status)) for row in rows]
         check_status(statuses, due)
         check_bad_steps(rows, self.engine.config.max_bad_steps)
-        self._epoch_samples += int(sum(row.samples for row in rows))
+        self.epochs.learn(rows)
         is_skipped = set(statuses) == {RankStatus.SKIPS_REST}
         self._skips = not is_skipped and (self._skips or RankStatus.SKIPS_REST in statuses)
         check_agreement([int(row.fingerprint) for row in rows], f"in the round at slot {due}")
         self.stream_end.learn(rows, self.epoch)
         passed = self.windows.passed
         if is_skipped:
-            due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self._epoch_samples, rows)
+            due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self.epochs.samples, rows)
         follow_wish(self.engine, self.windows, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
@@ -362,8 +371,8 @@ class LocalSGD:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
                 self.notes.append(describe_guard(decision.fields, anchor))
-        self._others_stop = self._others_stop or RankStatus.STOP_REQUESTED in statuses
-        self._is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
+        self.others_stop = self.others_stop or RankStatus.STOP_REQUESTED in statuses
+        self.is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self.scale.is_known:
             self.notes += self.scale.update()
         event = self.windows.passed
@@ -374,39 +383,12 @@ class LocalSGD:
         if isinstance(self.windows, RecordedWindows) and self.windows.was_stopped:
             self.average_buffers()  # as where a stopped run is saved
         self.after_round(event if is_event else due)
-        self._end_epochs(rows, event if is_event else None, due)
-
-    def _end_epochs(self, rows: Sequence[RoundReport], event: int | None, due: int) -> None:
-        """End every epoch that all ranks have passed, with the losses that arrived until now, and the event's part.
-
-        A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their
-        mean, and `first` and `until` say over which slots it was taken. A checkpoint may be taken at the event:
-        everything that belongs to the round is up to date before.
-        """
-        self._losses[0] += sum(row.loss_sum for row in rows)
-        self._losses[1] += sum(row.loss_count for row in rows)
-        axis, first = self.engine.axis, self.epoch
-        stop = max(first, axis.epochs_before(int(min(row.next_slot for row in rows))))
-        until = axis.epoch_end(stop - 1) if event is None else event
-        is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
-        if stop > first:
-            self.epoch, self._epoch_samples = stop, 0
+        before = self.epoch
+        self.epochs.note(rows, event if is_event else None)
+        if self.epoch > before:
             self.stream_end.passed()
             self.notes += self.scale.update()
         self.engine.record_round(Round(due, self._entered, self.slot_schedule.parts, self.scale.value))
-        if stop > first or is_inside:
-            # All may have got to an event with the round before it; held back by the event, they agree already.
-            self.engine.reach_slot(max(self.engine.trained, until))
-            loss_sum, count = self._losses
-            if stop > first or self.engine.events.has_entry(until):  # a checkpoint alone has no entry
-                self._losses = [0.0, 0.0]
-            loss = loss_sum / count if count else float("nan")
-            for epoch in range(first, stop):
-                self._is_stopped |= self.end_epoch(epoch, loss, first=first, until=until)
-            if is_inside:
-                self._is_stopped |= self.end_epoch(stop, loss, first=first, until=until, step=until)
+        if not is_postponed:
+            self.is_stopped |= self.epochs.run()
         self.engine.recorder.enter("other")
-
-
-def _with_losses(row: RoundReport, losses: tuple[float, float]) -> RoundReport:
-    return row._replace(loss_sum=losses[0], loss_count=losses[1])

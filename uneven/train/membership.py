@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from uneven.comm.group import Group
+from uneven.comm.store import Store
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 
@@ -56,6 +57,10 @@ class Membership(Protocol):
 
     def form(self, generation: Generation) -> Group:
         """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile."""
+        ...
+
+    def record_store(self) -> Store:
+        """The launcher's store under keys of this run, by a connection of its own: for train/round_records.py."""
         ...
 
     def settled(self, number: int, lines: list[str]) -> None:

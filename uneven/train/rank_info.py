@@ -15,6 +15,7 @@ from uneven.results.state import TrainedState
 from uneven.timeline.clock import Machine
 from uneven.timeline.timeline import Timeline
 from uneven.train.clocks import MachineClocks
+from uneven.train.round_records import RoundRecords
 from uneven.train.run_record import RunRecord
 
 
@@ -58,6 +59,7 @@ class RankInfo:
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
         self.leader = leader
+        self.records: RoundRecords | None = None  # with a Membership
         self.clocks: MachineClocks | None = None  # with the group, where ranks are on several machines
         self._group: Group | None = None
 

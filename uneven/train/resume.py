@@ -65,10 +65,9 @@ class Resumed:
         run.segments = [*record["segments"], here]
         run.train_seconds = record["train_seconds"]
         run.monitored = record.get("monitored")
-        run.earlier_logs = list(record["earlier_logs"])
-        if self._rank == 0:
-            gone = self.checkpoint.ranks[len(self._devices) :]
-            run.earlier_logs += [{name: part.record[name] for name in ("log", "dropped")} for part in gone]
+        # On every rank: the first one, which reports them, may be lost.
+        gone = [*record["earlier_logs"], *(part.record for part in self.checkpoint.ranks[len(self._devices) :])]
+        run.earlier_logs = [{name: log[name] for name in ("log", "dropped")} for log in gone]
         if (kept := record.get("kept")) is not None and self.checkpoint.best is not None:
             best = self.checkpoint.best
             fields: dict[str, Any] = {

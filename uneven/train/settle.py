@@ -83,8 +83,6 @@ def why_not(engine: Engine) -> str | None:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
     if config.strategy in SHARDED or isinstance(engine.optimizer, MuonAdamW):
         return f"strategy={config.strategy!r} has a part of the state on every rank"
-    if config.is_local:
-        return "local policies do not settle yet"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda":

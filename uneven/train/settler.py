@@ -11,11 +11,13 @@ from uneven.errors import GroupLostError
 from uneven.policy.finish import Cost
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.local_sgd import LocalSGD
 from uneven.train.membership import Generation, Membership
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.settle import Standing, compare, config_of, lost_logs, settle_exact, share_record
+from uneven.train.settle_local import abandon, settle_local
 from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
@@ -62,6 +64,9 @@ class Settler:
         cost = before.own_cost()
         self._saves.abandon()
         before.close()
+        if isinstance(before, LocalSGD):
+            self._events.undo()
+            abandon(before)
         generation, cause = self._membership.await_next(info.generation, str(lost)), str(lost)
         while True:
             try:
@@ -83,13 +88,21 @@ class Settler:
         engine.recorder.rank = info.rank
         own = self._standing(before)
         settlement = compare(group, own)
-        assert isinstance(before, GradientSync), "the local policies do not settle yet"
-        settle_exact(engine, before, own, settlement)
-        record = share_record(group, settlement.source, self._record(before))
+        if isinstance(before, LocalSGD):
+            record = share_record(group, settlement.source, self._record(before))
+            local = settle_local(before, group, generation.members, settlement)
+        else:
+            assert isinstance(before, GradientSync), "one of the two"
+            settle_exact(engine, before, own, settlement)
+            record = share_record(group, settlement.source, self._record(before))
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
         run.generations = record["generations"]
-        run.lost_logs = lost_logs(run.generations, generation.members, engine.axis)
+        run.lost_logs = (
+            lost_logs(run.generations, generation.members, engine.axis)
+            if isinstance(before, GradientSync)
+            else local.lost_logs
+        )
         run.segments = [*record["segments"], self._segment(generation)]
         self._events.undo()
         if own.event < settlement.furthest.event:
@@ -98,17 +111,21 @@ class Settler:
             self._events.done = settlement.furthest.event
         if settlement.event_loss is not None:
             engine.meter.totals.zero_()
-        before.guard = StepGuard(engine)
+        if isinstance(before, GradientSync):
+            before.guard = StepGuard(engine)
         self.is_over = all(one.is_over for one in settlement.standings)  # whoever is not needs the others once more
         if self.is_over:
             return
         kept = [old_members.index(member) for member in generation.members]
         engine.follow_ranks(config_of(engine.config, kept))
         self._go_on(before, cost, settlement.event_loss)
+        if isinstance(before, LocalSGD) and info.world_size == 1:
+            before.epochs.run()
 
     def _standing(self, before: Synchronizer) -> Standing:
         loss = before.event_loss if isinstance(before, GradientSync) else None
-        return Standing(self._settled, self._engine.trained, self._events.done, self._members, self.is_over, loss)
+        progress = before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.trained
+        return Standing(self._settled, progress, self._events.done, self._members, self.is_over, loss)
 
     def _record(self, before: Synchronizer) -> dict[str, Any]:
         """What the source tells of the run."""

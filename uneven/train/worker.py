@@ -38,6 +38,7 @@ from uneven.train.membership import Membership
 from uneven.train.memory_cap import find_cap
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
+from uneven.train.round_records import RoundRecords
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
@@ -288,13 +289,16 @@ class Worker:
         parts = (self.engine, self.run, self.events, self.saves)
         self.settler = Settler(*parts, self.membership, members, self._go_on_after)
         assert self.synchronizer is not None, "made when the group has formed"
+        if self.config.is_local:
+            self.rank_info.records = RoundRecords(self.membership.record_store(), self.rank_info.member)
         self.synchronizer.expect_losses()
 
     def _go_on_after(self, before: Synchronizer, cost: Cost | None, event_loss: float | None) -> None:
         """The ranks have settled in a new group: train on in it, with a synchronizer that takes over from `before`."""
         synchronizer = self._new_synchronizer()
         try:
-            synchronizer.go_on_after(before, event_loss)
+            if type(before) is type(synchronizer):  # else this rank is left alone of a local policy
+                synchronizer.go_on_after(before, event_loss)
             self.rank_info.compare_clocks(self.recorder.clock)
             self._connect(synchronizer, cost or self._cost)
             synchronizer.expect_losses()

@@ -1,0 +1,183 @@
+"""Local policies when ranks are lost: every slot once in the lineage, replicas equal, and params that say the same.
+
+On threads, with real workers. Each sample has a coordinate of the params, which grows with every step that trains it: a
+ledger that lies is found out by a count in the params themselves.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import Silent
+from tests.train.clusters import DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
+from uneven.config import Evaluation, Task, resolve
+from uneven.data.sample_order import permutation
+from uneven.data.tensors import TensorData
+from uneven.launch.training import collect
+from uneven.policy.finish import Cost
+from uneven.results.state import TrainedState
+from uneven.train.engine import Engine
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
+
+SAMPLES, SEED = 70, 3
+Found = dict[str, tuple[TrainedState, Worker]]
+
+
+class Count(nn.Module):
+    """Each step adds 1 to the coordinates of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("level", torch.zeros(2, dtype=torch.float64))
+
+
+def count_step(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, Count)
+    model.seen += 1
+    model.level += 1.0
+    return -model.w[batch[0]].sum()
+
+
+def level(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    return {"level": model.w.sum() * len(batch[1])}, len(batch[1])  # type: ignore[union-attr, operator]
+
+
+class Begun(Silent):
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def started(self, *_: Any) -> None:
+        self._group.leader.begun = self._group.started[0]
+
+
+def train(
+    size: int,
+    losses: Sequence[Loss],
+    *,
+    act: Callable[[str, int], None] = lambda *_: None,
+    act_on_record: Callable[[str, int], None] = lambda *_: None,
+    is_evaluated: bool = False,
+    **changes: Any,
+) -> tuple[Found, Any]:
+    """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round."""
+    settings = {"batch_size": 4, "epochs": 3, "seed": SEED, "anchor": 2, "max_anchor": 2, "lr_scale": 1.0} | changes
+    config = resolve(settings)
+    data = TensorData(torch.arange(SAMPLES), torch.zeros(SAMPLES))
+    evaluation = Evaluation(data, level, every=1) if is_evaluated else None
+
+    def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
+        steps, records = itertools.count(), itertools.count()
+        is_training = False
+
+        def step(model: nn.Module, batch: Any) -> Tensor:
+            if is_training:
+                act(str(info.member), next(steps))
+            return count_step(model, batch)
+
+        task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, data, None, evaluation)
+        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker.membership = membership
+        prepare = worker._prepare_for_losses
+
+        def prepared() -> None:
+            nonlocal is_training
+            prepare()
+            is_training = True
+            assert info.records is not None
+            write = info.records.write
+
+            def watched(*arguments: Any) -> None:
+                act_on_record(str(info.member), next(records))
+                write(*arguments)
+
+            info.records.write = watched  # type: ignore[method-assign]
+
+        worker._prepare_for_losses = prepared  # type: ignore[method-assign]
+        result = worker.train()
+        return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
+
+    return on_lossy_threads(size, losses, rank)
+
+
+@pytest.fixture(autouse=True)
+def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a rank may look so slow that there are too few rounds."""
+    monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))
+
+
+def check(found: Found, epochs: int = 3) -> None:
+    """`collect` has proven that each sample is in the logs once an epoch."""
+    workers = [worker for _, worker in found.values()]
+    expected = recount(workers)
+    first = workers[0].engine.model
+    for state, worker in found.values():
+        model = worker.engine.model
+        torch.testing.assert_close(model.w.detach(), expected, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, first.state_dict()[name]), name
+        assert [entry["epoch"] for entry in state.history] == list(range(1, epochs + 1)), "every epoch once"
+        assert [entry["samples"] for entry in state.history] == [SAMPLES * (1 + epoch) for epoch in range(epochs)]
+        assert state.finished
+        assert state.samples == epochs * SAMPLES
+
+
+def recount(workers: list[Worker]) -> Tensor:
+    """From the logs alone: what each sample's coordinate must be, by the weights of the round that it was in."""
+    axis = workers[0].axis
+    handed = [(one.engine.log, [entered for _, entered, _, _ in one.engine.rounds]) for one in workers]
+    for log in workers[0].run.lost_logs:
+        handed.append((log["log"], [entered for _, entered, _, _ in log["rounds"]]))  # noqa: PERF401
+    weights: Counter[int] = Counter()
+    for parts, rounds in handed:
+        for number, (start, stop) in enumerate(itertools.pairwise(rounds)):
+            weights[number] += sum(samples for _, _, samples in parts[start:stop])
+    expected = torch.zeros(SAMPLES, dtype=torch.float64)
+    for parts, rounds in handed:
+        for number, (start, stop) in enumerate(itertools.pairwise(rounds)):
+            own = sum(samples for _, _, samples in parts[start:stop])
+            _add(expected, axis, parts[start:stop], own / weights[number] if weights[number] else 0.0)
+        _add(expected, axis, parts[rounds[-1] :], 1.0)  # alone at last
+    return expected
+
+
+def _add(expected: Tensor, axis: Any, parts: Sequence[tuple[int, int, int]], share: float) -> None:
+    for slot, first, samples in parts:
+        order = torch.from_numpy(permutation(SEED, axis.slot(slot).epoch, SAMPLES))[first : first + samples]
+        expected[order] += share
+
+
+def kill(victim: str, at: int) -> Callable[[str, int], None]:
+    def act(member: str, steps: int) -> None:
+        if (member, steps) == (victim, at):
+            raise DiedError
+
+    return act
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_undisturbed_the_params_tell_what_the_log_says(policy: str, is_evaluated: bool) -> None:
+    found, leader = train(3, [], policy=policy, is_evaluated=is_evaluated)
+    check(found)
+    assert len(leader.generations) == 1
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("blind", [(), ("m0",), ("m2",), ("m0", "m2")])
+def test_a_rank_dies_in_any_sum_and_some_have_its_result(policy: str, blind: tuple[str, ...]) -> None:
+    _, leader = train(3, [], policy=policy, is_evaluated=True)
+    for at in range(leader.begun, leader.begun + 12):
+        loss = Loss("m1", at, after=bool(blind), blind=frozenset(blind))
+        found, after = train(3, [loss], policy=policy, is_evaluated=True)
+        check(found)
+        assert set(found) == {"m0", "m2"}
+        assert len(after.generations) == 2

@@ -1,0 +1,85 @@
+"""The epochs that all ranks of a local policy have passed, with their losses, and the events that follow from a round.
+
+A window may span several epochs. The losses inside it are known only as one sum, so these epochs share their mean,
+and `first` and `until` say over which slots it was taken. The calls that a round leads to are a list: an event that a
+lost rank interrupts is still in it, and is redone from its start (train/settle_local.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from uneven.policy.windows import RoundReport
+from uneven.train.engine import Engine
+from uneven.train.synchronizer import EpochEnd
+
+
+class EventCall(NamedTuple):
+    """The arguments of EpochEnd."""
+
+    epoch: int
+    loss: float
+    first: int
+    until: int
+    step: int | None = None
+
+
+class EpochEnds:
+    """Life cycle: `learn` and `note` with every round that is merged, then `run`. The same on all ranks."""
+
+    def __init__(self, engine: Engine, end_epoch: EpochEnd) -> None:
+        self.engine, self.end_epoch = engine, end_epoch
+        self.epoch = 0  # epochs that all ranks have passed
+        self.samples = 0  # of the epoch in progress, trained by all ranks
+        self.losses = [0.0, 0.0]  # sum and count over all ranks since the last epoch end
+        self.pending: list[EventCall] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON; `epoch` and `pending` only count within a run."""
+        return {"losses": self.losses, "epoch_samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses, self.samples = list(state["losses"]), state["epoch_samples"]
+
+    def learn(self, rows: Sequence[RoundReport]) -> None:
+        self.samples += int(sum(row.samples for row in rows))
+
+    def passed(self, rows: Sequence[RoundReport]) -> int:
+        """How many epochs all ranks have passed with this round."""
+        return max(self.epoch, self.engine.axis.epochs_before(int(min(row.next_slot for row in rows))))
+
+    def note(self, rows: Sequence[RoundReport], event: int | None) -> None:
+        """Add the round's losses; list the calls for every epoch that ends with it, and for an event at slot `event`.
+
+        A checkpoint may be taken at the event: everything else that belongs to the round is up to date before `run`.
+        """
+        self.losses[0] += sum(row.loss_sum for row in rows)
+        self.losses[1] += sum(row.loss_count for row in rows)
+        axis, first = self.engine.axis, self.epoch
+        stop = self.passed(rows)
+        until = axis.epoch_end(stop - 1) if event is None else event
+        is_inside = until > axis.epoch_end(stop - 1)  # an event inside the next epoch
+        if stop > first:
+            self.epoch, self.samples = stop, 0
+        if stop == first and not is_inside:
+            return
+        # All may have got to an event with the round before it; held back by the event, they agree already.
+        self.engine.reach_slot(max(self.engine.trained, until))
+        self.pending += self.calls(first, stop, until, is_inside=is_inside)
+
+    def calls(self, first: int, stop: int, until: int, *, is_inside: bool) -> list[EventCall]:
+        """The ends of these epochs and an event inside the next one, with the mean loss, which begins anew."""
+        loss_sum, count = self.losses
+        if stop > first or self.engine.events.has_entry(until):  # a checkpoint alone has no entry
+            self.losses = [0.0, 0.0]
+        loss = loss_sum / count if count else float("nan")
+        ended = [EventCall(epoch, loss, first, until) for epoch in range(first, stop)]
+        return [*ended, EventCall(stop, loss, first, until, until)] if is_inside else ended
+
+    def run(self) -> bool:
+        """Make the calls that are pending, in order; returns whether one of them stops the run."""
+        is_stopped = False
+        while self.pending:
+            call = self.pending[0]
+            is_stopped |= self.end_epoch(call.epoch, call.loss, first=call.first, until=call.until, step=call.step)
+            self.pending.pop(0)
+        return is_stopped

@@ -1,0 +1,110 @@
+"""What a rank of a local policy has trained and not handed in yet: its weight, times and losses in its next round.
+
+A round that is entered takes them with it. Only when it was committed they are gone for good; a round that came to
+nothing because a rank was lost gives them back, and the next one carries them (train/settle_local.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from uneven.comm.gather import gather_bytes
+from uneven.policy.lineage import Lineage
+from uneven.policy.recorded import Round
+from uneven.policy.windows import RoundReport
+from uneven.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What the round in flight carries of this rank."""
+
+    samples: int
+    dropped: int
+    busy_ms: float
+    user_ns: int
+    parts: int  # of this rank's log, when it entered
+    bad_parts: int  # of its list of steps that were not finite
+    losses: Callable[[], tuple[float, float]]  # sum and count; waits for the device
+
+    @property
+    def weight(self) -> float:
+        return float(self.samples - self.dropped)
+
+    def with_losses(self, row: RoundReport) -> RoundReport:
+        loss_sum, loss_count = self.losses()
+        return row._replace(loss_sum=loss_sum, loss_count=loss_count)
+
+
+class RoundTally:
+    """`samples`, of which `dropped` were not finite: the rest is this rank's weight in the next average.
+
+    Invariant: the first `parts` of this rank's log are in averages of the lineage, and none of the others is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.samples = self.dropped = 0
+        self.busy_ms = 0.0
+        self.user_ns = 0  # code of the user's own
+        self.parts, self.bad_parts = len(engine.log), len(engine.dropped.parts)
+        self.entered: Entered | None = None
+        self.lineage = Lineage()
+        self._enqueued = 0  # steps that the device had still to run when the last round was entered
+
+    def start(self) -> None:
+        """Before the first round of a run: every rank's log so far is in the store, and all know who trains."""
+        engine, info = self._engine, self._engine.rank_info
+        if info.records is None:
+            return
+        info.records.write(info.generation, 0, engine.log, engine.dropped.parts, engine.rounds[-1])
+        members = gather_bytes(info.group, info.member.encode())
+        self.lineage = Lineage(generation=info.generation, members=tuple(member.decode() for member in members))
+
+    def enter(self) -> Entered:
+        """A round takes along all that this rank has trained; the meter begins anew."""
+        assert self.entered is None, "one round in flight"
+        engine = self._engine
+        parts, bad_parts, losses = len(engine.log), len(engine.dropped.parts), engine.meter.pop_async()
+        busy_ms = self.busy_ms * self._enqueued_over_done()
+        self.entered = Entered(self.samples, self.dropped, busy_ms, self.user_ns, parts, bad_parts, losses)
+        self.samples, self.dropped, self.busy_ms, self.user_ns = 0, 0, 0.0, 0
+        return self.entered
+
+    def writer(self, due: int, lr_scale: float) -> Callable[[], None] | None:
+        """Writes down what the round that was entered carries; None where nobody would read it."""
+        engine, records, entered = self._engine, self._engine.rank_info.records, self.entered
+        if records is None:
+            return None
+        assert entered is not None, "a round was entered"
+        parts, dropped = engine.log[self.parts : entered.parts], engine.dropped.parts[self.bad_parts :]
+        about = Round(due, entered.parts, engine.rounds[-1].merged, lr_scale)
+        generation, number = self.lineage.generation, self.lineage.rounds + 1
+        return lambda: records.write(generation, number, parts, dropped, about)
+
+    def commit(self) -> None:
+        """The round in flight counts."""
+        assert self.entered is not None, "a round was entered"
+        self.parts, self.bad_parts = self.entered.parts, self.entered.bad_parts
+        self.entered = None
+        self.lineage.rounds += 1
+
+    def put_back(self) -> None:
+        """The round in flight, if there is one, came to nothing: the next one carries what was in it."""
+        entered, self.entered = self.entered, None
+        if entered is None:
+            return
+        self.samples += entered.samples
+        self.dropped += entered.dropped
+        self.busy_ms += entered.busy_ms
+        self.user_ns += entered.user_ns
+        totals = self._engine.meter.totals
+        totals.add_(torch.tensor(entered.losses(), dtype=torch.float64, device=totals.device))
+
+    def _enqueued_over_done(self) -> float:
+        """Steps enqueued over steps done since the last round: busy_ms covers only what the device has done."""
+        before, self._enqueued = self._enqueued, self._engine.run_ahead.behind
+        enqueued = self.samples / self._engine.axis.slot_size
+        done = enqueued + before - self._enqueued
+        return enqueued / done if done > 0 else 1.0

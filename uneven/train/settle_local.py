@@ -1,0 +1,165 @@
+"""Ranks of a local policy that are left go on together: who is furthest, what counts, where the next round starts.
+
+`settle_local` is run in the group of a new generation by everybody in it, after `abandon`. Ranks tell each other how
+far they have got (policy/lineage.py). The furthest one says what they agree upon. A rank that has the last round still
+in flight gets its average from there and merges it late. Nobody loses what it trained since: it is in the next round.
+
+[Note: all or nothing] Everything is received before anything is changed. So a rank stands as before the settlement or
+after it, whenever another is lost: in the next generation those that had settled are the furthest, and no round can
+have been committed meanwhile without the rest.
+"""
+
+import json
+from dataclasses import replace
+
+import torch
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
+from uneven.policy.recorded import Round
+from uneven.policy.slot_schedule import SlotSchedule
+from uneven.policy.stream_axis import StreamAxis
+from uneven.policy.windows import Windows
+from uneven.train.local_sgd import LocalSGD
+from uneven.train.local_state import LocalState
+from uneven.train.settle import Settlement
+
+
+def abandon(local: LocalSGD) -> None:
+    """Nothing that is on its way in the old group will arrive: merge the round in flight if its average is here.
+
+    No collective, and none is waited for. Events that follow from that round stay in `local.epochs.pending`. May be
+    called again.
+    """
+    local.claims.close()
+    local.engine.run_ahead.drain()
+    local.tally.dropped += sum(bad.samples for bad, _ in local.engine.settle_steps())
+    if local.average.abandon():
+        local.merge(is_postponed=True)
+
+
+def held_by(local: LocalSGD) -> Held:
+    """What this rank has trained, after `abandon`."""
+    engine, schedule = local.engine, local.slot_schedule
+    since = [part for part in engine.log if part[0] >= _passed(local)]
+    is_started = local.agreed is None and isinstance(schedule, SlotSchedule)
+    given = tuple(engine.slot_at(position) for position in schedule.given) if is_started else ()
+    return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
+
+
+def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settlement: Settlement) -> LocalState:
+    """In the new group, with `members` in its rank order. Changes `local` and its engine once all has arrived.
+
+    GroupLostError where another rank is lost meanwhile: then nothing has changed, and the next generation settles.
+    Next comes a LocalSGD that goes on after `local`. One rank that is left alone trains on with GradientSync, and
+    reaches the events in `local.epochs.pending` before.
+    """
+    source, furthest = settlement.source, settlement.furthest
+    told = gather_bytes(group, json.dumps(held_by(local).to_json()).encode())
+    held = [Held.from_json(json.loads(data)) for data in told]
+    own = _agree(local, held, members).to_bytes() if group.rank == source else b""
+    agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
+    buffers = _send_average(local, group, source) if settlement.is_uneven else None
+    is_behind = settlement.standings[group.rank].progress < furthest.progress
+    lineage = Lineage(agreed.eras, local.engine.rank_info.generation, members)
+    _apply(local, agreed, lineage, buffers if is_behind else None)
+    if group.world_size == 1:
+        _hand_over(local)
+    return agreed
+
+
+def _hand_over(local: LocalSGD) -> None:
+    """One rank is left alone: it needs no round for the events that are due, and keeps all losses in its meter."""
+    epochs, engine, axis = local.epochs, local.engine, local.engine.axis
+    position = engine.trained
+    stop = max(epochs.epoch, axis.epochs_before(position))
+    is_event = engine.events.evaluates(position) or engine.events.saves(position)
+    is_inside = is_event and position > max(_passed(local), axis.epoch_end(stop - 1))
+    own = engine.meter.pop_async()()
+    epochs.losses = [epochs.losses[0] + own[0], epochs.losses[1] + own[1]]
+    if stop > epochs.epoch or is_inside:
+        until = position if is_inside else axis.epoch_end(stop - 1)
+        epochs.pending += epochs.calls(epochs.epoch, stop, until, is_inside=is_inside)
+        epochs.epoch = stop
+    engine.meter.totals.copy_(torch.tensor(epochs.losses, dtype=torch.float64))
+
+
+def _passed(local: LocalSGD) -> int:
+    """The last event that all ranks have passed."""
+    return local.windows.passed if local.agreed is None else local.agreed.passed
+
+
+def _own_state(local: LocalSGD) -> LocalState:
+    """What this rank knows to be agreed upon."""
+    engine, epochs, agreed, windows = local.engine, local.epochs, local.agreed, local.windows
+    assert isinstance(windows, Windows), "a replay does not settle"
+    lineage, axis = local.tally.lineage, engine.axis
+    return LocalState(
+        eras=lineage.eras,
+        members=lineage.members if agreed is None else agreed.members,
+        windows=windows.state_dict() if agreed is None else agreed.windows,
+        passed=_passed(local),
+        lr_scale=(local.scale.value, local.scale.is_known) if agreed is None else agreed.lr_scale,
+        epoch=epochs.epoch,
+        epoch_samples=epochs.samples,
+        losses=epochs.losses,
+        pending=epochs.pending,
+        is_stopping=local.others_stop or local.is_stopped,
+        saves=sorted(engine.events.extra_saves),
+        evaluations=sorted(engine.events.extra_evaluations),
+        dropped=engine.dropped.counted,
+        epoch_sizes=axis.sizes if isinstance(axis, StreamAxis) else [],
+    )
+
+
+def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...]) -> LocalState:
+    """By the furthest rank: what counts."""
+    state, records = _own_state(local), local.engine.rank_info.records
+    assert records is not None, "ranks that go on after a loss have written down what they handed in"
+    lost = [records.read(state.eras, member) for member in local.tally.lineage.gone(members)]
+    ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
+    packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
+    again = trained_again(ledger, held)
+    return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
+
+
+def _send_average(local: LocalSGD, group: Group, source: int) -> torch.Tensor:
+    """The last average and its buffers, from the furthest to those that have it still in flight; returns the latter.
+
+    A rank that has merged it takes part without a use for it.
+    """
+    transport, buffers = local.average.transport, local.buffers.agreed.clone()
+    try:
+        group.broadcast((transport.agreed if group.rank == source else transport.average).buffer, source).wait()
+        if len(buffers):
+            group.broadcast(buffers, source).wait()
+    except BaseException:
+        transport.renew()  # what was abandoned may still be written to
+        raise
+    return buffers
+
+
+def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch.Tensor | None) -> None:
+    """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
+    engine, tally, epochs = local.engine, local.tally, local.epochs
+    if buffers is not None:
+        assert tally.entered is not None, "a rank is behind by the round that it has in flight"
+        local.before_change()
+        local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)
+        engine.record_round(Round(local.windows.due, tally.entered.parts, len(engine.log), local.scale.value))
+        tally.commit()
+    tally.put_back()
+    tally.lineage = lineage
+    local.buffers.doubt_integers()
+    local.agreed = agreed
+    local.others_stop, local.is_stopped = agreed.is_stopping, False
+    local.stream_end.passed()
+    epochs.epoch, epochs.samples = agreed.epoch, agreed.epoch_samples
+    epochs.losses, epochs.pending = list(agreed.losses), list(agreed.pending)
+    if isinstance(engine.axis, StreamAxis):
+        for epoch, samples in enumerate(agreed.epoch_sizes):
+            engine.axis.learn(epoch, samples)
+    engine.events.take_requests(agreed.saves, agreed.evaluations)
+    engine.dropped.agree(*agreed.dropped)
+    engine.go_on_from(agreed.new_ledger, engine.log, engine.rounds)
