@@ -47,6 +47,17 @@ class Membership(Protocol):
         """Whether a newer generation than this one was announced. From memory, so it may be asked before every step."""
         ...
 
+    def begin(self, facts: dict[str, Any]) -> None:
+        """What somebody who joins later must know before it builds its model and axis; told by rank 0, once."""
+        ...
+
+    def enter(self) -> Generation:
+        """This process joins a run that is on. It is ready, warmed up and measured: the first generation that has it.
+
+        GroupLostError where the run ends before.
+        """
+        ...
+
     def await_next(self, number: int, cause: str) -> Generation:
         """The newest generation after this one; tells the leader `cause`, what this rank has seen, and waits.
 
