@@ -288,6 +288,7 @@ class Worker:
         members = [data.decode() for data in gather_bytes(self.group, self.rank_info.member.encode())]
         parts = (self.engine, self.run, self.events, self.saves)
         self.settler = Settler(*parts, self.membership, members, self._go_on_after)
+        self.saves.check = self.settler.check
         assert self.synchronizer is not None, "made when the group has formed"
         if self.config.is_local:
             self.rank_info.records = RoundRecords(self.membership.record_store(), self.rank_info.member)
