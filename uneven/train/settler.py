@@ -59,6 +59,7 @@ class Settler:
         self._membership, self._go_on, self._new_synchronizer = membership, go_on, new_synchronizer
         self._members, self._settled = tuple(members), engine.rank_info.generation
         self.is_over = False  # nothing is left to train: only results are exchanged
+        saves.check = self.check
         if engine.config.is_local:
             engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
 
