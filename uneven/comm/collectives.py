@@ -23,12 +23,13 @@ def all_gather_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> Work
     return WorkList([group.broadcast(shard, owner) for owner, shard in _shards(flat, bounds)])
 
 
-def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
+def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int], *, to_all: bool = False) -> WorkList:
     """Every shard summed at its owner; what a rank then holds of the others' shards is undefined.
 
-    Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory.
+    Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory. `to_all`
+    asks for that on NCCL too: other ranks need sums that are not their own.
     """
-    if not group.is_nccl(flat):
+    if to_all or not group.is_nccl(flat):
         return WorkList([group.all_reduce(flat)] if flat.numel() else [])
     return WorkList([group.reduce(shard, owner) for owner, shard in _shards(flat, bounds)])
 
