@@ -30,7 +30,7 @@ from uneven.parallel.strategy import (
     scale_all,
     sync_initial_state,
 )
-from uneven.parallel.survivors import Survived, make_whole, surviving_state
+from uneven.parallel.survivors import Survived, surviving_state, use_own_memory
 from uneven.policy.redundancy import Copies
 
 
@@ -193,7 +193,7 @@ class Zero1(Replicated):
     def leave(self, state: FullState) -> None:
         """See CanSurvive."""
         self.close()
-        make_whole(self.module, state)
+        use_own_memory(self.module, state)
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         self._sharded = ShardedOptimizer(
@@ -270,7 +270,7 @@ class Zero2(TakesOptimizer):
     def leave(self, state: FullState) -> None:
         """See CanSurvive."""
         self.close()
-        make_whole(self.module, state)
+        use_own_memory(self.module, state)
 
     @property
     def _reducer(self) -> ShardedReducer:

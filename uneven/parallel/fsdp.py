@@ -35,7 +35,7 @@ from uneven.parallel.strategy import (
     sync_initial_state,
     tensors_by_name,
 )
-from uneven.parallel.survivors import Survived, gatherer, make_whole, surviving_state
+from uneven.parallel.survivors import Survived, gatherer, surviving_state, use_own_memory
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
 from uneven.policy.redundancy import Copies
 
@@ -148,7 +148,7 @@ class FSDP(TakesOptimizer):
     def leave(self, state: FullState) -> None:
         """See CanSurvive."""
         self._remove_hooks()
-        make_whole(self.module, state)
+        use_own_memory(self.module, state)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

@@ -19,7 +19,7 @@ from uneven.parallel.flat_shards import Shard, flat_memory
 
 # Numbers per param, never sharded: for a scalar param they have the shape of their param.
 COUNTS = ("step", "mu_product", "eta", "mu")
-Pieces = Sequence[tuple[Shard, Any]]  # a rank's shards of one param, each with a value of its state
+ShardValues = Sequence[tuple[Shard, Any]]  # a rank's shards of one param, each with a value of its state
 
 
 def shard_state(state: Mapping[str, Any], shard: Shard, by_tensors: bool) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def gather_state(
     `own` has the shards that this rank hands in and their state, by the place of the param; each shard is handed in by
     one rank.
     """
-    pieces = {place: [(shard, state) for shard, state in found if state] for place, found in own.items()}
+    found_at = {place: [(shard, state) for shard, state in found if state] for place, found in own.items()}
     layouts = {
         place: {key: _layout(key, value, found[0][0], by_tensors) for key, value in found[0][1].items()}
-        for place, found in pieces.items()
+        for place, found in found_at.items()
         if found
     }
     by_rank = [json.loads(text) for text in gather_bytes(group, json.dumps(layouts).encode())]
@@ -59,7 +59,7 @@ def gather_state(
     for place, param in enumerate(params):
         owners = [rank for rank, theirs in enumerate(by_rank) if str(place) in theirs]
         if owners:
-            found = pieces.get(place, [])
+            found = found_at.get(place, [])
             gathering = _Gathering(group, param, owners[0])
             full_state[place] = {
                 key: gathering.value(layout, [(shard, state.get(key)) for shard, state in found])
@@ -74,7 +74,7 @@ class _Gathering:
     def __init__(self, group: Group, param: nn.Parameter, owner: int) -> None:
         self.group, self.param, self.owner = group, param, owner
 
-    def value(self, layout: dict[str, Any], own: Pieces) -> Any:
+    def value(self, layout: dict[str, Any], own: ShardValues) -> Any:
         if "value" in layout:
             return layout["value"]
         if "refused" in layout:
@@ -88,7 +88,7 @@ class _Gathering:
             return {key: self.value(one, [(shard, value.get(key)) for shard, value in own]) for key, one in entries}
         return self._tensor(layout, own)
 
-    def _tensor(self, layout: dict[str, Any], own: Pieces) -> Tensor:
+    def _tensor(self, layout: dict[str, Any], own: ShardValues) -> Tensor:
         dtype, param = getattr(torch, layout["dtype"]), self.param
         if layout["is_sharded"]:
             full = torch.zeros_like(param, dtype=dtype)

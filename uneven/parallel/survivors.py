@@ -97,7 +97,7 @@ def gatherer(
 
 
 @torch.no_grad()
-def make_whole(module: nn.Module, state: FullState) -> None:
+def use_own_memory(module: nn.Module, state: FullState) -> None:
     """New memory for every param: a collective that was given up may still write into the old one."""
     for key, tensor in tensors_by_name(module, state.model).items():
         value = state.model[key]

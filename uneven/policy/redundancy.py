@@ -29,9 +29,9 @@ def copy_ring(memory: Sequence[float], machines: Sequence[int] | None = None) ->
     if len({places[rank] for rank in ranks}) > 1:
         sizes = {place: sum(places[rank] == place for rank in ranks) for place in places}
         ranks.sort(key=lambda rank: (-sizes[places[rank]], places[rank]))
-        spread = [0] * len(ranks)
-        spread[::2], spread[1::2] = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
-        ranks = spread
+        apart = [0] * len(ranks)
+        apart[::2], apart[1::2] = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
+        ranks = apart
     copies: list[int | None] = [None] * len(memory)
     if len(ranks) > 1:
         for place, rank in enumerate(ranks):
