@@ -110,13 +110,18 @@ def divide(
     return shares_with_copies(memory, copies), copies
 
 
-def check_optimizer(name: str | None, optimizer: Optimizer) -> None:
+def check_optimizer(name: str | None, optimizer: Optimizer, redundancy: int = 0) -> None:
     """InputError where a strategy cannot divide what this optimizer does; before ranks start, and on each rank."""
     if isinstance(optimizer, MuonAdamW):
         if name is not None and name not in REPLICATED:
             raise InputError(
                 f"strategy={name!r} with MuonAdamW, which divides its state and its work over the devices by itself: "
                 "leave the strategy out, or use 'zero1'"
+            )
+        if redundancy:
+            raise InputError(
+                f"redundancy={redundancy} with MuonAdamW, which keeps no copies of what it divides over the devices: "
+                "leave redundancy out, or use an optimizer such as AdamW"
             )
     elif name in SHARDED:
         refuse_joined(optimizer)

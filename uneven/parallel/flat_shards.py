@@ -84,9 +84,32 @@ class FlatShards:
         """The lasting values of a shard that this rank holds, as a flat view."""
         return shard.of(shard.param.detach())
 
-    def all_gather(self, group: Group) -> WorkList:
-        """Send every owner's updated params to all ranks."""
-        return all_gather_shards(group, self.flat, self.bounds)
+    def all_gather(self, group: Group, kept: Sequence[int] = ()) -> WorkList:
+        """Send every owner's updated params to all ranks.
+
+        `kept`: whose shards this rank keeps a copy of, in the flat buffer. They arrive beside it: a group that is lost
+        may leave anything in what it was receiving, and the copy must be good then.
+        """
+        ranges = {rank: self.flat[slice(*self.bounds_of(rank))] for rank in kept}
+        aside = {rank: torch.empty_like(shard) for rank, shard in ranges.items()}
+        works = all_gather_shards(group, self.flat, self.bounds, aside)
+        return _Arriving(works, [(ranges[rank], aside[rank]) for rank in kept]) if aside else works
+
+
+class _Arriving(WorkList):
+    """Shards that arrive beside the place where they belong, and are moved there when all of them are there."""
+
+    def __init__(self, works: WorkList, moves: list[tuple[Tensor, Tensor]]) -> None:
+        self._inner, self._moves = works, moves
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for place, arrived in self._moves:
+            place.copy_(arrived)
+        self._moves = []
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
 
 
 class ReshardableShards(FlatShards):
@@ -135,9 +158,9 @@ class ReshardableShards(FlatShards):
     def optimized_param(self, shard: Shard) -> nn.Parameter:
         return nn.Parameter(self.value_of(shard))
 
-    def all_gather(self, group: Group) -> WorkList:
+    def all_gather(self, group: Group, kept: Sequence[int] = ()) -> WorkList:
         """Nothing is sent after a step: the next forward gathers what it needs."""
-        del group
+        del group, kept
         return WorkList([])
 
     def _move_to(self, flat: Tensor) -> None:

@@ -80,7 +80,8 @@ class ShardedOptimizer(Optimizer):
         self._consolidated: tuple[int, dict[str, Any] | None] | None = None  # (rank that has it, the state)
         self.copies = copies
         self.updates = 0
-        self._waiting: dict[str, Any] | None = None  # the options of a step that is ready and not yet applied
+        self._is_unfinished = False  # an update is applied, and the inner settings are not yet taken up
+        self._waiting: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a step that is not yet applied
         super().__init__([dict(settings) for settings in optimizer.param_groups], dict(optimizer.defaults))
         self.by_tensors = (
             not (is_elementwise(optimizer) or flat_shards is not None) if by_tensors is None else by_tensors
@@ -158,7 +159,9 @@ class ShardedOptimizer(Optimizer):
         """The second part: update this rank's shards and start to send them to all ranks."""
         self._consolidated = None
         self._refuse_unsharded()
-        self._waiting = options
+        self._settings.hand_down()
+        # Held here, since whoever gives up an interrupted step detaches gradients from their params.
+        self._waiting = options, [self._gradient_of(*held) for held in self._all_held()]
         if self.copies is not None:  # [Note: one step apart]
             self._group.all_reduce(torch.zeros(1)).wait()
         self._apply()
@@ -167,42 +170,53 @@ class ShardedOptimizer(Optimizer):
         if self._compares_settings:
             self._settings.agree(self._group, type(self.inner).__name__)
         self._settings.take_up()
-        return [shards.all_gather(self._group) for shards in self.flat_shards]
+        self._is_unfinished = False
+        kept = ranks_held(self._group.rank, self.copies)[1:]
+        return [shards.all_gather(self._group, kept) for shards in self.flat_shards]
 
     def _apply(self) -> None:
         """Update all shards that this rank holds, by gradients that are in its hands. No collective."""
-        assert self._waiting is not None
-        self._settings.hand_down()
-        for shard, optimized in self._all_held():
-            param = shard.param
-            if self._source is not None:
-                grad = self._source.gradient_of(shard)
-                optimized.grad = grad if grad is None or optimized is not param else view_like(param, grad, 0)
-            elif optimized is not param:
-                optimized.grad = None if param.grad is None else shard.of(gradient_like(param))
+        assert self._waiting is not None, "whoever is behind was in the step that another rank has applied"
+        options, gradients = self._waiting
+        for (_, optimized), grad in zip(self._all_held(), gradients, strict=True):
+            optimized.grad = grad
         if any(self._held):  # an optimizer of the user's own need not expect to have no params
-            self.inner.step(**self._waiting)
+            self.inner.step(**options)
         for shard, optimized in self._all_held():
             if optimized is not shard.param or self._source is not None:
                 optimized.grad = None
         self._waiting = None
         self.updates += 1
+        self._is_unfinished = True
+
+    def _gradient_of(self, shard: Shard, optimized: nn.Parameter) -> Tensor | None:
+        """The summed gradient of a shard, as the inner optimizer takes it."""
+        param = shard.param
+        if self._source is not None:
+            grad = self._source.gradient_of(shard)
+            return grad if grad is None or optimized is not param else view_like(param, grad, 0)
+        if optimized is param or param.grad is None:
+            return param.grad
+        return shard.of(gradient_like(param))
 
     @torch.no_grad()
     def catch_up(self, group: Group) -> bool:
         """After the loss of a rank, on all survivors in a group of theirs: apply a step that any of them has applied.
 
         [Note: one step apart]. Returns whether all are at the same step then, on all alike; without copies they may
-        not be. Gradients must still be those of the interrupted step.
+        not be. Called again where a rank is lost meanwhile.
         """
-        counts = [int(count) for (count,) in gather_rows(group, [float(self.updates)])]
+        rows = gather_rows(group, [float(self.updates), float(self._is_unfinished)])
+        newest = max(count for count, _ in rows)
         if self.copies is None:
-            return len(set(counts)) == 1
-        if self.updates < max(counts):
+            return all(row == [newest, 0.0] for row in rows)
+        if self.updates < newest:
             self._apply()
-        if self._compares_settings:
+        if self._compares_settings and any(row != [newest, 0.0] for row in rows):
             self._settings.agree(group, type(self.inner).__name__)
-        self._settings.take_up()
+        if self._is_unfinished:  # else what a scheduler has set for the step after it would be lost
+            self._settings.take_up()
+            self._is_unfinished = False
         return True
 
     def surviving_state(self, group: Group, handed_in: Sequence[int]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """What survivors have of a sharded model when ranks are lost: all of it, from own shards and kept copies.
 
-Called on all survivors, in a new group of theirs, before anything touches the gradients of the interrupted step. The
-old group is never used. A strategy made anew for the survivors then loads the state, by the memory of who is left.
+Called on all survivors, in a new group of theirs, and again where one of them is lost meanwhile. The old group is never
+used. A strategy made anew for the survivors then loads the state, by the memory of who is left.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from uneven.comm.group import Group
 from uneven.parallel.flat_shards import FlatShards, flat_memory
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
-from uneven.parallel.strategy import FullState, full_model_state, tensors_by_name
+from uneven.parallel.strategy import FullState, HasFullState, full_model_state, tensors_by_name
 from uneven.policy.redundancy import holders
 
 
@@ -31,7 +31,8 @@ class Survived:
     updates: int
 
 
-class CanSurvive(Protocol):
+@runtime_checkable
+class CanSurvive(HasFullState, Protocol):
     """A strategy whose shards can be put together without some of its ranks."""
 
     @property

@@ -23,6 +23,7 @@ from uneven.policy.axis import Axis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.settle_shards import settle_shards
 from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
@@ -81,8 +82,10 @@ def why_not(engine: Engine) -> str | None:
         return "it is a loop of your own"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
-    if config.strategy in SHARDED or isinstance(engine.optimizer, MuonAdamW):
-        return f"strategy={config.strategy!r} has a part of the state on every rank"
+    if isinstance(engine.optimizer, MuonAdamW):
+        return "MuonAdamW has a part of its state on every rank"
+    if config.strategy in SHARDED and not config.redundancy:
+        return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda":
@@ -139,15 +142,20 @@ def take_replica(engine: Engine, group: Group, source: int, is_behind: bool) -> 
     )
 
 
-def settle_exact(engine: Engine, before: GradientSync, own: Standing, settlement: Settlement) -> None:
-    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group.
+def settle_exact(
+    engine: Engine, before: GradientSync, own: Standing, settlement: Settlement, members: Sequence[str]
+) -> None:
+    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group, and
+    `members` are those of the new one.
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained. Else the slot is trained again, from the same buffers and random
     numbers.
     """
     is_behind = own.progress < settlement.furthest.progress
-    if settlement.is_uneven:
+    if engine.strategy is not None:
+        settle_shards(engine, engine.rank_info.group, own.members, members)
+    elif settlement.is_uneven:
         take_replica(engine, engine.rank_info.group, settlement.source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
     if before.guard is not None:

@@ -18,6 +18,7 @@ from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.settle import Standing, compare, config_of, lost_logs, settle_exact, share_record
 from uneven.train.settle_local import abandon, settle_local
+from uneven.train.settle_shards import leave_shards
 from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
@@ -86,6 +87,8 @@ class Settler:
         group = self._membership.form(generation)
         info.rejoin(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.rank = info.rank
+        if isinstance(before, GradientSync) and before.guard is not None:
+            before.guard.end_applied()
         own = self._standing(before)
         settlement = compare(group, own)
         if isinstance(before, LocalSGD):
@@ -93,7 +96,7 @@ class Settler:
             local = settle_local(before, group, generation.members, settlement)
         else:
             assert isinstance(before, GradientSync), "one of the two"
-            settle_exact(engine, before, own, settlement)
+            settle_exact(engine, before, own, settlement, generation.members)
             record = share_record(group, settlement.source, self._record(before))
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
@@ -118,6 +121,7 @@ class Settler:
             return
         kept = [old_members.index(member) for member in generation.members]
         engine.follow_ranks(config_of(engine.config, kept))
+        leave_shards(engine)
         self._go_on(before, cost, settlement.event_loss)
         if isinstance(before, LocalSGD) and info.world_size == 1:
             before.epochs.run()
