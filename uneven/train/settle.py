@@ -26,6 +26,7 @@ from uneven.results.state_tree import join_tree, split_tree
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.resume import learn_sizes
+from uneven.train.settle_shards import settle_shards
 from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
@@ -93,8 +94,10 @@ def why_not(engine: Engine) -> str | None:
         return "it is a loop of your own"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
-    if config.strategy in SHARDED or isinstance(engine.optimizer, MuonAdamW):
-        return f"strategy={config.strategy!r} has a part of the state on every rank"
+    if isinstance(engine.optimizer, MuonAdamW):
+        return "MuonAdamW has a part of its state on every rank"
+    if config.strategy in SHARDED and not config.redundancy:
+        return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda":
@@ -105,9 +108,9 @@ def why_not(engine: Engine) -> str | None:
 
 
 def admits(config: RunConfig) -> bool:
-    """Whether others may join the run: not where settings have one entry for each of its ranks."""
+    """Whether others may join the run: not where settings have one entry for each of its ranks, or ranks have shards."""
     given = (config.shares, config.memory_shares, config.memory_cap)
-    return not any(isinstance(values, tuple) for values in given)
+    return config.strategy not in SHARDED and not any(isinstance(values, tuple) for values in given)
 
 
 def position_of(engine: Engine) -> dict[str, Any]:
@@ -189,8 +192,11 @@ def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, 
     )
 
 
-def settle_exact(engine: Engine, before: GradientSync | None, own: Standing, settlement: Settlement) -> None:
-    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group, if any.
+def settle_exact(
+    engine: Engine, before: GradientSync | None, own: Standing, settlement: Settlement, members: Sequence[str]
+) -> None:
+    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group, if
+    there was one, and `members` are those of the new one.
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained. Else the slot is trained again, from the same buffers and random
@@ -198,7 +204,9 @@ def settle_exact(engine: Engine, before: GradientSync | None, own: Standing, set
     """
     group, source = engine.rank_info.group, settlement.source
     is_behind = own.progress < settlement.furthest.progress and not own.is_newcomer
-    if settlement.is_uneven:
+    if engine.strategy is not None:
+        settle_shards(engine, group, own.members, members)
+    elif settlement.is_uneven:
         take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
     if before is not None and before.guard is not None:

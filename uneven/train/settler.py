@@ -31,6 +31,7 @@ from uneven.train.settle import (
     take_replica,
 )
 from uneven.train.settle_local import abandon, settle_local
+from uneven.train.settle_shards import leave_shards
 from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
@@ -131,6 +132,8 @@ class Settler:
         group = self._membership.form(generation)
         info.rejoin(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.rank = info.rank
+        if isinstance(before, GradientSync) and before.guard is not None:
+            before.guard.end_applied()
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
@@ -143,7 +146,7 @@ class Settler:
             run.lost_logs = settle_local(before, group, generation.members, settlement).lost_logs
         else:
             assert before is None or isinstance(before, GradientSync), "as the furthest one"
-            settle_exact(engine, before, own, settlement)
+            settle_exact(engine, before, own, settlement, generation.members)
             run.generations = share_record(group, source, {"all": self._generations(before)})["all"]
             run.lost_logs = lost_logs(run.generations, generation.members, engine.axis)
         run.earlier_logs = record["earlier_logs"]
@@ -170,6 +173,7 @@ class Settler:
             return
         kept = [old_members.index(member) for member in generation.members if member in old_members]
         engine.follow_ranks(config_of(engine.config, kept))
+        leave_shards(engine)
         self._go_on(before, cost, settlement.event_loss)
         if isinstance(before, LocalSGD) and info.world_size == 1:
             before.epochs.run()
