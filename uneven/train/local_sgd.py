@@ -40,6 +40,7 @@ from uneven.train.lr_scale import LocalScale
 from uneven.train.round_costs import RoundCosts
 from uneven.train.round_tally import RoundTally
 from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
 
 
@@ -103,6 +104,7 @@ class LocalSGD:
             engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
         self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
         self.agreed = None
+        self._stragglers = Stragglers(engine.recorder, engine.rank_info, self.windows.counts)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -156,8 +158,7 @@ class LocalSGD:
     def train(self, part: Part, micros: Micros) -> bool:
         """Train the part, if it has samples, then enter and merge the rounds that are due."""
         if part.samples:
-            self._step(part, micros)
-            self.slot_schedule.trained()
+            self.slot_schedule.trained(self._step(part, micros))
             self.after_step(part.slot.index + 1)
         while not self._is_ended:
             if self.slot_schedule.in_flight:
@@ -242,7 +243,7 @@ class LocalSGD:
 
     def own_cost(self) -> Cost | None:
         rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
-        return Cost(0.0, 1.0 / (self.windows.speeds[rank] * slot_size), self.engine.caps[rank])
+        return Cost(0.0, self.windows.slot_time_ms(rank) / slot_size, self.engine.caps[rank])
 
     def go_on_after(self, before: "LocalSGD", event_loss: float | None) -> None:
         del event_loss  # it is with the events that are pending
@@ -282,7 +283,8 @@ class LocalSGD:
         must = self._stops or self._skips or self.windows.is_blocking
         return must or self.slot_schedule.may_merge(self.average.is_done())
 
-    def _step(self, part: Part, micros: Micros) -> None:
+    def _step(self, part: Part, micros: Micros) -> float:
+        """One step of this rank by itself; returns its time in ms."""
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
@@ -293,7 +295,8 @@ class LocalSGD:
         self.tally.samples += part.samples
         position = max(engine.trained, part.slot.index + 1)
         self.tally.dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
-        self.tally.busy_ms += (now_ns - self._free_ns) / 1e6
+        self.tally.busy_ms += (step_ms := (now_ns - self._free_ns) / 1e6)
+        return step_ms
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
@@ -311,6 +314,7 @@ class LocalSGD:
         tally.busy_ms += (began_ns - asked_ns) / 1e6
         entered = tally.enter()
         known = self.costs.report._replace(
+            **self.slot_schedule.hand_back(),
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(entered.samples),
             dropped=float(entered.dropped),
@@ -348,7 +352,8 @@ class LocalSGD:
             recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
         recorder.enter("communication", joined_ns)
         sent = self.average.traffic.payload_bytes
-        self.costs.received(arrived, began_ns, here_ns, user_ms, min(self.windows.speeds), sent)
+        slowest = min(filter(None, self.windows.speeds), default=0.0)  # of those that take part
+        self.costs.received(arrived, began_ns, here_ns, user_ms, slowest, sent)
         self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
@@ -384,6 +389,7 @@ class LocalSGD:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
                 self.notes.append(describe_guard(decision.fields, anchor))
+        self.notes += self._stragglers.follow(due, self.windows.counts)
         self.others_stop = self.others_stop or RankStatus.STOP_REQUESTED in statuses
         self.is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self.scale.is_known:
