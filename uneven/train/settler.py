@@ -17,7 +17,7 @@ from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.settle import Standing, compare, config_of, lost_logs, settle_exact, share_record
-from uneven.train.settle_local import abandon, settle_local
+from uneven.train.settle_local import abandon, describe, settle_local
 from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
 
@@ -45,6 +45,7 @@ class Settler:
         self._membership, self._go_on = membership, go_on
         self._members, self._settled = tuple(members), engine.rank_info.generation
         self.is_over = False  # nothing is left to train: only results are exchanged
+        self._again = 0  # samples that are trained again in this generation, at most, where it is known
 
     def check(self) -> None:
         """GroupLostError where a newer generation was announced: a rank may train on for long without the others."""
@@ -77,8 +78,9 @@ class Settler:
                 generation = self._membership.await_next(generation.number, cause)
         ms = (recorder.enter("other") - began_ns) / 1e6
         fields = {"number": generation.number, "why": generation.why, "ranks": info.world_size, "ms": ms}
-        recorder.event("generation", slot=self._engine.trained, **fields)
-        self._membership.settled(generation.number, [])
+        recorder.event("generation", slot=self._engine.trained, again=self._again, **fields)
+        lines = [f"  up to {self._again:,} samples are trained again"] if self._again else []
+        self._membership.settled(generation.number, lines)
 
     def _enter(self, generation: Generation, before: Synchronizer, cost: Cost | None) -> None:
         engine, info, run = self._engine, self._engine.rank_info, self._run
@@ -88,22 +90,21 @@ class Settler:
         engine.recorder.rank = info.rank
         own = self._standing(before)
         settlement = compare(group, own)
+        found: dict[str, Any] = {}
         if isinstance(before, LocalSGD):
             record = share_record(group, settlement.source, self._record(before))
-            local = settle_local(before, group, generation.members, settlement)
+            agreed = settle_local(before, group, generation.members, settlement)
+            found, lost = describe(agreed, generation.members, settlement, engine.axis), agreed.lost_logs
         else:
             assert isinstance(before, GradientSync), "one of the two"
             settle_exact(engine, before, own, settlement)
             record = share_record(group, settlement.source, self._record(before))
+            lost = lost_logs(record["generations"], generation.members, engine.axis)
         # From here on this member has settled, whatever happens while the ranks begin to train again.
         self._members, self._settled = generation.members, generation.number
-        run.generations = record["generations"]
-        run.lost_logs = (
-            lost_logs(run.generations, generation.members, engine.axis)
-            if isinstance(before, GradientSync)
-            else local.lost_logs
-        )
-        run.segments = [*record["segments"], self._segment(generation)]
+        self._again = found.get("again_samples", 0)
+        run.generations, run.lost_logs = record["generations"], lost
+        run.segments = [*record["segments"], self._segment(generation) | found]
         self._events.undo()
         if own.event < settlement.furthest.event:
             run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
