@@ -44,7 +44,8 @@ def count_step(model: nn.Module, batch: Any) -> Tensor:
     assert isinstance(model, Count)
     model.seen += 1
     model.level += 1.0
-    return -model.w[batch[0]].sum()
+    grown = model.w[batch[0]]
+    return batch[0].double().mean() - (grown - grown.detach()).sum()  # the loss is the mean of the samples' numbers
 
 
 def level(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
@@ -114,18 +115,24 @@ def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "measure", lambda _: Cost(0.0, 1.0))
 
 
-def check(found: Found, epochs: int = 3) -> None:
-    """`collect` has proven that each sample is in the logs once an epoch."""
+def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:
+    """`collect` has proven that each sample is in the logs once an epoch. Where all meet at its end, losses are its."""
     workers = [worker for _, worker in found.values()]
     expected = recount(workers)
-    first = workers[0].engine.model
+    first, axis = workers[0].engine.model, workers[0].axis
+    first_state, _ = next(iter(found.values()))
     for state, worker in found.values():
         model = worker.engine.model
         torch.testing.assert_close(model.w.detach(), expected, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, first.state_dict()[name]), name
-        assert [entry["epoch"] for entry in state.history] == list(range(1, epochs + 1)), "every epoch once"
-        assert [entry["samples"] for entry in state.history] == [SAMPLES * (1 + epoch) for epoch in range(epochs)]
+        ends = [entry for entry in state.history if entry["step"] % axis.slots_per_epoch == 0]
+        assert [entry["epoch"] for entry in ends] == list(range(1, epochs + 1)), "every epoch once"
+        assert [entry["samples"] for entry in ends] == [SAMPLES * (1 + epoch) for epoch in range(epochs)]
+        for entry, same in zip(state.history, first_state.history, strict=True):
+            assert (entry["step"], str(entry["train_loss"])) == (same["step"], str(same["train_loss"]))
+        if is_evaluated and len(ends) == len(state.history):
+            assert [entry["train_loss"] for entry in ends] == pytest.approx([(SAMPLES - 1) / 2] * epochs, rel=1e-12)
         assert state.finished
         assert state.samples == epochs * SAMPLES
 
@@ -167,7 +174,7 @@ def kill(victim: str, at: int) -> Callable[[str, int], None]:
 @pytest.mark.parametrize("is_evaluated", [False, True])
 def test_undisturbed_the_params_tell_what_the_log_says(policy: str, is_evaluated: bool) -> None:
     found, leader = train(3, [], policy=policy, is_evaluated=is_evaluated)
-    check(found)
+    check(found, is_evaluated=is_evaluated)
     assert len(leader.generations) == 1
 
 
@@ -178,6 +185,6 @@ def test_a_rank_dies_in_any_sum_and_some_have_its_result(policy: str, blind: tup
     for at in range(leader.begun, leader.begun + 12):
         loss = Loss("m1", at, after=bool(blind), blind=frozenset(blind))
         found, after = train(3, [loss], policy=policy, is_evaluated=True)
-        check(found)
+        check(found, is_evaluated=True)
         assert set(found) == {"m0", "m2"}
         assert len(after.generations) == 2

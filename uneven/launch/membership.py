@@ -94,6 +94,10 @@ class StoreMembership:
 
     def form(self, generation: Generation) -> Group:
         rank = generation.members.index(self._member)
+        before, self._group = self._group, None
+        if before is not None:  # nobody uses it any more; torch's default group is one for the whole process
+            before.abort(generation.why)
+            before.close()
         try:
             group = self._make_group(generation, rank)
         except RankError:
