@@ -108,7 +108,7 @@ def why_not(engine: Engine) -> str | None:
 
 
 def admits(config: RunConfig) -> bool:
-    """Whether others may join the run: not where settings have one entry for each of its ranks, or ranks have shards."""
+    """Whether others may join: not where settings have one entry for each rank, or ranks have shards."""
     given = (config.shares, config.memory_shares, config.memory_cap)
     return config.strategy not in SHARDED and not any(isinstance(values, tuple) for values in given)
 
