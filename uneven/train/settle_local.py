@@ -78,7 +78,8 @@ def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlemen
     """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
     again.
     """
-    behind = [rank for rank, one in enumerate(settlement.standings) if one.progress < settlement.furthest.progress]
+    far = settlement.furthest.progress
+    behind = [rank for rank, one in enumerate(settlement.standings) if one.progress < far and not one.is_newcomer]
     return {
         "source": members[settlement.source],
         "rolled": [members[rank] for rank in behind],
