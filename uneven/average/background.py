@@ -189,7 +189,8 @@ class BackgroundAverage:
     def close(self) -> None:
         """End the thread. If a round is in flight it ends after that, and is not waited for."""
         self._queue.put(None)
-        if self._round is None and not self._is_abandoned:
+        is_over = self._round is None or self._round.done.is_set()  # also one that has failed
+        if is_over and not self._is_abandoned:
             self._thread.join()
 
     def _run(self) -> None:
