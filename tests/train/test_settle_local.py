@@ -142,7 +142,7 @@ def recount(workers: list[Worker]) -> Tensor:
     """From the logs alone: what each sample's coordinate must be, by the weights of the round that it was in."""
     axis = workers[0].axis
     handed = [(one.engine.log, [entered for _, entered, _, _ in one.engine.rounds]) for one in workers]
-    for log in workers[0].run.lost_logs:
+    for log in (*workers[0].run.earlier_logs, *workers[0].run.lost_logs):
         handed.append((log["log"], [entered for _, entered, _, _ in log["rounds"]]))  # noqa: PERF401
     weights: Counter[int] = Counter()
     for parts, rounds in handed:

@@ -55,10 +55,28 @@ def _check_strategy(config: Any) -> None:
             f"memory_shares={config.memory_shares!r} divides the bytes of a strategy, and strategy={name!r} has "
             f"nothing to divide; use one of {', '.join(SHARDED)}, or leave it out"
         )
+    _check_redundancy(config, name)
     if config.compile == "graph" and name in SHARDED:
         raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
     if name is not None and not config.is_replicated:
         _check_sharded_model(config, name)
+
+
+def _check_redundancy(config: Any, name: str | None) -> None:
+    """InputError where nothing can be kept for another device, or there is only one to keep it."""
+    allowed = [one for one in SHARDED if one not in MODEL_PARALLEL]
+    if config.redundancy and name not in allowed:
+        what = "has layers that no other device can keep" if name in MODEL_PARALLEL else "shards nothing"
+        raise InputError(
+            f"redundancy={config.redundancy} keeps copies of shards, and strategy={name!r} {what}; use one of "
+            f"{', '.join(allowed)}, or leave it out"
+        )
+    shares = config.memory_shares
+    if config.redundancy and shares is not None and sum(share > 0 for share in shares) < 2:
+        raise InputError(
+            f"redundancy={config.redundancy} with memory_shares={shares!r}: a copy needs a second device with a share "
+            "above 0; give one, or leave redundancy out"
+        )
 
 
 def _check_activations(config: Any) -> None:

@@ -120,6 +120,15 @@ class RunConfig:
             default="by the devices' memory",
         ),
     )
+    redundancy: int = field(
+        default=0,
+        metadata=about(
+            "Copies of every shard on another device, 0 or 1: with 1 the others go on when a device is lost.",
+            least=0,
+            most=1,
+            policies=EXACT_POLICIES,
+        ),
+    )
     memory_cap: int | tuple[int, ...] | None = field(
         default=None,
         metadata=about(

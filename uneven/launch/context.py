@@ -239,10 +239,6 @@ class ProcessContext:
         self._rank_info = rank_info
         if self.ranks.membership is not None:
             self.ranks.membership.joined(rank_info.group)
-        if self.environment.is_external and not is_single:
-            store = self.environment.connect(f"run/{self._runs}/watch")
-            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
-            self._peers = PeerWatch(store, rank_info.rank, rank_info.roster, self._show, store_place=place)
         return rank_info.group
 
     def share(self, value: Any) -> list[Any]:
@@ -266,6 +262,10 @@ class ProcessContext:
         rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
         if self.environment.is_external:
             await_all(store, rank, world_size)
+            watched = self.environment.connect(f"run/{self._runs}/watch")
+            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
+            own = self.environment.address
+            self._peers = PeerWatch(watched, rank, rank_info.roster, self._show, store_place=place, address=own)
         check_agreement(store, rank_info, model, config, data, say)
         if config is None:
             device = next((param.device for param in model.parameters()), torch.device("cpu"))

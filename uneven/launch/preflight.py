@@ -34,6 +34,7 @@ from uneven.launch.parity import (
     check_data_parity,
     check_facts,
     check_formats,
+    check_links,
     exchange_devices,
 )
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
@@ -66,7 +67,10 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     roster = context.roster_of(devices)
     is_one_machine = len(local) == len(devices)
     among = None if is_one_machine else Among(roster, context.environment.rank, context.share)
-    differing = check_facts(config, among) if among is not None and context.environment.door is None else []
+    differing: list[str] = []
+    if among is not None and context.environment.door is None:  # else the leader has compared them at its door
+        differing = check_facts(config, among)
+        check_links(config, among, context.environment.address)
     config, notes = settle(config, devices, among, context.is_crowded(devices))
     notes += differing
     _check_before_step(task, config, len(devices))
