@@ -228,7 +228,10 @@ def test_a_rank_dies_between_sums_and_one_is_left_alone(policy: str) -> None:
     found, _ = train(3, [], act=kill("m2", 3), act_on_record=kill("m0", 2), policy=policy, epochs=2)
     check(found, epochs=2)
     for _, worker in found.values():
-        assert [one.get("generation") for one in worker.run.segments] == [None, *range(1, len(worker.run.segments))]
+        _, *later = worker.run.segments  # of generations in which ranks have settled: not necessarily all
+        assert all({"source", "rolled", "again_samples"} <= one.keys() for one in later)
+        numbers = [one["generation"] for one in later]
+        assert numbers == sorted(set(numbers))
 
 
 def test_everybody_dies_but_one_whose_last_round_was_in_flight() -> None:
