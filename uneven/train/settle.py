@@ -100,7 +100,7 @@ def why_not(engine: Engine) -> str | None:
         return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
-    if config.compile == "graph" and engine.device.type == "cuda":
+    if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
     if config.replay is not None:
         return "it is a replay"
