@@ -98,6 +98,8 @@ def why_not(engine: Engine) -> str | None:
         return "MuonAdamW has a part of its state on every rank"
     if config.strategy in SHARDED and not config.redundancy:
         return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
+    if config.backend == "nccl":
+        return "backend='nccl' cannot give up a sum that is under way"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
