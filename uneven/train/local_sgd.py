@@ -98,7 +98,7 @@ class LocalSGD:
             agreed.start(self.windows, self.scale, self.tally.lineage.members, engine.trained)
         self.notes += self.scale.update()
         if not engine.rounds:
-            engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
+            engine.record_round(Round(engine.trained, self._mark, self._mark, self.scale.value))
         self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
         self.agreed = None
         self._stragglers = Stragglers(engine.recorder, engine.rank_info, self.windows.counts)

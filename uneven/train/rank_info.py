@@ -118,7 +118,7 @@ class RankInfo:
         assert (group.rank, group.world_size) == (self.rank, self.world_size), "the group of these very ranks"
         self._group = group
 
-    def rejoin(self, generation: int, roster: Roster, rank: int, group: Group) -> None:
+    def go_on_as(self, generation: int, roster: Roster, rank: int, group: Group) -> None:
         """This member goes on as `rank` of another roster, whose group has formed; clocks are compared anew."""
         self.generation, self.roster, self.rank, self.devices = generation, roster, rank, roster.devices
         self.clocks = None

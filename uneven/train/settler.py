@@ -132,7 +132,7 @@ class Settler:
         engine, info, run = self._engine, self._engine.rank_info, self._run
         old_members = self._members
         group = self._membership.form(generation)
-        info.rejoin(generation.number, generation.roster, generation.members.index(info.member), group)
+        info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.rank = info.rank
         if isinstance(before, GradientSync) and before.guard is not None:
             before.guard.end_applied()
