@@ -149,6 +149,7 @@ class _Running:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 text = file.read()
+            text = text[: text.rfind(b"\n") + 1]  # a line that crosses a page may be seen in halves
             if not text:
                 continue
             self._offsets[path] = self._offsets.get(path, 0) + len(text)

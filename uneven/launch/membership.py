@@ -66,6 +66,12 @@ class StoreMembership:
         if (group := self._group) is not None:
             group.abort(generation.why)
 
+    def begin(self, facts: dict[str, Any]) -> None:
+        self._store.set(f"run/{self._run}/facts", json.dumps(facts))
+
+    def enter(self) -> Generation:
+        raise GroupLostError("no run can be joined yet")
+
     def is_stale(self, number: int) -> bool:
         return self._newest is not None and self._newest.number > number
 

@@ -98,9 +98,11 @@ def why_not(engine: Engine) -> str | None:
         return "MuonAdamW has a part of its state on every rank"
     if config.strategy in SHARDED and not config.redundancy:
         return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
+    if config.backend == "nccl":
+        return "backend='nccl' cannot give up a sum that is under way"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
-    if config.compile == "graph" and engine.device.type == "cuda":
+    if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
     if config.replay is not None:
         return "it is a replay"
@@ -108,7 +110,7 @@ def why_not(engine: Engine) -> str | None:
 
 
 def admits(config: RunConfig) -> bool:
-    """Whether others may join the run: not where settings have one entry for each of its ranks, or ranks have shards."""
+    """Whether others may join: not where settings have one entry for each rank, or ranks have shards."""
     given = (config.shares, config.memory_shares, config.memory_cap)
     return config.strategy not in SHARDED and not any(isinstance(values, tuple) for values in given)
 

@@ -11,11 +11,13 @@ have been committed meanwhile without the rest.
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
+from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import Round
 from uneven.policy.slot_schedule import SlotSchedule
@@ -70,6 +72,19 @@ def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settle
     if group.world_size == 1:
         _hand_over(local)
     return agreed
+
+
+def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlement, axis: Axis) -> dict[str, Any]:
+    """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
+    again.
+    """
+    newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
+    return {
+        "source": members[settlement.source],
+        "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
+        "again": agreed.again,
+        "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
+    }
 
 
 def _hand_over(local: LocalSGD) -> None:

@@ -30,7 +30,7 @@ from uneven.train.settle import (
     take_position,
     take_replica,
 )
-from uneven.train.settle_local import abandon, settle_local
+from uneven.train.settle_local import abandon, describe, settle_local
 from uneven.train.settle_shards import leave_shards
 from uneven.train.step_guard import StepGuard
 from uneven.train.synchronizer import Synchronizer
@@ -60,6 +60,7 @@ class Settler:
         self._membership, self._go_on, self._new_synchronizer = membership, go_on, new_synchronizer
         self._members, self._settled = tuple(members), engine.rank_info.generation
         self.is_over = False  # nothing is left to train: only results are exchanged
+        self._again = 0  # samples that are trained again in this generation, at most, where it is known
         saves.check = self.check
         if engine.config.is_local:
             engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
@@ -122,8 +123,9 @@ class Settler:
 
     def _tell(self, generation: Generation, ms: float) -> None:
         fields = {"number": generation.number, "why": generation.why, "ranks": len(generation.members), "ms": ms}
-        self._engine.recorder.event("generation", slot=self._engine.trained, **fields)
-        self._membership.settled(generation.number, [])
+        self._engine.recorder.event("generation", slot=self._engine.trained, again=self._again, **fields)
+        lines = [f"  up to {self._again:,} samples are trained again"] if self._again else []
+        self._membership.settled(generation.number, lines)
 
     def _enter(self, generation: Generation, before: Synchronizer | None, cost: Cost | None) -> None:
         """`before` was this rank's synchronizer; a newcomer has none."""
@@ -137,13 +139,15 @@ class Settler:
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
+        found: dict[str, Any] = {}
         record = share_record(group, source, self._record())
         if is_local:
             if settlement.has_newcomers:
                 take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
             before = self._blank() if before is None else before
             assert isinstance(before, LocalSGD), "as the furthest one"
-            run.lost_logs = settle_local(before, group, generation.members, settlement).lost_logs
+            agreed = settle_local(before, group, generation.members, settlement)
+            found, run.lost_logs = describe(agreed, generation.members, settlement, engine.axis), agreed.lost_logs
         else:
             assert before is None or isinstance(before, GradientSync), "as the furthest one"
             settle_exact(engine, before, own, settlement, generation.members)
@@ -157,7 +161,8 @@ class Settler:
         self._members, self._settled = generation.members, generation.number
         if own.is_newcomer and not is_local:
             take_position(engine, record["position"])
-        run.segments = [*record["segments"], self._segment(generation)]
+        self._again = found.get("again_samples", 0)
+        run.segments = [*record["segments"], self._segment(generation) | found]
         self._events.undo()
         if own.event < settlement.furthest.event:
             run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
