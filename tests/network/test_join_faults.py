@@ -34,10 +34,13 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
     return "".join(lines)
 
 
-def train(machines: list[Machine], tmp_path: Path) -> tuple["subprocess.Popen[str]", "subprocess.Popen[str]"]:
+def train(
+    machines: list[Machine], tmp_path: Path, on_fault: str = "end"
+) -> tuple["subprocess.Popen[str]", "subprocess.Popen[str]"]:
     """A run that does not end by itself, and has begun."""
     first, second = machines
-    leader = lead(first, "--devices", "cpu", SCRIPT, str(tmp_path), FOR_EVER, cwd=tmp_path)
+    options = ("--devices", "cpu", "--on-fault", on_fault)
+    leader = lead(first, *options, SCRIPT, str(tmp_path), FOR_EVER, cwd=tmp_path)
     node = join(second, first, "--devices", "cpu", cwd=tmp_path)
     read_until(leader, "epoch 2/")
     return leader, node
@@ -66,6 +69,25 @@ def test_a_pulled_cable_ends_the_run_on_both_sides(machines: list[Machine], tmp_
     assert "node2 (10.77.0.2) is lost" in output
     assert "is lost" in node_output
     assert "10.77.0.1" in node_output
+    assert_empty(machines)
+
+
+@pytest.mark.parametrize("how", ["cable", "launcher", "rank"])
+def test_the_leader_goes_on_without_a_machine_or_rank_that_is_lost(
+    machines: list[Machine], tmp_path: Path, how: str
+) -> None:
+    leader, node = train(machines, tmp_path, "go-on")
+    if how == "cable":
+        machines[1].pull_cable()
+    else:
+        os.kill(node.pid if how == "launcher" else machines[1].pids()[-1], signal.SIGKILL)
+    read_until(leader, "1 rank goes on")
+    read_until(leader, "epoch")
+    os.kill(leader.pid, signal.SIGINT)
+    code, output = end(leader, 60.0)
+    assert code == 130
+    assert "stopped after" in output
+    end(node)
     assert_empty(machines)
 
 
