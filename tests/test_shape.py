@@ -142,7 +142,7 @@ BENCH_MAY_USE = (
     "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),
 )
-STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion")
+STRATEGIES_MAY_USE = ("comm.gather", "comm.group", "comm.store", "policy.apportion", "policy.redundancy")
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "bench").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -25,9 +25,7 @@ def strategies(
     shares: Annotated[
         str | None, typer.Option(help="Of memory, one per rank, as in 15,6.", show_default="equal")
     ] = None,
-    redundancy: Annotated[
-        int, typer.Option(min=0, max=1, help="Copies of every shard on another rank; of zero1, zero2 and fsdp.")
-    ] = 0,
+    redundancy: Annotated[int, typer.Option(min=0, max=1, help="Copies of a shard; zero1, zero2 and fsdp.")] = 0,
     steps: Annotated[
         int | None, typer.Option(help="Of each row; with --paired, of a segment.", show_default="6, paired 3")
     ] = None,
