@@ -142,16 +142,19 @@ def check(found: Found, epochs: int = 3, *, is_evaluated: bool = False) -> None:
 def recount(workers: list[Worker]) -> Tensor:
     """From the logs alone: what each sample's coordinate must be, by the weights of the round that it was in."""
     axis = workers[0].axis
-    handed = [(one.engine.log, [entered for _, entered, _, _ in one.engine.rounds]) for one in workers]
-    for log in (*workers[0].run.earlier_logs, *workers[0].run.lost_logs):
-        handed.append((log["log"], [entered for _, entered, _, _ in log["rounds"]]))  # noqa: PERF401
+    run = workers[0].run
+    logs = [(one.engine.log, one.engine.rounds) for one in workers]
+    logs += [(log["log"], log["rounds"]) for log in (*run.earlier_logs, *run.lost_logs)]
+    most = len(workers[0].engine.rounds)
+    # A newcomer's rounds, all of which are among the last, begin with one that tells where it joined.
+    handed = [(0 if one[0][0] == 0 else most - len(one), parts, [row[1] for row in one]) for parts, one in logs]
     weights: Counter[int] = Counter()
-    for parts, rounds in handed:
-        for number, (start, stop) in enumerate(itertools.pairwise(rounds)):
+    for first, parts, rounds in handed:
+        for number, (start, stop) in enumerate(itertools.pairwise(rounds), first):
             weights[number] += sum(samples for _, _, samples in parts[start:stop])
     expected = torch.zeros(SAMPLES, dtype=torch.float64)
-    for parts, rounds in handed:
-        for number, (start, stop) in enumerate(itertools.pairwise(rounds)):
+    for first, parts, rounds in handed:
+        for number, (start, stop) in enumerate(itertools.pairwise(rounds), first):
             own = sum(samples for _, _, samples in parts[start:stop])
             _add(expected, axis, parts[start:stop], own / weights[number] if weights[number] else 0.0)
         _add(expected, axis, parts[rounds[-1] :], 1.0)  # alone at last
