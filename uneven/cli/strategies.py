@@ -25,6 +25,9 @@ def strategies(
     shares: Annotated[
         str | None, typer.Option(help="Of memory, one per rank, as in 15,6.", show_default="equal")
     ] = None,
+    redundancy: Annotated[
+        int, typer.Option(min=0, max=1, help="Copies of every shard on another rank; of zero1, zero2 and fsdp.")
+    ] = 0,
     steps: Annotated[
         int | None, typer.Option(help="Of each row; with --paired, of a segment.", show_default="6, paired 3")
     ] = None,
@@ -55,6 +58,8 @@ def strategies(
         raise InputError(f"--nproc {nproc} with --shares {shares}: give one share per rank, or leave --nproc out")
     if paired and memory is not None:
         raise InputError("--paired with --shares: PyTorch's strategies have equal shares only; leave --shares out")
+    if paired and redundancy:
+        raise InputError("--paired with --redundancy: PyTorch's strategies keep no copies; leave --redundancy out")
     order = bench.StrategiesOrder(
         model=model or ("gpt-small" if quick else "gpt-medium" if paired else "gpt"),
         device=device,
@@ -64,6 +69,7 @@ def strategies(
         only=None if only is None else tuple(only.split(",")),
         is_quick=quick,
         pairs=pairs,
+        redundancy=redundancy,
     )
 
     def tell(line: str) -> None:

@@ -78,11 +78,10 @@ def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlemen
     """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
     again.
     """
-    far = settlement.furthest.progress
-    behind = [rank for rank, one in enumerate(settlement.standings) if one.progress < far and not one.is_newcomer]
+    newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
     return {
         "source": members[settlement.source],
-        "rolled": [members[rank] for rank in behind],
+        "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
         "again": agreed.again,
         "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
     }

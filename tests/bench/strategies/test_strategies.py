@@ -88,19 +88,24 @@ def test_muon_has_one_element_of_state_per_element_of_its_matrices() -> None:
     assert [held.gradients for held in predicted] == [4 * 130] * 2
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_holds_what_the_formula_predicts(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "shares", "redundancy"),
+    [*((name, SHARES, 0) for name in STRATEGIES), *((name, (3, 3, 2), 1) for name in ("zero1", "zero2", "fsdp"))],
+)
+def test_every_strategy_holds_what_the_formula_predicts(
+    strategy: str, shares: tuple[float, ...], redundancy: int
+) -> None:
     """By category, with unequal shares; only step counts and flags come on top."""
 
     def rank(group: ThreadGroup) -> Held:
-        trained = make_trained(strategy, make_model(strategy, "gpt-tiny"), group, SHARES)
+        trained = make_trained(strategy, make_model(strategy, "gpt-tiny"), group, shares, redundancy)
         for number in range(2):
             step(trained, Batches(strategy, "gpt-tiny", group, CPU), number)
         return measure(trained, trained.module, trained.optimizer, CPU)
 
-    few = 8 * len(list(TINY.parameters())) + 64
-    for place, held in enumerate(on_threads(2, rank)):
-        expected = predict(strategy, TINY, SHARES, place)
+    few = 16 * len(list(TINY.parameters())) + 64
+    for place, held in enumerate(on_threads(len(shares), rank)):
+        expected = predict(strategy, TINY, shares, place, redundancy)
         assert held.params == pytest.approx(expected.params, abs=few)
         assert held.gradients == pytest.approx(expected.gradients, abs=few)
         assert held.state == pytest.approx(expected.state, abs=few)

@@ -44,6 +44,7 @@ class StrategiesOrder:
     only: tuple[str, ...] | None = None  # None: all rows, without Muon's in a quick run
     is_quick: bool = False
     pairs: int = 30
+    redundancy: int = 0  # of zero1, zero2 and fsdp
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def _task(order: StrategiesOrder, name: str, home: Path, against: str | None = N
         home=str(home),
         against=against,
         pairs=order.pairs,
+        redundancy=order.redundancy,
     )
 
 

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from uneven.parallel.flat_shards import assign_tensors
 from uneven.parallel.tensor_parallel import Columns, How, Plan, Rows, Words
 from uneven.policy.apportion import apportion
+from uneven.policy.redundancy import copy_ring, shares_with_copies
+from uneven.policy.redundancy import held as held_shares
 
 Category = Literal["params", "gradients", "state"]
 
@@ -52,10 +54,16 @@ class Held:
         return self.params + self.gradients + self.state + self.other
 
 
-def predict(strategy: str, model: nn.Module, shares: Sequence[float], rank: int) -> Held:
-    """What this rank holds with AdamW; `shares` has one number per rank."""
+def predict(strategy: str, model: nn.Module, shares: Sequence[float], rank: int, redundancy: int = 0) -> Held:
+    """What this rank holds with AdamW; `shares` has one number per rank.
+
+    With redundancy every rank also holds the shard that it keeps a copy of: all shares together are 2.
+    """
     replicated, sharded = _split_params(strategy, model, shares, rank)
     share = shares[rank] / sum(shares)
+    if redundancy:
+        copies = copy_ring(shares)
+        share = held_shares(shares_with_copies(shares, copies), copies)[rank]
     sharded_categories = SHARDED_CATEGORIES.get(strategy, set())
 
     def held(category: Category) -> int:

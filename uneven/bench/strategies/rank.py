@@ -39,6 +39,7 @@ from uneven.bench.strategies.pairs import alternate
 from uneven.bench.strategies.task import (
     ALONE,
     DENSE,
+    REDUNDANT,
     Batches,
     StrategyTask,
     Trained,
@@ -82,7 +83,7 @@ def main(folder: Path, rank: int, port: int) -> None:
 
 
 def _measure_row(task: StrategyTask, group: Group, device: torch.device) -> dict[str, Any]:
-    trained = make_trained(task.row, make_model(task.row, task.model).to(device), group, task.shares)
+    trained = make_trained(task.row, make_model(task.row, task.model).to(device), group, task.shares, task.redundancy)
     batches = Batches(task.row, task.model, group, device)
     losses = [step(trained, batches, number) for number in range(WARM_UP)]
     timed = _timed_steps(trained, batches, range(WARM_UP, task.steps), group, device, losses)
@@ -143,7 +144,7 @@ def _predicted(task: StrategyTask, rank: int) -> Held:
     takes_shares = not task.row.startswith("torch-")
     shares = task.shares if task.shares is not None and takes_shares else [1.0] * task.ranks
     if reference_of(task.row) == DENSE:
-        return predict(task.row, model, shares, rank)
+        return predict(task.row, model, shares, rank, task.redundancy if task.row in REDUNDANT else 0)
     matrices, others = by_kind(model)
     sizes = [param.numel() for param in matrices]
     return predict_muon(sizes, sum(param.numel() for param in others), shares, [1.0] * task.ranks, rank)

@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from uneven.bench.models import gpt, gpt_nano
 from uneven.comm.group import Group
-from uneven.config import MODEL_PARALLEL, STRATEGIES
+from uneven.config import MODEL_PARALLEL, SHARDED, STRATEGIES
 from uneven.parallel.catalog import make_strategy, plan_of
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.reference import TorchFsdp, TorchReplicated, TorchTensor
@@ -24,6 +24,7 @@ from uneven.policy.apportion import apportion, cut_by
 DENSE, MUON, MUON_ALONE = "dense", "muon", "muon-1"
 TORCHS = ("torch-ddp", "torch-zero1", "torch-fsdp", "torch-tensor")
 ROWS = (DENSE, *STRATEGIES, *TORCHS, MUON_ALONE, MUON)
+REDUNDANT = [row for row in SHARDED if row not in MODEL_PARALLEL]  # rows whose shards can have copies
 ALONE = {DENSE, MUON_ALONE}  # rows of one rank, which the others are compared with
 BATCH = 8  # samples of all ranks together
 LR, MUON_LR = 1e-3, 0.02
@@ -45,6 +46,7 @@ class StrategyTask:
     home: str  # the folder with the states of the rows of one rank
     against: str | None = None
     pairs: int = 0
+    redundancy: int = 0  # of the rows that can have it
 
 
 class Trained(Protocol):
@@ -81,9 +83,11 @@ def make_model(row: str, size: str) -> nn.Module:
     return gpt.Gpt(gpt.size_of(size))
 
 
-def make_trained(row: str, model: nn.Module, group: Group, shares: Sequence[float] | None) -> Trained:
+def make_trained(
+    row: str, model: nn.Module, group: Group, shares: Sequence[float] | None, redundancy: int = 0
+) -> Trained:
     if row in STRATEGIES:
-        return make_strategy(row, model, make_adamw, group, shares)
+        return make_strategy(row, model, make_adamw, group, shares, redundancy=redundancy if row in REDUNDANT else 0)
     if row == "torch-fsdp":
         return TorchFsdp(model, make_adamw, group)
     if row == "torch-tensor":
