@@ -31,15 +31,18 @@ def start(folder: Path, epochs: int, *options: str) -> "ForkedPopen":
     return ForkedPopen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_that_ends_is_reported_as_json_and_its_files_are_not_kept(tmp_path: Path) -> None:
-    with start(tmp_path, 40, "--at", "50ms:pause:1", "--pause-for", "300ms", "--json") as process:
+def test_a_run_that_survives_is_reported_as_json_and_its_files_are_not_kept(tmp_path: Path) -> None:
+    faults = ("--at", "50ms:pause:0", "--pause-for", "300ms", "--at", "500ms:kill:1", "--at", "501ms:kill:0")
+    with start(tmp_path, 120, *faults, "--json") as process:
         out, said = process.communicate(timeout=150)
     assert process.returncode == 0, said
     found = json.loads(out)
-    assert [(fault["rank"], fault["kind"]) for fault in found["faults"]] == [(1, "pause")]
-    assert (found["ranks"], found["exactly_once"], found["samples"]["samples"]) == (2, True, 64 * 40)
-    assert "rank 1 is stopped for 0.3 s" in said
-    assert "rank 1 goes on" in said
+    assert [(fault["rank"], fault["kind"]) for fault in found["faults"]] == [(0, "pause"), (1, "kill")]
+    assert (found["ranks"], found["exactly_once"], found["samples"]["samples"]) == (2, True, 64 * 120)
+    assert found["settled"]["count"] >= 1
+    assert [generation["ranks"] for generation in found["generations"]] == [1]
+    for line in ("rank 0 is stopped for 0.3 s", "rank 0 goes on", "rank 1 is killed", "rank 0 is the last one"):
+        assert line in said
     assert "a line of the script" in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 

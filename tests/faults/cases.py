@@ -116,6 +116,7 @@ def draw_case(
         slots *= ranks  # each rank trains slots of its own
     size = BATCH * ranks if policy in EXACT else BATCH
     rest = 0 if model == "rows" else chance.choice([0, 0, 1, size // 2])  # a short slot ends an epoch
+    rest += model == "norm" and rest == 1  # BatchNorm has no variance of one sample
     devices = tuple(chance.choice(["cpu", "cpu", "cpu@0.5"]) if rank else "cpu" for rank in range(ranks))
     return Case(
         seed=seed,

@@ -59,6 +59,16 @@ def test_a_report_is_right_when_the_run_ended_and_counts_once(tmp_path: Path) ->
     (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE)))
     read_results(report, tmp_path)
     assert report.is_right
+    assert report.trained_again is None
+    events = [
+        {"t": 9, "rank": rank, "kind": "generation", "number": 1, "ms": ms, "again": 8}
+        for rank, ms in enumerate((3, 5))
+    ]
+    (tmp_path / "timeline.json").write_text(json.dumps({"events": [{"kind": "epoch"}, *events]}))
+    (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE, rounds=[[[0, 0, 0, 1.0]], []])))
+    read_results(report, tmp_path)
+    assert report.generations == [{"number": 1, "ms": 5, "again": 8}]
+    assert report.trained_again == 8
     found = report.to_json()
     assert (found["exactly_once"], found["samples"]["samples"]) == (True, 20)
     assert found["settled"] == {"count": 1, "median_s": 0.25, "max_s": 0.25}

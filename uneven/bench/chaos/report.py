@@ -43,9 +43,9 @@ class ChaosReport:
     seconds: float = 0.0
     is_stopped: bool = False  # by the user
     faults: list[Injected] = field(default_factory=list)
-    generations: list[dict[str, Any]] = field(default_factory=list)  # as the timeline has them
+    generations: list[dict[str, Any]] = field(default_factory=list)  # from the timeline, of the slowest rank each
     counted: Counted | None = None  # None: the run did not come to its end
-    trained_again: int | None = None  # samples; None: the run does not tell
+    trained_again: int | None = None  # samples, at most; None: unknown, in an exact policy parts of a step per loss
 
     @property
     def settle_times(self) -> list[float]:
@@ -93,7 +93,9 @@ class ChaosReport:
         settled = "nothing had to be settled" if self.code == 0 or not self.faults else "not at all"
         if times:
             settled = f"median {median(times):.2f} s, at most {max(times):.2f} s"
-        again = "unknown" if self.trained_again is None else f"{self.trained_again:,} samples"
+        again = "unknown" if self.counted is None else "at most a step for each rank that was lost"
+        if self.trained_again is not None:
+            again = f"up to {self.trained_again:,} samples"
         if self.counted is None:
             samples = "unknown: the run did not come to its end"
         elif self.is_exactly_once:
@@ -117,7 +119,13 @@ def read_results(report: ChaosReport, out: Path) -> None:
         return
     report.counted = count_samples(log)
     events = timeline.get("events", []) if isinstance(timeline, dict) else []
-    report.generations = [event for event in events if event.get("kind") == "generation"]
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.get("kind") == "generation" and event["ms"] >= found.get(event["number"], event)["ms"]:
+            found[event["number"]] = {name: event[name] for name in event if name not in ("t", "rank", "kind")}
+    report.generations = list(found.values())
+    if any(log.get("rounds", [])):
+        report.trained_again = sum(generation.get("again", 0) for generation in report.generations)
 
 
 def count_samples(log: Mapping[str, Any]) -> Counted:
