@@ -93,12 +93,12 @@ class RankMissingError(GroupLostError):
 
 class _ThreadWork:
     def __init__(self, meeting: _Meeting, lost: Lost) -> None:
-        self._meeting, self._lost = meeting, lost
+        self._meeting, self._given_up = meeting, lost
 
     def wait(self) -> None:
         end = time.monotonic() + 150
         while not self._meeting.done.wait(0.02):
-            self._lost.check()
+            self._given_up.check()
             assert time.monotonic() < end, "a rank did not come"
         if self._meeting.is_off:
             raise RankMissingError
@@ -118,7 +118,7 @@ class ThreadGroup:
         self.rank = rank
         self.world_size = room.size
         self.traffic = Traffic()
-        self._lost = lost or Lost()
+        self._given_up = lost or Lost()
         self._room = room
         self._count = 0
         self._twins = 0
@@ -142,7 +142,7 @@ class ThreadGroup:
         self._twins += 1
         with self._room.lock:
             room = self._room.twins.setdefault(self._twins, _Room(self.world_size))
-        return ThreadGroup(room, self.rank, self._lost)
+        return ThreadGroup(room, self.rank, self._given_up)
 
     def claim(self, many: int) -> int:
         with self._room.lock:
@@ -150,17 +150,17 @@ class ThreadGroup:
             return self._room.claimed - many
 
     def abort(self, why: str) -> None:
-        self._lost.abort(why)
+        self._given_up.abort(why)
 
     def close(self) -> None: ...
 
     def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
-        self._lost.check()
+        self._given_up.check()
         with self._room.lock:
             meeting = self._room.meeting(self._count)
             self._count += 1
             meeting.bring(self.rank, tensor, compute, owner)
-        return Work(_ThreadWork(meeting, self._lost), tensor, self.traffic, self._lost)
+        return Work(_ThreadWork(meeting, self._given_up), tensor, self.traffic, self._given_up)
 
 
 def on_threads(size: int, function: Callable[[ThreadGroup], T]) -> list[T]:

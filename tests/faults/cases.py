@@ -108,10 +108,10 @@ def draw_case(
     chance = random.Random(f"{seed}/{number}")
     policy = policies[number % len(policies)]
     kind = faults[number // len(policies) % len(faults)]
-    ranks = chance.randint(2, 3 if is_small else 5)
+    ranks = chance.choice([2, 2, 3]) if is_small else chance.randint(2, 5)
     model = chance.choice(MODELS)
     epochs = 1 if model == "rows" else chance.randint(1, 3)
-    slots = chance.randint(*((40, 60) if is_small else (60, 120))) // epochs
+    slots = chance.randint(*((24, 36) if is_small else (60, 120))) // epochs
     if policy not in EXACT:
         slots *= ranks  # each rank trains slots of its own
     size = BATCH * ranks if policy in EXACT else BATCH

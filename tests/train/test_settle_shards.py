@@ -81,7 +81,7 @@ def alone() -> TrainedState:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("step", [pytest.param(41, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(59, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_a_rank_is_lost_at_a_collective(name: str, step: int, alone: TrainedState) -> None:
     cases = list(itertools.product(places(name, 3), ways(("m0", "m2"))))
@@ -90,13 +90,15 @@ def test_a_rank_is_lost_at_a_collective(name: str, step: int, alone: TrainedStat
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("step", [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(131, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_another_one_is_lost_while_the_others_settle_or_later(name: str, step: int, alone: TrainedState) -> None:
-    first = Loss("m1", places(name, 4)[len(places(name, 4)) // 2], after=True, blind=frozenset({"m3"}))
+    """One that keeps no copy of the first one's shard, nor has its own there: else it may be lost for good."""
+    begin = places(name, 4)
+    first = Loss("m1", begin[len(begin) // 2], after=True, blind=frozenset({"m3"}))
     _, leader = train_sharded(name, 4, first)
-    for place, (after, blind) in list(itertools.product(range(leader.collectives[1]), ways(("m0", "m3"))))[::step]:
-        check(train_sharded(name, 4, first, Loss("m2", place, 1, after, blind))[0], alone)
+    for place, (after, blind) in list(itertools.product(range(leader.collectives[1]), ways(("m2", "m3"))))[::step]:
+        check(train_sharded(name, 4, first, Loss("m0", place, 1, after, blind))[0], alone)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -150,7 +150,7 @@ class SettingMethods:
         return self.settings(memory_shares=memory_shares)
 
     def redundancy(self, redundancy: int) -> "Self":
-        """Copies of every shard on another device, 0 or 1: with 1 the others go on when a device is lost."""
+        """Copies of every shard on another device: with 1 any device may be lost."""
         return self.settings(redundancy=redundancy)
 
     def memory_cap(self, memory_cap: int | Sequence[int] | None) -> "Self":

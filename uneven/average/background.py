@@ -26,11 +26,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from uneven.average.buffers import AveragedBuffers, BufferAverage
 from uneven.average.replica import Flat, Replica, is_finite
-from uneven.average.transport import Transport
+from uneven.average.transport import Transport, make_transport
 from uneven.comm.gather import gather_checksums, own_row
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
@@ -98,6 +99,10 @@ class BackgroundAverage:
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="uneven-average", daemon=True)
         self._thread.start()
+
+    def in_group(self, group: Group) -> "BackgroundAverage":
+        """Another one, which goes on with this one's memory in a group of its own."""
+        return BackgroundAverage(self.replica, self.transport, self._buffers, group, self._verify)
 
     def start(self, weight: float, row: Callable[[], Sequence[float]]) -> None:
         """Take a snapshot and start to average it; `weight` is what this rank has trained since the last one.
@@ -184,7 +189,8 @@ class BackgroundAverage:
     def close(self) -> None:
         """End the thread. If a round is in flight it ends after that, and is not waited for."""
         self._queue.put(None)
-        if self._round is None and not self._is_abandoned:
+        is_over = self._round is None or self._round.done.is_set()  # also one that has failed
+        if is_over and not self._is_abandoned:
             self._thread.join()
 
     def _run(self) -> None:
@@ -265,6 +271,20 @@ class BackgroundAverage:
 
     def _merge_checksums(self) -> list[int]:
         return [int(_checksum(flat.buffer)) for flat in (self.transport.device_average, self.transport.delta)]
+
+
+def make_average(
+    model: nn.Module,
+    optimizer: Optimizer,
+    buffers: BufferAverage,
+    group: Group,
+    with_state: bool,
+    is_nccl: bool,
+    verify: bool,
+) -> BackgroundAverage:
+    """Of a model's params and, `with_state`, of what the optimizer keeps for them."""
+    replica = Replica(model, optimizer, with_state)
+    return BackgroundAverage(replica, make_transport(replica, is_nccl), buffers, group, verify)
 
 
 def _result_of(round_: _Round) -> RoundResult:

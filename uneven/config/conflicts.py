@@ -63,19 +63,13 @@ def _check_strategy(config: Any) -> None:
 
 
 def _check_redundancy(config: Any, name: str | None) -> None:
-    """InputError where nothing can be kept for another device, or there is only one to keep it."""
+    """InputError where nothing can be kept for another device."""
     allowed = [one for one in SHARDED if one not in MODEL_PARALLEL]
     if config.redundancy and name not in allowed:
         what = "has layers that no other device can keep" if name in MODEL_PARALLEL else "shards nothing"
         raise InputError(
             f"redundancy={config.redundancy} keeps copies of shards, and strategy={name!r} {what}; use one of "
             f"{', '.join(allowed)}, or leave it out"
-        )
-    shares = config.memory_shares
-    if config.redundancy and shares is not None and sum(share > 0 for share in shares) < 2:
-        raise InputError(
-            f"redundancy={config.redundancy} with memory_shares={shares!r}: a copy needs a second device with a share "
-            "above 0; give one, or leave redundancy out"
         )
 
 

@@ -122,12 +122,7 @@ class RunConfig:
     )
     redundancy: int = field(
         default=0,
-        metadata=about(
-            "Copies of every shard on another device, 0 or 1: with 1 the others go on when a device is lost.",
-            least=0,
-            most=1,
-            policies=EXACT_POLICIES,
-        ),
+        metadata=about("Copies of every shard on another device: with 1 any device may be lost.", least=0, most=1),
     )
     memory_cap: int | tuple[int, ...] | None = field(
         default=None,

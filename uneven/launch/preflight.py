@@ -309,6 +309,11 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         given = getattr(config, name)
         if given is not None and len(given) != len(devices):
             raise InputError(f"{name}={given!r} has {len(given)} entries for {len(devices)} devices: {names}")
+    if config.redundancy and sum(share > 0 for share in config.memory_shares or (1, 1)) < 2:
+        raise InputError(
+            f"redundancy={config.redundancy} with memory_shares={config.memory_shares!r}: a copy needs a second device "
+            "with a share above 0; give one, or leave redundancy out"
+        )
     if config.shares is not None and config.policy == "sync":
         raise InputError(
             f"shares={config.shares!r} with policy='sync': sync shares equally; leave it out, or use policy='balanced'"

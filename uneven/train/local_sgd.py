@@ -9,10 +9,8 @@ all ranks pass them in that order, so nothing else has to be agreed upon.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from uneven.average.background import BackgroundAverage
+from uneven.average.background import BackgroundAverage, make_average
 from uneven.average.buffers import BufferAverage
-from uneven.average.replica import Replica
-from uneven.average.transport import make_transport
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group, SoloGroup
 from uneven.data.feed import Micros
@@ -86,9 +84,8 @@ class LocalSGD:
         Again after a settlement, from what was agreed upon there: then `costs` count only for newcomers.
         """
         engine, agreed = self.engine, self.agreed
-        before = None if agreed is None else self.average
         # A group of its own: an average on its way must not queue before the main thread's collectives.
-        self.average = self._new_average(self.group.new_group(), before)
+        self.average = self._new_average(self.group.new_group(), None if agreed is None else self.average)
         self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
@@ -224,13 +221,12 @@ class LocalSGD:
             self.average.close()
 
     def _new_average(self, group: Group, before: BackgroundAverage | None) -> BackgroundAverage:
-        """With the buffers of the one before, where there was one."""
-        config = self.engine.config
+        """With the memory of the one before, where there was one."""
+        engine, config = self.engine, self.engine.config
         if before is not None:
-            return BackgroundAverage(before.replica, before.transport, self.buffers, group, config.verify)
-        replica = Replica(self.engine.model, self.engine.optimizer, config.optimizer_state == "average")
-        transport = make_transport(replica, is_nccl=config.backend == "nccl")
-        return BackgroundAverage(replica, transport, self.buffers, group, config.verify)
+            return before.in_group(group)
+        is_whole, is_nccl = config.optimizer_state == "average", config.backend == "nccl"
+        return make_average(engine.model, engine.optimizer, self.buffers, group, is_whole, is_nccl, config.verify)
 
     def begin_blank(self) -> None:
         """Of a newcomer: settle with ranks that have trained, from nothing."""
@@ -343,14 +339,8 @@ class LocalSGD:
         arrived = self.average.finish(is_unchanged=self.slot_schedule.staleness == 0)
         self.tally.commit()
         rows = [RoundReport(*row) for row in arrived.rows]
-        # Until all ranks had entered the round this was waiting; then transfer, then the merge. As far as another rank
-        # was held up by code of the user's own, the waiting is the user's time, too.
-        joined_ns = min(here_ns, max(began_ns, arrived.joined_ns))
         user_ms = max(row.user_ms for row in rows) - rows[self.engine.rank_info.rank].user_ms
-        if user_ms:
-            recorder.enter("user", began_ns)
-            recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
-        recorder.enter("communication", joined_ns)
+        self.costs.record_wait(began_ns, min(here_ns, max(began_ns, arrived.joined_ns)), user_ms)
         sent = self.average.traffic.payload_bytes
         slowest = min(filter(None, self.windows.speeds), default=0.0)  # of those that take part
         self.costs.received(arrived, began_ns, here_ns, user_ms, slowest, sent)
@@ -376,15 +366,9 @@ class LocalSGD:
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()
-        recorder = self.engine.recorder
-        recorder.event(
-            "round",
-            round=self.windows.rounds,
-            due=due,
-            steps_late=staleness,
-            samples=[int(row.samples - row.dropped) for row in rows],
-            **self.costs.fields(),
-        )
+        recorder, samples = self.engine.recorder, [int(row.samples - row.dropped) for row in rows]
+        fields = {"round": self.windows.rounds, "due": due, "steps_late": staleness, "samples": samples}
+        recorder.event("round", **fields, **self.costs.fields())
         for decision in decisions:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":

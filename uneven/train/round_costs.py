@@ -21,6 +21,16 @@ class RoundCosts:
         self.entered_ns = began_ns
         self._entering_ms = (self._recorder.enter("other") - began_ns) / 1e6
 
+    def record_wait(self, began_ns: int, joined_ns: int, user_ms: float) -> None:
+        """Until all ranks had entered the round this was waiting; then transfer, then the merge.
+
+        As far as another rank was held up by code of the user's own, the waiting is the user's time, too.
+        """
+        if user_ms:
+            self._recorder.enter("user", began_ns)
+            self._recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
+        self._recorder.enter("communication", joined_ns)
+
     def received(
         self, arrived: RoundResult, began_ns: int, here_ns: int, user_ms: float, slowest: float, payload_bytes: int
     ) -> None:

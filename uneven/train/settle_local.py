@@ -78,10 +78,11 @@ def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlemen
     """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
     again.
     """
-    newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
+    far = settlement.furthest.progress
+    behind = [rank for rank, one in enumerate(settlement.standings) if one.progress < far and not one.is_newcomer]
     return {
         "source": members[settlement.source],
-        "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
+        "rolled": [members[rank] for rank in behind],
         "again": agreed.again,
         "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
     }

@@ -30,16 +30,18 @@ def settle_shards(engine: Engine, group: Group, before: Sequence[str], members: 
     """
     strategy = engine.strategy
     assert isinstance(strategy, CanSurvive), "see why_not in settle.py"
-    if all(has for (has,) in gather_rows(group, [float(engine.whole_state is not None)])):
-        return  # [Note: whole state in hand]
-    survived = strategy.surviving_state(group, [list(before).index(member) for member in members])
-    if survived is None:
-        gone = ", ".join(member for member in before if member not in members)
-        raise RankError(
-            f"{gone} had a shard of the model whose copy is lost as well: redundancy={engine.config.redundancy} keeps "
-            "one; go on from the last checkpoint with resume=..."
-        )
-    engine.whole_state = state = survived.state
+    has_all = all(has for (has,) in gather_rows(group, [float(engine.whole_state is not None)]))
+    if not has_all:  # [Note: whole state in hand]
+        survived = strategy.surviving_state(group, [list(before).index(member) for member in members])
+        if survived is None:
+            gone = ", ".join(member for member in before if member not in members)
+            raise RankError(
+                f"{gone} had a shard of the model whose copy is lost as well: redundancy={engine.config.redundancy} "
+                "keeps one; go on from the last checkpoint with resume='auto'"
+            )
+        engine.whole_state = survived.state
+    state = engine.whole_state
+    assert state is not None
     engine.full_state = lambda: state  # for the run's result, where nothing is left to train; else until it is divided
 
 

@@ -139,8 +139,7 @@ class Settler:
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
-        found: dict[str, Any] = {}
-        record = share_record(group, source, self._record())
+        record, found = share_record(group, source, self._record()), {}
         if is_local:
             if settlement.has_newcomers:
                 take_replica(engine, group, source, own.is_newcomer, with_buffers=True)

@@ -28,7 +28,7 @@ from uneven.timeline.record import Recorder
 from uneven.timeline.sample import Sampler
 from uneven.timeline.timeline import Timeline
 from uneven.train.apply_strategy import choose_activations
-from uneven.train.callbacks import Agreed, CallbackRunner
+from uneven.train.callbacks import CallbackRunner
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
@@ -168,7 +168,7 @@ class Worker:
         assert synchronizer is not None, "made when the group has formed"
         if self.settler is not None and self.settler.is_over:
             return
-        is_stopped = self._agree().stopped is not None or synchronizer.reach_event(self.events.done)
+        is_stopped = self.events.agree().stopped is not None or synchronizer.reach_event(self.events.done)
         if not is_stopped:
             is_stopped = self._train_slots(synchronizer)
         self.end(synchronizer, is_stopped)
@@ -179,7 +179,7 @@ class Worker:
     def end(self, synchronizer: Synchronizer, is_stopped: bool) -> None:
         """After the last slot, or a stop: all replicas are equal, what was stopped is saved, on_end is called."""
         synchronizer.finalize()
-        if is_stopped and self._agree().stopped is None:
+        if is_stopped and self.events.agree().stopped is None:
             self.events.save_stopped()
         self.recorder.enter("setup")  # nothing is left to train: the last checkpoint holds nobody up
         self.saves.finish()
@@ -293,16 +293,16 @@ class Worker:
         self.synchronizer.expect_losses()
 
     def _make_settler(self, membership: Membership, members: Sequence[str]) -> Settler:
-        parts = (self.engine, self.run, self.events, self.saves)
-        return Settler(*parts, membership, members, self._go_on_after, self._new_synchronizer)
+        parts = (self.engine, self.run, self.events, self.saves, membership, members)
+        return Settler(*parts, self._go_on_after, self._new_synchronizer)
 
     def _join_later(self, cost: Cost) -> Synchronizer:
         """The run is on: this rank joins the others where they are, and takes everything from them."""
         assert self.membership is not None, "a newcomer has one"
         self.settler = self._make_settler(self.membership, ())
         self.settler.join(cost)
-        assert self.synchronizer is not None, "made when it has settled"
         self.recorder.enter("setup")
+        assert self.synchronizer is not None, "made when it has settled"
         return self.synchronizer
 
     def _go_on_after(self, before: Synchronizer | None, cost: Cost | None, event_loss: float | None) -> None:
@@ -376,22 +376,19 @@ class Worker:
     def start_callbacks(self) -> bool:
         """on_start; returns whether a callback has stopped the run already."""
         self._call_back("on_start", 0)
-        return self._agree().stopped is not None
+        return self.events.agree().stopped is not None
 
     def end_callbacks(self) -> None:
         """After the last step on every rank: the reason of a stop is known to all, then on_end."""
-        self._agree()
+        self.events.agree()
         if not self._has_ended:
             self._has_ended = True
             self._call_back("on_end", self.engine.trained)
-        self._agree()
+        self.events.agree()
 
     def _call_back(self, hook: str, step: int) -> int:
         """Run this hook of the callbacks; returns the ns that they took."""
         return self.callbacks.run(hook, step, self.history)
-
-    def _agree(self) -> Agreed:
-        return self.events.agree()
 
     @property
     def stopped(self) -> str | None:
