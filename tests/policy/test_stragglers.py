@@ -258,7 +258,7 @@ def test_slots_change_hands_once_and_by_speed() -> None:
     fields = late.hand_back()
     assert (fields["returned"], fields["kept"]) == (6, 3)
     assert late.next_slot == 1
-    row = RoundReport(next_slot=1, samples=64, busy_ms=100.0, **{**fields, "pace_ms": 100.0})
+    row = RoundReport(next_slot=1, samples=64, busy_ms=100.0, **{**fields, "recent_ms": 100.0})
     late.enter()
     windows.note([row, RoundReport(next_slot=20, samples=640, busy_ms=100.0)])
     late.merged()

@@ -27,12 +27,12 @@ class LateReport(Protocol):
     def kept(self) -> float: ...
 
 
-def is_late(busy_ms: float, planned_ms: float, held: int, pace_ms: float) -> bool:
+def is_late(busy_ms: float, planned_ms: float, held: int, recent_ms: float) -> bool:
     """Whether a rank that holds so many slots at the end of the window's time would keep the others waiting."""
-    return 0.0 < planned_ms <= busy_ms and held * pace_ms > LATE * planned_ms
+    return 0.0 < planned_ms <= busy_ms and held * recent_ms > LATE * planned_ms
 
 
-def pace_of(recent_ms: Iterable[float]) -> float:
+def recent_time(recent_ms: Iterable[float]) -> float:
     """The typical time of a rank's last RECENT slots (the lower median); 0 where they are too few."""
     last = sorted(recent_ms)
     return last[(len(last) - 1) // 2] if len(last) >= ENOUGH else 0.0

@@ -25,4 +25,4 @@ class RoundReport(NamedTuple):
     wish: float = 0.0  # to save or evaluate soon, see train/synchronizer.py
     returned: float = 0.0  # slots that it hands back because it is late, see policy/late.py ...
     kept: float = 0.0  # ... and those of this window that it still has to train
-    pace_ms: float = 0.0  # of a late rank: the typical time of its last slots, where it is known
+    recent_ms: float = 0.0  # of a late rank: the typical time of its last slots, where it is known

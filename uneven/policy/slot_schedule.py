@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from uneven.policy.claims import Claiming, ClaimsAhead
-from uneven.policy.late import RECENT, is_late, pace_of
+from uneven.policy.late import RECENT, is_late, recent_time
 from uneven.policy.windows import RoundReport, Windows
 
 
@@ -141,7 +141,7 @@ class SlotSchedule:
             return False
         if windows.due == windows.event and held == self._handed:
             return False
-        return is_late(self._busy_ms, self._planned_ms, held, pace_of(self._recent_ms) or self._recent_ms[-1])
+        return is_late(self._busy_ms, self._planned_ms, held, recent_time(self._recent_ms) or self._recent_ms[-1])
 
     def hand_back(self) -> dict[str, float]:
         """Just before it enters a round: hand back what its feed has not got, if it is late; fields of its report."""
@@ -149,8 +149,8 @@ class SlotSchedule:
             return {}
         back = [self._given.pop() for _ in range(len(self._given) - self._handed)]
         self._returned = min(back, default=None)
-        pace_ms = pace_of(self._recent_ms)
-        return {"returned": float(len(back)), "kept": float(len(self._given)), "pace_ms": pace_ms}
+        recent_ms = recent_time(self._recent_ms)
+        return {"returned": float(len(back)), "kept": float(len(self._given)), "recent_ms": recent_ms}
 
     def is_due(self) -> bool:
         """Whether this rank enters the next round now."""

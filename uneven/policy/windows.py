@@ -279,8 +279,8 @@ class Windows:
             return  # the very first step compiles and allocates
         slowest_ms = max(self._ms)
         for rank, report in enumerate(reports):
-            if report.pace_ms > 0:
-                self._ms[rank], self._seen_ms[rank] = report.pace_ms, [report.pace_ms]
+            if report.recent_ms > 0:
+                self._ms[rank], self._seen_ms[rank] = report.recent_ms, [report.recent_ms]
             elif report.samples >= self.slot_size and report.busy_ms > 0:  # less than a slot is too noisy
                 if self.is_left_out(rank):
                     self._seen_ms[rank].clear()  # a probe stands for itself: what was seen before is old
