@@ -56,7 +56,12 @@ def nothing_left(pids: list[int], launcher: int, *, within_s: float = 100.0) -> 
 
 
 def train(
-    folder: Path, fault: Step, policy: str, width: Callable[[int], int] = lambda _: 1, devices: str = CPUS
+    folder: Path,
+    fault: Step,
+    policy: str,
+    width: Callable[[int], int] = lambda _: 1,
+    devices: str = CPUS,
+    on_fault: str = "end",
 ) -> TrainedState:
     """Two ranks in processes of their own; `fault` runs at the start of every step, in the rank."""
     steps = [0]
@@ -89,6 +94,7 @@ def train(
         epochs=3,
         devices=devices,
         policy=policy,
+        on_fault=on_fault,
         progress="off",
     )
 

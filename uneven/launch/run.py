@@ -352,8 +352,9 @@ def summary_lines(state: TrainedState, timeline: Timeline, interference: Interfe
     training_s = max(account.training_s for account in timeline.accounts)
     stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
     done = "trained" if state.finished else f"{stopped}: trained"
-    resumes = [segment for segment in state.segments if "generation" not in segment]
-    before = resumes[-1].get("samples", 0) if resumes else 0  # the time is that since it was resumed
+    # The time is that since the last start; generations of ranks are segments of it.
+    starts = [segment for segment in state.segments if "generation" not in segment]
+    before = starts[-1].get("samples", 0) if starts else 0
     speed = (state.samples - before) / training_s if training_s else 0.0
     resumed = f", {state.samples - before:,} of them since it was resumed," if before else ""
     lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]

@@ -139,7 +139,7 @@ class Watch:
             raise RankError(f"{next(iter(gone.values()))}{_because(refusal)}; the run ends on all machines")
         causes = [
             f"{self._ranks[number].name(number)} "
-            + (f"failed: {_short(errors[number]['what'])}" if number in errors else describe_exit(code or 0))
+            + (f"failed: {_short(errors[number])}" if number in errors else describe_exit(code or 0))
             for number, code in enumerate(self._processes.exit_codes())
             if number in failed
         ]
@@ -312,6 +312,7 @@ def _is_about_peer(what: str) -> bool:
     return "peer" in what or what.startswith("GroupLostError")
 
 
-def _short(what: str) -> str:
-    """The first line of an error, for a line of progress."""
-    return what.partition("\n")[0][:200]
+def _short(error: Mapping[str, Any]) -> str:
+    """A rank's error as one line."""
+    place = f" at {error['place']}" if error.get("place") else ""
+    return str(error["what"]).partition("\n")[0][:200] + place

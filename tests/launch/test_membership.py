@@ -1,0 +1,225 @@
+"""A rank's membership against a real store: threads are its ranks, and the test is their launcher."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Silent
+from uneven.comm.group import Group
+from uneven.comm.store import TCPStore, get_text, open_store
+from uneven.config import RunConfig
+from uneven.errors import GroupLostError
+from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
+from uneven.launch.context import ProcessContext
+from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.generations import Generations
+from uneven.launch.heartbeat import GENERATION_KEY, Heartbeat, roster_key, settled_key, suspicion_key
+from uneven.launch.membership import StoreMembership, waiting_limit_s
+from uneven.launch.rank_place import RankPlace
+from uneven.train.membership import Generation
+from uneven.train.rank_info import RankInfo
+
+MEMBERS = ("pc/cpu/a", "pc/cpu/b", "pc/cpu/c")
+ROSTER = Roster.on_one_machine(parse_devices("cpu,cpu,cpu"))
+CONFIG = RunConfig(batch_size=4, epochs=1, devices="cpu,cpu,cpu", backend="gloo")
+
+
+class Launcher:
+    """Publishes generations as launch/watch.py does, and runs what a rank does on a thread."""
+
+    def __init__(self) -> None:
+        self.store, self.port = open_store()
+        self.generations = Generations(ROSTER, MEMBERS)
+        self.places: list[RankPlace] = []
+        self._heartbeats: list[Heartbeat] = []
+
+    def place(self, number: int) -> RankPlace:
+        member, where = MEMBERS[number], {"host": "127.0.0.1", "port": self.port}
+        environment = LaunchEnvironment("fit", number, 3, number, 3, member=member, **where)  # type: ignore[arg-type]
+        place = RankPlace(environment, ROSTER)
+        told = (dict, lambda _: None, lambda: None)  # nothing to say, and nothing but generations to hear
+        self._heartbeats.append(Heartbeat(environment.connect(""), member, *told, on_generation=place.hear))
+        self.places.append(place)
+        return place
+
+    def membership(self, number: int) -> StoreMembership:
+        info = RankInfo(number, ROSTER.devices, roster=ROSTER, member=MEMBERS[number])
+        return self.place(number).join(1, info, CONFIG, Silent())
+
+    def publish(self, *lost: int) -> Generation:
+        generation = self.generations.drop(lost, f"lost {lost}")
+        self.store.set(roster_key(generation.number), json.dumps(generation.to_json()))
+        self.store.set(GENERATION_KEY, str(generation.number))
+        return generation
+
+    def close(self) -> None:
+        for heartbeat in self._heartbeats:
+            heartbeat.close()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.close()
+
+
+def on_thread(action: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin it; the returned function waits for its result, or raises its error."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(60)
+        assert not thread.is_alive(), "it hangs"
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    return result
+
+
+def await_key(store: TCPStore, key: str) -> str:
+    while (text := get_text(store, key)) is None:
+        time.sleep(0.005)
+    return text
+
+
+class FakeGroup:
+    """Remembers that it was given up."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.why = ""
+
+    def abort(self, why: str) -> None:
+        self.why = why
+        self.aborted.set()
+
+
+def test_a_new_generation_aborts_the_group_and_is_handed_to_whoever_waits(launcher: Launcher) -> None:
+    membership, group = launcher.membership(0), FakeGroup()
+    membership.joined(group)  # type: ignore[arg-type]
+    assert not membership.is_stale(0)
+    waiting = on_thread(lambda: membership.await_next(0, "connection reset"))
+    assert await_key(launcher.store, suspicion_key(0, MEMBERS[0])) == "connection reset"
+    published = launcher.publish(1)
+    assert waiting() == published
+    assert group.aborted.wait(60)
+    assert group.why == "lost (1,)"
+    assert membership.is_stale(0)
+    assert not membership.is_stale(1)
+    assert membership.await_next(0, "late") == published  # at once
+
+
+def test_the_heartbeat_alone_aborts_the_group_of_a_rank_that_computes(launcher: Launcher) -> None:
+    membership, group = launcher.membership(0), FakeGroup()
+    membership.joined(group)  # type: ignore[arg-type]
+    launcher.publish(2)
+    assert group.aborted.wait(60)
+    assert membership.is_stale(0)
+
+
+def test_a_rank_that_was_given_up_learns_it(launcher: Launcher) -> None:
+    membership = launcher.membership(1)
+    launcher.publish(1)
+    with pytest.raises(GroupLostError, match=r"this rank was given up, and the others go on: lost \(1,\)"):
+        membership.await_next(0, "connection reset")
+
+
+def test_where_no_generation_comes_the_cause_is_raised(launcher: Launcher) -> None:
+    membership = launcher.membership(0)
+    membership._limit_s = 0.05
+    with pytest.raises(GroupLostError, match="connection reset; the launcher announced no other ranks"):
+        membership.await_next(0, "connection reset")
+    assert waiting_limit_s("auto") == waiting_limit_s(2.0) == 25.0
+    assert waiting_limit_s(60.0) == 70.0
+    assert waiting_limit_s(None) == float("inf")
+
+
+def test_those_who_are_left_form_a_group_and_are_its_ranks_from_then_on(launcher: Launcher) -> None:
+    memberships = [launcher.membership(number) for number in (0, 2)]
+    launcher.publish(1)
+
+    def go_on(membership: StoreMembership) -> float:
+        group: Group = membership.form(membership.await_next(0, "gone"))
+        total = torch.tensor([float(1 + group.rank)])
+        group.all_reduce(total).wait()
+        membership.settled(1, [])
+        group.close()
+        return float(total)
+
+    results = [on_thread(lambda membership=membership: go_on(membership)) for membership in memberships]
+    assert [result() for result in results] == [3.0, 3.0]
+    environments = [place.environment for place in launcher.places]
+    assert [(one.rank, one.world_size, one.local_world_size) for one in environments] == [(0, 2, 2), (1, 2, 2)]
+    assert all(get_text(launcher.store, settled_key(1, MEMBERS[number])) is not None for number in (0, 2))
+
+
+def test_a_loss_while_the_group_forms_gives_it_up_and_the_next_one_forms(launcher: Launcher) -> None:
+    """Rank 2 never comes: those who wait for it hear of the generation after that."""
+    memberships = [launcher.membership(number) for number in (0, 1)]
+    first = launcher.publish()  # of the same members
+
+    def go_on(membership: StoreMembership) -> int:
+        generation = membership.await_next(0, "gone")
+        forming.set()
+        with pytest.raises(GroupLostError):
+            membership.form(generation)
+        group = membership.form(membership.await_next(generation.number, "gone again"))
+        group.close()
+        return group.world_size
+
+    forming = threading.Event()
+    results = [on_thread(lambda membership=membership: go_on(membership)) for membership in memberships]
+    assert forming.wait(60)
+    second = launcher.publish(2)
+    assert (first.number, second.number) == (1, 2)
+    assert [result() for result in results] == [2, 2]
+
+
+def test_ranks_that_have_the_result_stay_until_all_have_it_and_agree_where_one_is_lost(launcher: Launcher) -> None:
+    first, second = [launcher.membership(number) for number in (0, 1)]
+    group = FakeGroup()
+    group.world_size = 2  # type: ignore[attr-defined]
+    for membership in (first, second):
+        membership.joined(group)  # type: ignore[arg-type]
+    waiting = on_thread(lambda: first.finish(0))
+    await_key(launcher.store, "run/1/finished/0")
+    second.finish(0)
+    waiting()
+    early = on_thread(lambda: first.finish(3))  # of another generation
+    await_key(launcher.store, "run/1/finished/3")
+    for _ in range(4):
+        launcher.publish()
+    with pytest.raises(GroupLostError, match="lost"):
+        early()
+    with pytest.raises(GroupLostError):  # though both have it by now: the first has gone on to settle again
+        second.finish(3)
+
+
+def test_a_rank_lost_between_two_runs_is_not_in_the_next_one(launcher: Launcher) -> None:
+    place = launcher.place(2)
+    launcher.publish(0)
+    place.catch_up()
+    assert (place.environment.rank, place.environment.world_size, place.generation) == (1, 2, 1)
+    assert place.roster == Roster.on_one_machine(parse_devices("cpu,cpu"))
+    context = ProcessContext(place.environment, place.roster)
+    assert context.make_rank_info().rank == 1
+    with pytest.raises(GroupLostError, match="given up"):
+        launcher.place(0).catch_up()
