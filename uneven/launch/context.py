@@ -13,26 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from uneven.comm.fingerprint import exchange
-from uneven.comm.form import form_group
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig, Task
-from uneven.errors import InputError
+from uneven.errors import InputError, RefusedError
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.agreement import check_agreement
+from uneven.launch import newcomer
 from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
-from uneven.launch.membership import form_ranks, has_crowd
-from uneven.launch.peers import PeerWatch
+from uneven.launch.first_group import describe_data, form_first_group
+from uneven.launch.membership import has_crowd
+from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
 from uneven.launch.rank_place import RankPlace
 from uneven.launch.requests import GRACE_S, Requests
@@ -188,23 +187,39 @@ class ProcessContext:
         can_lose: bool = True,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
+        config = self.settings_of_run(config)
         rank_info, shown = self.make_rank_info(devices), report
-        if not rank_info.roster.is_one_machine:
+        if not rank_info.roster.is_one_machine and not self.ranks.is_newcomer:
             report = self._progress = SharedProgress(report, rank_info)
 
         def join(model: nn.Module) -> Group:
-            axis, order = worker.engine.axis, worker.engine.order
-            data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
-            data += content_lines(config)
-            return self.join(model, rank_info, config, data, report.say)
+            return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
 
-        stop, save = requests.stop, requests.save
-        worker = self._worker = Worker(
-            task, config, rank_info, join, stop, report, is_own_loop=is_own_loop, save_requested=save
-        )
+        def check() -> None:
+            newcomer.check_newcomer(self.environment.connect(""), worker, describe_data(worker))
+
+        def enter() -> None:
+            self._runs, self._rank_info = self._runs + 1, rank_info
+
+        given = (task, config, rank_info, join, requests.stop, report)
+        worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
         if can_lose and config.on_fault == "go-on" and self.environment.is_launched and rank_info.world_size > 1:
-            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown)
+            told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
+            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
         return worker
+
+    def settings_of_run(self, config: RunConfig) -> RunConfig:
+        """Of a process that joins those of the run, once it is on, or RefusedError; of any other its own."""
+        if not self.ranks.is_newcomer:
+            return config
+        facts = newcomer.await_facts(self.environment.connect(""))
+        self._shared, self.starts = facts["shared"], facts["starts"]
+        return newcomer.adopt_settings(config, facts)
+
+    def close_run(self) -> None:
+        """The run has its result: nobody can join it any more."""
+        if self.environment.is_launched and self.rank == 0:
+            self.environment.write("", lambda store: newcomer.announce_run(store, self._runs, newcomer.OVER))
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
         """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
@@ -229,8 +244,15 @@ class ProcessContext:
         `say` prints what differs and may.
         """
         self._refuse_second_group()
-        is_single = rank_info.world_size == 1
-        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data, say))
+        if self.ranks.is_newcomer:
+            raise RefusedError(f"{newcomer.CANNOT_BE_JOINED}: {newcomer.BY_HAND}")
+        self._runs += 1
+        is_single, is_crowded = rank_info.world_size == 1, config is not None and self.is_crowded(rank_info.devices)
+        first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
+        rank_info.join(SoloGroup() if is_single else form_first_group(*first))
+        if rank_info.rank == 0 and self.environment.is_launched:
+            why_not = newcomer.why_not_joined(config, self._worker)
+            newcomer.announce_run(self.environment.connect(""), self._runs, why_not)
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
@@ -240,9 +262,7 @@ class ProcessContext:
         if self.ranks.membership is not None:
             self.ranks.membership.joined(rank_info.group)
         if self.environment.is_external and not is_single:
-            store = self.environment.connect(f"run/{self._runs}/watch")
-            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
-            self._peers = PeerWatch(store, rank_info.rank, rank_info.roster, self._show, store_place=place)
+            self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
         return rank_info.group
 
     def share(self, value: Any) -> list[Any]:
@@ -252,25 +272,6 @@ class ProcessContext:
         store = self.environment.connect(f"share/{self._shared}")
         await_all(store, rank, size, self.environment.connect(f"run/{self._runs + 1}"))  # where tell_failure writes
         return exchange(store, "value", rank, range(size), value)
-
-    def _form_group(
-        self,
-        model: nn.Module,
-        rank_info: RankInfo,
-        config: RunConfig | None,
-        data: Sequence[str],
-        say: Callable[[Sequence[str]], None],
-    ) -> Group:
-        self._runs += 1
-        store = self.environment.connect(f"run/{self._runs}")
-        rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
-        if self.environment.is_external:
-            await_all(store, rank, world_size)
-        check_agreement(store, rank_info, model, config, data, say)
-        if config is None:
-            device = next((param.device for param in model.parameters()), torch.device("cpu"))
-            return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
-        return form_ranks(store, rank_info.roster, rank, config, self.is_crowded(rank_info.devices))
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:
