@@ -102,6 +102,7 @@ TYPED = {
     "shares": ("5,2", (5.0, 2.0)),
     "strategy": ("fsdp", "fsdp"),
     "memory_shares": ("15,6", (15.0, 6.0)),
+    "redundancy": ("1", 1),
     "memory_cap": ("64,16", (64, 16)),
     "bucket_mb": ("25", 25.0),
     "activations": ("recompute", "recompute"),

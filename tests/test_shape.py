@@ -133,7 +133,7 @@ def test_heavy_packages_are_imported_only_where_needed(code: str, absent: tuple[
 # The folders of bench/ from top to bottom, and what a benchmark may use of the rooms below: public names, the seam of
 # train/ for workers and what starts ranks. Strategies take a process group, so their benchmark forms one.
 BENCH = (
-    *("demo", "policies", "scaling", "sweep", "report", "strategies", "efficiency", "single", "models"),
+    *("demo", "policies", "chaos", "scaling", "sweep", "report", "strategies", "efficiency", "single", "models"),
     *("undisturbed", "interval"),
 )
 BENCH_MAY_USE = (

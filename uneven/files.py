@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from uneven.errors import InputError, MachineError
 
@@ -25,6 +26,14 @@ RUN_FILES = (
     *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
 )
 NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
+
+
+def read_json(path: Path) -> Any:
+    """A file's content; None if it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:

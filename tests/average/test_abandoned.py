@@ -22,13 +22,13 @@ from uneven.errors import GroupLostError
 class LosingGroup(ThreadGroup):
     """Sums of these numbers complete on the other ranks, but here a peer is lost before the result has come whole."""
 
-    def __init__(self, group: ThreadGroup, lost: Collection[int]) -> None:
+    def __init__(self, group: ThreadGroup, failing: Collection[int]) -> None:
         super().__init__(group._room, group.rank)
-        self._lost, self.sums = lost, 0
+        self._failing, self.sums = failing, 0
 
     def all_reduce(self, tensor: Tensor) -> Work:
         self.sums += 1
-        if self.sums not in self._lost:
+        if self.sums not in self._failing:
             return super().all_reduce(tensor)
         inner = super().all_reduce(tensor.clone())
         return Work(Losing(inner, tensor), tensor, self.traffic)

@@ -55,7 +55,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_the_list_of_verbs_is_complete() -> None:
-    plain = [("devices",), ("diagnose",), ("run",), ("join",), ("preflight",), ("demo",)]
+    plain = [("devices",), ("diagnose",), ("run",), ("join",), ("chaos",), ("preflight",), ("demo",)]
     plain += [("data", "list"), ("data", "get")]
     states = [("state", verb) for verb in ("show", "diff", "export")]
     runs = [("bench", verb) for verb in ("list", "run", "efficiency", "sweep", "report", "compare", "check")]
@@ -125,6 +125,14 @@ CALLS = [
     ("run fine.py --shares 5;2", 2),
     ("run --devices cpu full.py", 3),
     ("run --devices cpu stopped.py", 130),
+    ("chaos fine.py", 2),
+    ("chaos fine.py --kill 5", 2),
+    ("chaos fine.py --kill 1/min --seed -1", 2),
+    ("chaos fine.py --at 3s:kill:2 --devices cpu,cpu --json", 2),
+    ("chaos fine.py --kill 1/min --devices cpu", 2),
+    ("chaos fine.py --kill 1/min --policy fast", 2),
+    ("chaos absent.py --kill 1/min --devices cpu,cpu", 2),
+    ("chaos fine.py --cut 1/min", 3),
     ("demo --devices cpu", 2),
     ("state show saved", 0),
     ("state show saved --json", 0),

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup, TorchGroup
+from uneven.comm.lost import Lost
 from uneven.comm.store import open_store
-from uneven.comm.work import Traffic, Work
+from uneven.comm.work import GlooWork, Traffic, Work
+from uneven.errors import GroupLostError, RankError
 
 Check = Callable[[Group], None]
 
@@ -143,3 +145,72 @@ def test_threads_sum_in_rank_order_whatever_order_they_come_in() -> None:
         return group.all_reduce(tiny[group.rank].clone()).wait()
 
     assert [one.item() for one in on_threads(3, rank)] == [((tiny[0] + tiny[1]) + tiny[2]).item()] * 3
+
+
+class Failing:
+    """A collective that fails, or one that a stopped peer holds up for ever."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def wait(self, *_: Any) -> None:
+        raise self.error or RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self.error is not None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21714",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:4: Connection reset by peer",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:133] Timed out waiting 1800000ms for recv",
+    ],
+)
+@pytest.mark.parametrize("kind", [Work, GlooWork])
+def test_a_peer_that_is_gone_is_a_lost_group_in_the_same_words(kind: type[Work], words: str) -> None:
+    lost = Lost()
+    work = kind(Failing(RuntimeError(words)), torch.zeros(1), Traffic(), lost)
+    future = work.get_future()
+    for _ in range(2):
+        with pytest.raises(GroupLostError) as raised:
+            work.wait()
+        assert str(raised.value) == words
+    assert work.is_completed()
+    assert lost.is_lost
+    assert lost.error is None, "another group may still complete what the peer had sent"
+    for one in (future, work.get_future()):
+        with pytest.raises(GroupLostError):
+            one.wait()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RankError("verify: chunk 3 of rank 1 arrived with another checksum than it was sent"),
+        RankError("rank 0 sent 12 bytes where 16 were expected: the ranks started different collectives"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ValueError("not finite"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Work, GlooWork])
+def test_other_errors_stay_what_they_are(kind: type[Work], error: Exception) -> None:
+    lost = Lost()
+    with pytest.raises(type(error)) as raised:
+        kind(Failing(error), torch.zeros(1), Traffic(), lost).wait()
+    assert raised.value is error
+    assert not lost.is_lost
+
+
+def test_an_abort_ends_a_wait_over_gloo_and_comes_before_what_was_closed_with_it() -> None:
+    lost = Lost()
+    work = GlooWork(Failing(None), torch.zeros(1), Traffic(), lost)
+    assert not work.wait_for(0.001)
+    threading.Timer(0.01, lambda: lost.abort("rank 2 is silent")).start()
+    with pytest.raises(GroupLostError, match="rank 2 is silent"):
+        work.wait()
+    lost.close()
+    lost.abort("later")
+    with pytest.raises(GroupLostError, match="rank 2 is silent"):
+        lost.check()

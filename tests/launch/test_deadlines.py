@@ -1,5 +1,8 @@
 """Which rank counts as lost or stuck, on made-up heartbeats; and the watch of ranks that torchrun started."""
 
+import json
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -7,7 +10,9 @@ import pytest
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
+from uneven.launch import peers
 from uneven.launch.deadlines import RankHealth, check_deadlines
+from uneven.launch.lines import LineKeeper
 from uneven.launch.peers import PeerWatch
 
 DEVICES = parse_devices("cpu,cpu@0.4")
@@ -106,6 +111,47 @@ def test_under_torchrun_a_rank_whose_run_is_over_is_not_missed_and_a_lost_one_is
     assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
 
 
+def test_a_rank_that_is_cut_off_before_its_first_heartbeat_is_missed_like_any_other() -> None:
+    """All ranks were there, so it has no 120 s to start. Seen with a cable that was pulled at the start of a run."""
+    now, told = [0.0], list[tuple[int, str]]()
+    store: Any = DictStore()
+    status = {"member": "here/x/aa", "rank": 0, "slot": 7, "phase": "wait"}
+    first = PeerWatch(store, 0, ROSTER, lambda: status, lambda text: told.append((0, text)), clock=lambda: now[0])
+    first.close()
+    for now[0] in range(1, 17):
+        first.exchange()
+    ((_, text),) = told
+    assert "rank 1 (cpu@0.4 on there) fell silent 16 s ago" in text
+
+
+def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "INTERVAL_S", 3600.0)
+    store: Any = DictStore()
+    watch = PeerWatch(store, 1, ROSTER, lambda: {"slot": 0, "phase": "setup"}, lambda _: None)
+    watch.close()
+    assert json.loads(store["heartbeat/there/rank-1"])["count"] == 2  # the first, and that its run is over
+
+
+def test_ranks_of_one_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other fails with a traceback about a peer that died, a moment before it hears why."""
+    told, looks = list[str](), list[int]()
+    store: Any = DictStore()
+    roster = Roster((*DEVICES, DEVICES[0]), (0, 1, 1), ("here", "there"))
+    watch = PeerWatch(store, 1, roster, lambda: {"slot": 0, "phase": "wait"}, told.append)
+    watch.close()
+    store.set("failed", "why")
+
+    def wait(seconds: float) -> bool:
+        looks.append(len(told))
+        store.set("heard/2", "1")
+        return False
+
+    monkeypatch.setattr(watch._closed, "wait", wait)
+    watch.exchange()
+    assert looks == [0]
+    assert told == ["why"]
+
+
 def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may serve the store: without it the others would say that rank 0's machine is gone."""
     now, told = [0.0], list[tuple[int, str]]()
@@ -127,3 +173,55 @@ def test_rank_0_ends_when_those_who_live_have_heard_why(monkeypatch: pytest.Monk
             break
     assert heard == [0]  # one look was enough
     assert [rank for rank, _ in told] == [1, 0]
+
+
+def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_before() -> None:
+    """Its heartbeat may stand still for as long as that code holds Python's lock; its kernel keeps the line."""
+    now, told = [0.0], list[str]()
+    store: Any = DictStore()
+    status = {"slot": 7, "phase": "user"}
+    first = PeerWatch(store, 0, ROSTER, lambda: status, told.append, clock=lambda: now[0])
+    first.close()
+    first._keeper = LineKeeper("127.0.0.1")
+    second = PeerWatch(store, 1, ROSTER, lambda: status, told.append)
+    second.close()
+    first.exchange()  # posts where the line is
+    second.exchange()
+    while not first._keeper._lines:
+        first.exchange()
+    now[0] = 1000.0
+    first.exchange()
+    assert told == []
+    second._line.close()  # as the kernel does for a process that has ended
+    while not first._keeper.lost:
+        first.exchange()
+    first.exchange()
+    assert "rank 1 (cpu@0.4 on there) fell silent 1000 s ago (it or its machine is gone" in told[0]
+    second._line.keep(first._line_place)  # the cable is in again
+    while first._keeper.lost:
+        first._keeper.poll()
+    first._keeper.close()
+    second._line.close()
+
+
+def test_lines_are_for_those_who_know_the_word() -> None:
+    keeper = LineKeeper("127.0.0.1")
+    address, port, word = keeper.place.split(" ")
+    with ExitStack() as stack:
+        stack.callback(keeper.close)
+        strangers = [stack.enter_context(socket.create_connection((address, int(port)))) for _ in range(4)]
+        for stranger, said in zip(strangers, (b"guess 1\n", b"\xff" * 60, f"{word} x\n".encode(), b""), strict=True):
+            stranger.sendall(said)
+        for stranger in strangers[:3]:
+            stranger.settimeout(0.01)
+            while True:
+                keeper.poll()
+                try:
+                    assert stranger.recv(1) == b""
+                    break
+                except TimeoutError:
+                    continue
+                except ConnectionResetError:
+                    break
+        assert keeper.lost == set()
+        assert len(keeper._strangers) == 1  # it has said nothing yet

@@ -3,19 +3,22 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from uneven.errors import RefusedError
+from uneven.errors import MachineError, RankError, RefusedError
+from uneven.launch import node as joining
 from uneven.launch.gathering import Gathering
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
+from uneven.machines.unheard import tell_unheard
 from uneven.machines.wire import Connection
 from uneven.version import __version__
 
@@ -226,3 +229,26 @@ def test_what_a_machine_says_about_its_ranks(leader: Leader, tmp_path: Path) -> 
     ((number, why),) = ranks.lost().items()
     assert number == 1
     assert why.startswith("pc (127.0.0.1) is lost with rank 1: the other side has closed")
+
+
+def test_a_machine_that_cannot_train_ends_the_run_for_all(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells the leader, which would wait for ten minutes for a machine that has left."""
+
+    def refuse() -> None:
+        raise MachineError("torch 2.1.0 is too old; run: pip install 'torch>=2.8'")
+
+    monkeypatch.setattr(joining, "refuse_unsupported", refuse)
+    gathering = leader.gather()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(joining.join_run, joining.JoinOptions(leader.door.place, TOKEN), lambda _: None)
+        with pytest.raises(RefusedError, match=r": torch 2.1.0 is too old; run: pip install") as caught:
+            gathering.wait()
+        end_sessions(gathering.sessions, str(caught.value), 1)
+        with pytest.raises(RankError, match=r"ended the run: .*torch 2.1.0 is too old"):
+            joined.result(30.0)
+
+
+def test_a_machine_that_hears_no_answer_ends_the_run(leader: Leader) -> None:
+    tell_unheard("127.0.0.1", leader.door.port, TOKEN, "pc")
+    with pytest.raises(RefusedError, match=r"pc: the way from .* \(127.0.0.1\) is closed .*sudo ufw allow from 127.0"):
+        leader.gather().wait()

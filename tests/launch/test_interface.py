@@ -99,7 +99,8 @@ def test_what_gloo_and_nccl_read_is_set_and_the_names_that_would_mislead_are_tol
     environs: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "enp"}]
     placement = placed("10.0.0.1", "10.0.0.2", names=("127.0.1.1", "nowhere"))
     said = settled(placement, environs, [HERE, THERE])
-    (line,) = said[0]
+    assert [address for address, _ in said] == ["10.0.0.1", "10.0.0.2"]
+    (line,) = said[0][1]
     assert line.startswith("  network: lan0 (10.0.0.1), the way to the store, not what the hostnames lead to ")
     assert "(node1 to 127.0.1.1; node2 to nowhere)" in line
     assert environs[0] == {

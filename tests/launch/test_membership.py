@@ -105,11 +105,14 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
-        self.why = ""
+        self.why, self.is_closed = "", False
 
     def abort(self, why: str) -> None:
         self.why = why
         self.aborted.set()
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def test_a_new_generation_aborts_the_group_and_is_handed_to_whoever_waits(launcher: Launcher) -> None:
@@ -153,7 +156,8 @@ def test_where_no_generation_comes_the_cause_is_raised(launcher: Launcher) -> No
 
 
 def test_those_who_are_left_form_a_group_and_are_its_ranks_from_then_on(launcher: Launcher) -> None:
-    memberships = [launcher.membership(number) for number in (0, 2)]
+    memberships, before = [launcher.membership(number) for number in (0, 2)], FakeGroup()
+    memberships[0].joined(before)  # type: ignore[arg-type]
     launcher.publish(1)
 
     def go_on(membership: StoreMembership) -> float:
@@ -166,6 +170,7 @@ def test_those_who_are_left_form_a_group_and_are_its_ranks_from_then_on(launcher
 
     results = [on_thread(lambda membership=membership: go_on(membership)) for membership in memberships]
     assert [result() for result in results] == [3.0, 3.0]
+    assert before.is_closed
     environments = [place.environment for place in launcher.places]
     assert [(one.rank, one.world_size, one.local_world_size) for one in environments] == [(0, 2, 2), (1, 2, 2)]
     assert all(get_text(launcher.store, settled_key(1, MEMBERS[number])) is not None for number in (0, 2))
@@ -178,16 +183,17 @@ def test_a_loss_while_the_group_forms_gives_it_up_and_the_next_one_forms(launche
 
     def go_on(membership: StoreMembership) -> int:
         generation = membership.await_next(0, "gone")
-        forming.set()
+        assert generation == first
+        forming.wait()
         with pytest.raises(GroupLostError):
             membership.form(generation)
         group = membership.form(membership.await_next(generation.number, "gone again"))
         group.close()
         return group.world_size
 
-    forming = threading.Event()
+    forming = threading.Barrier(3, timeout=60)
     results = [on_thread(lambda membership=membership: go_on(membership)) for membership in memberships]
-    assert forming.wait(60)
+    forming.wait()
     second = launcher.publish(2)
     assert (first.number, second.number) == (1, 2)
     assert [result() for result in results] == [2, 2]

@@ -22,9 +22,11 @@ from uneven.launch.parity import (
     check_data_parity,
     check_facts,
     check_formats,
+    check_links,
     describe_initial,
     initial_norms,
 )
+from uneven.machines import links
 from uneven.machines.facts import collect_facts
 
 ROSTER = Roster(parse_devices("cpu,cuda:0,cuda:0,cpu"), (0, 1, 1, 2), ("node1", "node2", "node3"))
@@ -165,3 +167,27 @@ def test_machines_of_an_engine_compare_their_facts(
     found = on_ranks(check)
     assert all(one == found[0] for one in found)
     assert found[0] == [] if words is None else words in found[0]
+
+
+def test_machines_of_an_engine_try_the_ways_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo would wait half an hour for a way that is closed: all ranks refuse, and name it."""
+    monkeypatch.setattr(links, "BURST_S", 0.01)
+
+    def check(among: Among) -> None:
+        check_links(CONFIG, among, f"127.0.0.{among.roster.machines[among.rank] + 1}")
+
+    assert on_ranks(check) == [None] * 4
+
+    class Closed(links.Listener):
+        def __init__(self, address: str, token: str) -> None:
+            super().__init__(address, token)
+            if address == "127.0.0.3":
+                self.close()
+
+    monkeypatch.setattr("uneven.launch.parity.Listener", Closed)
+    found = on_ranks(check)
+    assert all(one == found[0] for one in found)
+    assert found[0].startswith("node3: the way from node1 (127.0.0.1) is closed (connection refused")
+    assert "sudo ufw allow from 127.0.0.1" in found[0]
+    skipped = RunConfig(batch_size=2, epochs=1, skip="links")
+    assert on_ranks(lambda among: check_links(skipped, among, "127.0.0.1")) == [None] * 4

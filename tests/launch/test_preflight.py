@@ -163,6 +163,7 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
     monkeypatch.setattr(parity, "describe_data", lambda _: {})
     monkeypatch.setattr(parity, "compare_data", lambda *_: None)
     monkeypatch.setattr(preflight, "check_facts", lambda *_: [])
+    monkeypatch.setattr(preflight, "check_links", lambda *_: None)
 
     def rank(number: int, progress: str) -> str:
         config = RunConfig(batch_size=2, epochs=1, progress=progress)
@@ -174,7 +175,7 @@ def test_only_the_first_rank_says_what_it_found_and_only_where_anything_is_said(
             devices=lambda _: devices,
             of_this_machine=lambda all_of_them: all_of_them[:1],
             roster_of=lambda all_of_them: Roster(all_of_them, (0, 1), ("lab-a", "lab-b")),
-            environment=SimpleNamespace(rank=number, connect=lambda _: store, door=None),
+            environment=SimpleNamespace(rank=number, connect=lambda _: store, door=None, address=""),
             starts=0,
             share=lambda value: [value, value],
         )

@@ -69,3 +69,12 @@ def test_a_disturbed_run_says_so_and_concludes_nothing() -> None:
     assert "Disturbed: the hypervisor took 22% of the CPU time. Do not compare this speed with another." in lines
     assert "trained 32 samples" in lines
     assert "of what the devices do alone" not in lines
+
+
+def test_a_generation_of_ranks_is_no_resumed_run() -> None:
+    state = trained()
+    assert state.timeline is not None
+    generation = {"slot": 2, "samples": 16, "devices": ["cpu"], "generation": 1, "why": "rank 1 was lost"}
+    lost = replace(state, segments=[*state.segments, generation])
+    calm = Interference.between(IDLE, CALM)
+    assert summary_lines(lost, state.timeline, calm)[0] == summary_lines(state, state.timeline, calm)[0]

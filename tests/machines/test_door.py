@@ -1,9 +1,12 @@
 """The door against strangers: whoever knows the token gets in, whatever others do to it meanwhile."""
 
+import errno
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from uneven.errors import InputError
 from uneven.machines.door import MOST_STRANGERS, Door, knock, listen, split_place
+from uneven.machines.unheard import tell_unheard
 from uneven.machines.wire import MAX_GREETING, Connection
 
 TOKEN = "the-right-token"
@@ -136,6 +140,19 @@ def test_a_handler_can_be_added_while_the_door_is_open(door: Door) -> None:
     connection.close()
 
 
+def test_whoever_knocks_before_the_door_is_open_waits() -> None:
+    """A machine that came between the door and its handler was told that there is no role 'node'."""
+    early = Door(listen("127.0.0.1"), TOKEN, is_open=False)
+    with ThreadPoolExecutor(1) as pool, closing(early):
+        knocked = pool.submit(knock, early.address, early.port, TOKEN, 20.0)
+        early.handlers["node"] = Guests()
+        early.open()
+        connection = knocked.result(20.0)
+        connection.send(role="node")
+        assert connection.read(20.0) == {"welcome": 1}
+        connection.close()
+
+
 def test_it_listens_on_one_address_and_within_the_ports() -> None:
     taken = listen("127.0.0.1")
     port = taken.getsockname()[1]
@@ -152,6 +169,37 @@ def test_no_leader_is_an_error_in_words() -> None:
         port = closed.getsockname()[1]
     with pytest.raises(InputError, match=f"no leader at 127.0.0.1:{port}.*uneven run"):
         knock("127.0.0.1", port, TOKEN, 0.3)
+
+
+def test_a_machine_that_hears_no_answer_says_so_and_a_stranger_cannot(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its firewall drops what the leader sends: TCP finds nothing, and a datagram needs one direction alone."""
+    tell_unheard(door.address, door.port, "a-wrong-token", "stranger")
+    tell_unheard(door.address, door.port + 1, TOKEN, "of-another-door")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        for garbage in (b"", b"\xff" * 200, b"x " + b"0" * 4000):
+            other.sendto(garbage, (door.address, door.port))
+
+    def no_answer(*_: object, **__: object) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("uneven.machines.door.socket.create_connection", no_answer)
+    with pytest.raises(InputError, match=r"no leader at .*sudo ufw allow from 127\.0\.0\.1"):
+        knock(door.address, door.port, TOKEN, 0.1)
+    end_s = time.monotonic() + 20.0
+    while not door.unheard and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert door.unheard == {"127.0.0.1": socket.gethostname()}
+
+
+def test_a_machine_without_the_leaders_family_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr("uneven.machines.door.socket.create_connection", unreachable)
+    with pytest.raises(InputError, match=f"{socket.gethostname()} has no way to an IPv4 address: .*--bind and an IPv6"):
+        knock("192.0.2.1", 7000, TOKEN, 0.1)
 
 
 @pytest.mark.parametrize("place", ["", "host", "host:", ":7000", "host:0", "host:70000", "host:x"])

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -48,6 +49,32 @@ def test_a_machine_with_another_token_is_not_reached() -> None:
     assert {difference.check for difference in judge(peers, reports)} == {"links"}
     assert all("node3" in str(difference) for difference in judge(peers, reports))
     assert reports[0]["heard"] == [1]
+
+
+def test_a_machine_probes_no_more_others_at_once_than_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run over more than 65 machines would refuse itself."""
+    monkeypatch.setattr(links, "AT_ONCE", 1)
+    monkeypatch.setattr(links, "BURST_S", 0.01)
+    open_now, most, lock = [0] * 4, [0] * 4, threading.Lock()
+    probe, burst = links._probe, links._send_burst
+
+    def counted_probe(peer: Peer, own_address: str, token: str) -> Any:
+        with lock:
+            me = int(own_address[-1]) - 1
+            open_now[me] += 1
+            most[me] = max(most[me], open_now[me])
+        return probe(peer, own_address, token)
+
+    def counted_burst(sock: socket.socket, seconds: float) -> float | None:
+        with lock:
+            open_now[int(sock.getsockname()[0][-1]) - 1] -= 1
+        return burst(sock, seconds)
+
+    monkeypatch.setattr(links, "_probe", counted_probe)
+    monkeypatch.setattr(links, "_send_burst", counted_burst)
+    peers, reports = reach_all(["secret"] * 4)
+    assert judge(peers, reports) == []
+    assert most == [1] * 4
 
 
 def test_a_port_that_nobody_listens_on_is_named_at_once() -> None:

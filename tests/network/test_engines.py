@@ -6,7 +6,9 @@ each starts four processes that load torch.
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -207,7 +209,8 @@ def test_a_wrong_interface_of_the_users_is_refused_by_all(script: Path, value: s
 
 
 @pytest.mark.soak
-def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.5])  # before the first heartbeats may have come, and after
+def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path, seconds: float) -> None:
     script.write_text(script.read_text().replace("epochs=2", "epochs=2000"))
     with network(script.parent, 3) as machines:
         ranks = start_slurm(machines, script, sys.executable)
@@ -215,10 +218,51 @@ def test_a_pulled_cable_ends_the_run_on_all_sides_naming_the_host(script: Path) 
         for line in ranks[0].stdout:
             if line.startswith("epoch 2/"):
                 break
+        time.sleep(seconds)
         machines[2].pull_cable()
+        pulled_s = time.monotonic()
         said = finish(ranks, 60)
+        assert time.monotonic() - pulled_s < 20.0
         assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
         for text in said[:2]:  # of every machine that is still there
             assert "rank 3 (cpu on node3) fell silent" in text
         assert "the store of rank 0 (node1, 10.77.0.1:" in said[3]
+        assert [machine.pids() for machine in machines] == [[], [], []]
+
+
+OWN_CODE = """
+import time, torch
+from uneven import Ddp, TensorData
+
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+ddp = Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), dataset=TensorData(torch.randn(64, 6)),
+                batch_size=8, epochs=2, progress="off")
+for epoch in range(2):
+    for x in ddp:
+        ddp.step(ddp(x).square().mean())
+    print("between epochs", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.soak
+def test_a_pulled_cable_in_code_of_the_users_own_ends_the_run_too(script: Path) -> None:
+    """No heartbeat is expected of such a rank, since its code may hold Python's lock: its kernel must answer."""
+    script.write_text(OWN_CODE)
+    with network(script.parent, 3) as machines:
+        ranks = start_slurm(machines, script, sys.executable)
+        for rank in ranks:
+            assert rank.stdout is not None
+            heard = list(takewhile(lambda line: not line.startswith("between epochs"), rank.stdout))
+            assert rank.poll() is None, heard
+        time.sleep(1.0)  # for a heartbeat of that phase
+        machines[2].pull_cable()
+        pulled_s = time.monotonic()
+        said = finish(ranks, 60)
+        assert time.monotonic() - pulled_s < 20.0
+        assert [rank.returncode for rank in ranks] == [1, 1, 1, 1], said
+        for text in said[:2]:
+            assert "rank 3 (cpu on node3) fell silent" in text, said
+            assert "it or its machine is gone" in text
         assert [machine.pids() for machine in machines] == [[], [], []]

@@ -157,7 +157,7 @@ def test_units_are_whole_only_while_they_compute() -> None:
         seen.append(whole(strategy))
         loss.backward()
         seen.append(whole(strategy))
-        held = sum(shards.own.numel() for unit in strategy._units for shards in unit.flat_shards)
+        held = sum(shards.held[group.rank].numel() for unit in strategy._units for shards in unit.flat_shards)
         kept = sum(param.untyped_storage().nbytes() for param in model.parameters())
         return seen, held, kept
 

@@ -20,7 +20,8 @@ class Cluster:
     wander: float = 0.0  # a factor that holds for some dozen slots: noise that a window does not average out
     stop: tuple[int, int, float] | None = None  # (rank, from this slot on, ms): stands still, once
     freeze: tuple[int, float, float] | None = None  # (rank, probability, ms): stands still before it asks for a slot
-    change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor of its time)
+    change: tuple[int, int, float] | None = None  # (rank, from this slot on, factor of its time) ...
+    recovers: int | None = None  # ... until this slot
     lies: list[float] | None = None  # factors of the times that ranks tell the others
     transfer_ms: float = 1.0
     touch_ms: float = 0.1  # a snapshot or a merge, of the rank's own time

@@ -29,7 +29,9 @@ def check(outcome: Outcome) -> None:
     trained = sum(cluster.samples(slot) for slot in range(start, stop))
     assert sum(row.samples for one in rounds for row in one.rows.values()) == trained, "work outside all averages"
     dues = [one.due for one in rounds]
-    assert dues == sorted(set(dues)), "rounds out of axis order"
+    assert dues == sorted(dues), "rounds out of axis order"
+    late = [any(row.returned or row.kept for row in one.rows.values()) for one in rounds]
+    assert all(a < b or was_late for a, b, was_late in zip(dues, dues[1:], late, strict=False)), "a round without slots"
     assert dues[-1] == stop, "the last round is not at the end"
     for one in rounds:
         assert len(one.merged_ms) == cluster.ranks, "a rank missed a round"
@@ -40,7 +42,7 @@ def check(outcome: Outcome) -> None:
     while event < stop:
         last, event = event, outcome.next_event(event)
         assert event in dues, "an event without a round"
-        one = rounds[dues.index(event)]
+        one = rounds[len(dues) - 1 - dues[::-1].index(event)]  # the last one there: before it a rank may have been late
         assert all(row.next_slot >= event for row in one.rows.values()), "a rank passed an event too early"
         assert all(free_ms <= start and end <= one.met_ms for _, start, end in work[last - start : event - start]), (
             "a slot on the wrong side of an event"

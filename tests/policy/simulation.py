@@ -218,6 +218,7 @@ class _Rank:
         if self.windows.is_blocking:
             self.slot_schedule.settle()
         row = self._costs._replace(
+            **self.slot_schedule.hand_back(),
             next_slot=float(self.slot_schedule.next_slot),
             samples=self._samples,
             busy_ms=self._busy_ms,
@@ -262,8 +263,8 @@ class _Rank:
         cluster, rng = self.cluster, self._rng
         ms = cluster.slot_ms[self.rank] * cluster.samples(slot) / cluster.slot_size
         ms *= 1.0 + rng.uniform(-cluster.jitter, cluster.jitter)
-        if cluster.change is not None and cluster.change[0] == self.rank and slot >= cluster.change[1]:
-            ms *= cluster.change[2]
+        if cluster.change is not None and cluster.change[0] == self.rank:
+            ms *= cluster.change[2] if cluster.change[1] <= slot < (cluster.recovers or cluster.total) else 1.0
         if cluster.spikes and rng.random() < cluster.spikes:
             ms *= 3.0
         if cluster.wander:
@@ -285,7 +286,7 @@ class _Rank:
         self.simulation.outcome.work.append((slot, self._start_ms, self.simulation.now_ms))
         self.simulation.outcome.slots.setdefault(self.rank, []).append(slot)
         self._samples += self.cluster.samples(slot)
-        self.slot_schedule.trained()
+        self.slot_schedule.trained(self.simulation.now_ms - self._start_ms)
         if self.slot_schedule.in_flight:
             self.most_lead = max(self.most_lead, self.slot_schedule.staleness)
 

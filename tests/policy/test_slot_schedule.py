@@ -47,7 +47,10 @@ def clusters(draw: st.DrawFn) -> Cluster:
         jitter=draw(st.sampled_from([0.0, 0.05, 0.3])),
         spikes=draw(st.sampled_from([0.0, 0.05])),
         stop=draw(st.sampled_from([None, (0, total // 2, 2000.0), (ranks - 1, 0, 2000.0)])),
-        change=draw(st.sampled_from([None, (0, total // 2, 4.0), (ranks - 1, total // 2, 0.2)])),
+        change=draw(
+            st.sampled_from([None, (0, total // 2, 4.0), (ranks - 1, total // 2, 0.2), (0, total // 3, 100.0)])
+        ),
+        recovers=draw(st.sampled_from([None, 2 * total // 3])),
         transfer_ms=draw(st.sampled_from([0.01, 1.0, 100.0])),
         claim_ms=draw(st.sampled_from([0.0, 0.1, 3.0])),
         lookahead=draw(st.sampled_from([0, 0, 1, 2, 8])),

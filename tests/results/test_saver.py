@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.results.checkpoints import make_part, make_whole, write_checkpoint
+from uneven.errors import GroupLostError
 from uneven.results import saver as module
 from uneven.results.checkpoint import RankPart, Whole, read_checkpoint, write_rank_part
 from uneven.results.checkpoint_folders import prune
@@ -135,6 +136,23 @@ def test_a_full_disk_costs_the_save_and_says_what_is_needed(
         saver.close()
     assert names_in(tmp_path) == ["step-4", "step-8"]
     assert savers[0].take_notes() == []
+
+
+def test_who_waits_for_a_part_that_will_not_come_is_told_when_its_group_is_lost(
+    tmp_path: Path, make_saver: MakeSaver
+) -> None:
+    saver = make_saver(0, 2)
+    saver.start(tmp_path / "step-4", taking(0))
+
+    def check() -> None:
+        raise GroupLostError("rank 1 is gone")
+
+    with pytest.raises(GroupLostError, match="rank 1 is gone"):
+        saver.finish(check)
+    saver.close()
+    (line,) = saver.take_notes()
+    assert "rank 1 has not written its part" in line
+    assert [name for name in names_in(tmp_path) if "failed" not in name] == []
 
 
 def test_a_file_that_may_not_grow_is_an_error_of_the_disk(tmp_path: Path) -> None:

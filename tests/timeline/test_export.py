@@ -60,3 +60,15 @@ def test_ranks_of_one_machine_count_from_the_first_start() -> None:
     assert [lane.spans[0][1] for lane in together.lanes] == [0, 30]
     assert [event.t_ns for event in together.events] == [2, 32]
     assert [account.rank for account in together.accounts] == [0, 1]
+
+
+def test_a_rank_whose_number_changed_has_one_lane_with_all_of_its_events(tmp_path: Path) -> None:
+    recorder = Recorder(2, clock=iter(range(100, 150)).__next__)
+    recorder.event("shares")
+    recorder.rank = 0  # the ranks before it were lost
+    recorder.event("generation", number=1)
+    recorder.close()
+    save_timeline(Timeline.merge([Timeline.of(recorder, "cpu", [])]), tmp_path)
+    record = json.loads((tmp_path / "timeline.json").read_text())
+    assert [(event["rank"], event["kind"]) for event in record["events"]] == [(0, "shares"), (0, "generation")]
+    assert [lane["rank"] for lane in record["ranks"]] == [0]

@@ -39,6 +39,15 @@ class Loss:
     blind: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Join:
+    """This newcomer, which is ready, is admitted when a member begins the n-th collective of a generation."""
+
+    member: str
+    collective: int
+    generation: int = 0
+
+
 class DiedError(Exception):
     """What a victim's thread ends with."""
 
@@ -46,13 +55,14 @@ class DiedError(Exception):
 class Leader:
     """Announces generations, as the launcher does."""
 
-    def __init__(self, members: Sequence[str], losses: Sequence[Loss]) -> None:
-        self.losses = tuple(losses)
+    def __init__(self, members: Sequence[str], losses: Sequence[Loss], joins: Sequence[Join] = ()) -> None:
+        self.losses, self.joins = tuple(losses), tuple(joins)
         self._changed = threading.Condition()
         self._rooms: list[_Room] = []
         self.generations: list[Generation] = []
         self.causes: list[str] = []
         self._finished: set[tuple[int, str]] = set()
+        self.facts: dict[str, Any] = {}  # that newcomers are told
         self.begun = 0  # the collectives of a member before its first step
         self.collectives: list[int] = []  # of each generation, by the member that ran most
         self.store = MemoryStore()
@@ -78,6 +88,20 @@ class Leader:
                 self._announce(left, f"{member} {why}")
             self._changed.notify_all()
         broken.fail()
+
+    def admit(self, join: Join) -> None:
+        with self._changed:
+            if self.newest.number > join.generation or join.member in self.newest.members:
+                return
+            broken = self._rooms[-1]
+            self._announce((*self.newest.members, join.member), f"{join.member} joins")
+            self._changed.notify_all()
+        broken.fail()
+
+    def wait_for(self, member: str) -> Generation:
+        with self._changed:
+            assert self._changed.wait_for(lambda: member in self.newest.members, LIMIT_S), f"{member} is not admitted"
+            return self.newest
 
     def wait_after(self, number: int) -> Generation:
         with self._changed:
@@ -123,10 +147,17 @@ class LossyGroup(ThreadGroup):
             room.fail()
         return twin
 
+    def broadcast(self, tensor: Tensor, owner: int = 0) -> Work:
+        # Nothing is ever written into what a rank sends to the others.
+        return super().broadcast(tensor.clone() if owner == self.rank else tensor, owner)
+
     def _meet(self, tensor: Tensor, compute: Callable[[list[Tensor]], Tensor], owner: int | None = None) -> Work:
         place = self.started[0]
         self.started[0] += 1
         self.leader.collectives[self.number] = max(self.leader.collectives[self.number], self.started[0])
+        for join in self.leader.joins:
+            if (join.generation, join.collective) == (self.number, place):
+                self.leader.admit(join)
         loss = next((o for o in self.leader.losses if (o.generation, o.collective) == (self.number, place)), None)
         if loss is None:
             return super()._meet(tensor, compute, owner)
@@ -180,6 +211,12 @@ class FakeMembership:
         self._leader, self._member = leader, member
         self.settled_in: list[int] = []
 
+    def begin(self, facts: dict[str, Any]) -> None:
+        self._leader.facts = facts
+
+    def enter(self) -> Generation:
+        return self._leader.wait_for(self._member)
+
     def is_stale(self, number: int) -> bool:
         return self._leader.newest.number > number
 
@@ -205,17 +242,29 @@ class FakeMembership:
 
 
 def on_lossy_threads(
-    size: int, losses: Sequence[Loss], function: Callable[[RankInfo, LossyGroup, FakeMembership], T]
+    size: int,
+    losses: Sequence[Loss],
+    function: Callable[[RankInfo, LossyGroup, FakeMembership], T],
+    joins: Sequence[Join] = (),
 ) -> tuple[dict[str, T], Leader]:
-    """function(info, group, membership) on every member; the results of those who have not died."""
+    """function(info, group, membership) on every member; the results of those who have not died.
+
+    A newcomer's group is of no use to it: its worker forms its first one when it is admitted.
+    """
     members = [f"m{number}" for number in range(size)]
-    leader = Leader(members, losses)
+    leader = Leader(members, losses, joins)
+    members += [join.member for join in joins]
 
     def run(rank: int) -> T | None:
         first = leader.generations[0]
-        info = RankInfo(rank, first.roster.devices, roster=first.roster, member=members[rank])
+        roster, is_newcomer = first.roster, rank >= size
+        if is_newcomer:
+            roster = Roster.on_one_machine(parse_devices(["cpu"] * (size + 1)))
+        place = min(rank, size)
+        info = RankInfo(place, roster.devices, roster=roster, member=members[rank], is_newcomer=is_newcomer)
+        group = leader.group(first, members[0 if is_newcomer else rank])
         try:
-            return function(info, leader.group(first, members[rank]), FakeMembership(leader, members[rank]))
+            return function(info, group, FakeMembership(leader, members[rank]))
         except DiedError:
             leader.lose(members[rank])
             return None
@@ -223,8 +272,8 @@ def on_lossy_threads(
             leader.lose(members[rank], f"failed: {error!r}")
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(run, rank) for rank in range(len(members))]
     failed = [error for future in futures if (error := future.exception()) is not None]
     for error in failed:
         raise error

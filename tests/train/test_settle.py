@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Silent
-from tests.train.clusters import FakeMembership, Loss, LossyGroup, flat, on_lossy_threads
+from tests.train.clusters import FakeMembership, Join, Loss, LossyGroup, flat, on_lossy_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.tensors import TensorData
@@ -53,7 +53,9 @@ class Begun(Silent):
         self._group.leader.begun = self._group.started[0]
 
 
-def train(size: int, losses: list[Loss], optimizer: str = "adam", **changes: Any) -> tuple[dict[str, Any], Any]:
+def train(
+    size: int, losses: list[Loss], optimizer: str = "adam", joins: list[Join] | None = None, **changes: Any
+) -> tuple[dict[str, Any], Any]:
     settings = {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "policy": "balanced"} | changes
     config = resolve({**settings, "sync_batchnorm": True})
     data = TensorData(X.double(), Y)
@@ -65,7 +67,7 @@ def train(size: int, losses: list[Loss], optimizer: str = "adam", **changes: Any
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
 
-    return on_lossy_threads(size, losses, rank)
+    return on_lossy_threads(size, losses, rank, joins or [])
 
 
 def check(found: dict[str, Any], alone: TrainedState) -> None:
@@ -147,3 +149,29 @@ def test_one_rank_is_left(alone: TrainedState) -> None:
     begin = places(2)
     for place in (begin[3], begin[-1]):
         check(lose(2, Loss("m0", place)), alone)
+
+
+@pytest.mark.parametrize("step", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_newcomer_joins_at_some_collective(size: int, step: int, alone: TrainedState) -> None:
+    """It gets params, optimizer state, buffers, schedule and history; the global batch stays."""
+    _, leader = train(size, [], policy="sync")
+    for place in range(leader.begun, leader.collectives[0] - 6, step):
+        found, leader = train(size, [], policy="sync", joins=[Join("new", place)])
+        assert set(found) == {*(f"m{n}" for n in range(size)), "new"}
+        assert len(leader.generations) == 2
+        check(found, alone)
+
+
+@pytest.mark.parametrize("step", [pytest.param(9, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_a_rank_is_lost_while_a_newcomer_joins(step: int, alone: TrainedState) -> None:
+    _, leader = train(3, [], policy="sync")
+    join = Join("new", leader.begun + 7)
+    _, leader = train(3, [], policy="sync", joins=[join])
+    for place in range(0, leader.collectives[1] - 6, step):
+        for victim in ("m0", "new"):
+            found, _ = train(3, [Loss(victim, place, 1)], policy="sync", joins=[join])
+            assert set(found) == {"m0", "m1", "m2", "new"} - {victim}
+            check(found, alone)

@@ -14,10 +14,12 @@ from uneven.config import Task, resolve
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
-from uneven.policy.axis import Axis
+from uneven.policy.axis import Axis, Part
 from uneven.policy.exact import Balanced
 from uneven.policy.finish import Cost
+from uneven.policy.windows import RoundReport, Windows
 from uneven.timeline.record import Recorder
+from uneven.train.local_sgd import LocalSGD
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.stragglers import MOST_LINES, Stragglers
 from uneven.train.worker import Worker
@@ -37,8 +39,8 @@ def make_model() -> nn.Module:
     return model
 
 
-def train(size: int, batch_size: int) -> tuple[list[RankResult], list[str]]:
-    config = resolve({"batch_size": batch_size, "epochs": 1, "seed": 3, "policy": "balanced"})
+def train(size: int, batch_size: int, policy: str = "balanced") -> tuple[list[RankResult], list[str]]:
+    config = resolve({"batch_size": batch_size, "epochs": 1, "seed": 3, "policy": policy})
     task = Task(
         make_model,
         lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -57,7 +59,7 @@ def train(size: int, batch_size: int) -> tuple[list[RankResult], list[str]]:
         return Worker(task, config, info, lambda _: group, threading.Event(), report).train()
 
     results = on_threads(size, rank)
-    axis = Axis(len(X), batch_size * size, 1)
+    axis = Axis(len(X), config.slot_size(size), 1)
     prove_exactly_once(axis, [result.log for result in results], axis.total)
     return results, said
 
@@ -91,11 +93,39 @@ def test_balanced_leaves_out_a_straggler_says_so_once_and_takes_it_back(monkeypa
         torch.testing.assert_close(results[0].state.params[name], value, rtol=1e-12, atol=1e-12)
 
 
+def test_cadence_hands_over_the_slots_of_a_straggler_and_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole runs: every slot once (in `train`), replicas equal, and no slot waits for the rank that is late."""
+    step = LocalSGD._step
+    returned: list[float] = []
+    merged = Windows.note
+
+    def on_a_simulated_device(self: LocalSGD, part: Part, micros: Any) -> float:
+        before, is_slow = self.tally.busy_ms, self.engine.rank_info.rank == 1 and part.slot.index >= 60
+        step(self, part, micros)
+        self.tally.busy_ms = before + (1000.0 if is_slow else 10.0)
+        return 1000.0 if is_slow else 10.0
+
+    def listen(self: Windows, reports: Sequence[RoundReport]) -> Any:
+        returned.append(sum(report.returned for report in reports))
+        return merged(self, reports)
+
+    monkeypatch.setattr(LocalSGD, "_step", on_a_simulated_device)
+    monkeypatch.setattr(Windows, "note", listen)
+    results, said = train(2, 8, "cadence")
+    assert max(returned) > 0, "nothing changed hands"
+    told = [line for line in said if line.lstrip().startswith("rank 1 (cpu)")]
+    assert "left out" in told[0]
+    slow = [slot for slot, _, _ in results[1].log if slot >= 60]
+    assert len(slow) < 20, "its slots were trained by the other"
+    for name, value in results[0].state.params.items():
+        assert torch.equal(results[1].state.params[name], value)
+
+
 def test_a_rank_at_the_edge_of_use_is_told_of_a_few_times() -> None:
     devices = parse_devices(["cpu", "cpu", "cpu"])
     recorder = Recorder(1, lambda: 0)
-    stragglers = Stragglers(recorder, RankInfo(1, devices))
-    lines = stragglers.follow(0, (4, 4, 0))
+    stragglers = Stragglers(recorder, RankInfo(1, devices), (4, 4, 0))
+    lines = stragglers.follow(0, (5, 3, 0))
     assert lines == [], "a rank without samples from the start is no straggler"
     for slot in range(1, 21):
         lines += stragglers.follow(slot, (4, slot % 2 * 4, 0))

@@ -161,7 +161,11 @@ class Ddp:
         """
         context = process_context()
         rank_info = context.make_rank_info()
-        context.join(model, rank_info)
+        try:
+            context.join(model, rank_info)
+        except BaseException:
+            context.end_run()  # its watch over the other ranks is on already
+            raise
         return Wrapped(model, rank_info, context.end_run)
 
     @staticmethod

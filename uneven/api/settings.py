@@ -43,6 +43,7 @@ class Settings(TypedDict, total=False):
     shares: Sequence[float] | None
     strategy: Strategy | None
     memory_shares: Sequence[float] | None
+    redundancy: int
     memory_cap: int | Sequence[int] | None
     bucket_mb: float | None
     activations: Activations
@@ -147,6 +148,10 @@ class SettingMethods:
     def memory_shares(self, memory_shares: Sequence[float] | None) -> "Self":
         """How a strategy divides its bytes, one number per device, as in 15,6."""
         return self.settings(memory_shares=memory_shares)
+
+    def redundancy(self, redundancy: int) -> "Self":
+        """Copies of every shard on another device: with 1 any device may be lost."""
+        return self.settings(redundancy=redundancy)
 
     def memory_cap(self, memory_cap: int | Sequence[int] | None) -> "Self":
         """Samples a device may hold at once: one number for all devices, or one per device, as in 64,16."""

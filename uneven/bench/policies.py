@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.folders import read_json
 from uneven.bench.single.process import flags, run_uneven
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import ENTRY_KEYS, POLICIES
 from uneven.errors import InputError
+from uneven.files import read_json
 from uneven.launch.script import refuse_plain_script
 from uneven.timeline.timeline import Timeline
 

@@ -26,23 +26,39 @@ def join(
     wait: Annotated[
         float, typer.Option("--wait", help="How long to try while no leader answers.", metavar="SECONDS")
     ] = 8.0,
+    only_when_idle: Annotated[
+        bool, typer.Option("--only-when-idle", help="Wait until nobody has used this machine for 5 minutes.")
+    ] = False,
+    between: Annotated[
+        str | None,
+        typer.Option("--between", help="Wait for this time of the day, as in 22:00-07:00.", metavar="HH:MM-HH:MM"),
+    ] = None,
+    on_battery: Annotated[
+        bool, typer.Option("--on-battery/--not-on-battery", help="Whether to take part while it runs on battery.")
+    ] = True,
 ) -> None:
     """Take part in a run that another machine leads, with this machine's devices.
 
     Script, arguments and settings come from the leader; the script must be here too, at the same path below the
     current folder and with the same content. The token may also be in UNEVEN_TOKEN. Exit codes as of uneven run.
+    A machine that somebody needs waits before it joins, and says why: in use are one at whose terminals somebody
+    types, and one whose other programs use a fifth of its cores.
 
     Examples:
 
       uneven join 192.0.2.10:29400 --token TOKEN
 
       uneven join 192.0.2.10:29400 --token-file token --devices cuda:0,cuda:1 --allow-ship
+
+      uneven join 192.0.2.10:29400 --token-file token --only-when-idle --between 22:00-07:00 --not-on-battery
     """
+    from uneven.hardware.presence import Rules, parse_between, wait_until_free
     from uneven.launch.node import JoinOptions, join_run
     from uneven.machines.options import need_token, read_token
 
+    def say(line: str) -> None:
+        print(f"uneven: {line}", file=sys.stderr, flush=True)
+
     known = need_token(read_token(token, token_file))
-    join_run(
-        JoinOptions(leader, known, devices, script, allow_ship, wait),
-        lambda line: print(f"uneven: {line}", file=sys.stderr, flush=True),
-    )
+    wait_until_free(Rules(only_when_idle, () if between is None else parse_between(between), on_battery), say)
+    join_run(JoinOptions(leader, known, devices, script, allow_ship, wait), say)

@@ -12,6 +12,7 @@ import typer
 
 import uneven
 from uneven.cli import bench, data, state
+from uneven.cli.chaos import chaos
 from uneven.cli.demo import demo
 from uneven.cli.devices import devices
 from uneven.cli.diagnose import diagnose
@@ -63,6 +64,7 @@ def _root(
 
 app.command("run")(run)
 app.command("join")(join)
+app.command("chaos")(chaos)
 app.command("preflight")(preflight)
 app.command("devices")(devices)
 app.command("diagnose")(diagnose)

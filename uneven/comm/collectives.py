@@ -4,7 +4,7 @@ Rank r owns flat[bounds[r]:bounds[r + 1]], which may be empty; all ranks must kn
 all-gather and reduce-scatter want equal shards, or refuse unequal ones on Gloo.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -18,17 +18,24 @@ def broadcast_params(group: Group, tensors: Iterable[Tensor]) -> None:
     WorkList([group.broadcast(tensor.detach()) for tensor in tensors]).wait()
 
 
-def all_gather_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
-    """Every owner's shard to all ranks: one broadcast per owner, on Gloo faster than an all-gather of equal shards."""
-    return WorkList([group.broadcast(shard, owner) for owner, shard in _shards(flat, bounds)])
+def all_gather_shards(
+    group: Group, flat: Tensor, bounds: Sequence[int], aside: Mapping[int, Tensor] | None = None
+) -> WorkList:
+    """Every owner's shard to all ranks: one broadcast per owner, on Gloo faster than an all-gather of equal shards.
+
+    `aside`: by owner, other tensors of this rank's in which shards arrive, in place of their range of `flat`.
+    """
+    found = aside or {}
+    return WorkList([group.broadcast(found.get(owner, shard), owner) for owner, shard in _shards(flat, bounds)])
 
 
-def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int]) -> WorkList:
+def reduce_scatter_shards(group: Group, flat: Tensor, bounds: Sequence[int], *, to_all: bool = False) -> WorkList:
     """Every shard summed at its owner; what a rank then holds of the others' shards is undefined.
 
-    Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory.
+    Gloo all-reduces the whole buffer in less time than it reduces shards to their owners, in the same memory. `to_all`
+    asks for that on NCCL too: other ranks need sums that are not their own.
     """
-    if not group.is_nccl(flat):
+    if to_all or not group.is_nccl(flat):
         return WorkList([group.all_reduce(flat)] if flat.numel() else [])
     return WorkList([group.reduce(shard, owner) for owner, shard in _shards(flat, bounds)])
 

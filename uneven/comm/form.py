@@ -15,7 +15,7 @@ from uneven.comm.group import Group, SoloGroup, TorchGroup
 from uneven.comm.hierarchy import join_machines
 from uneven.comm.shared_memory import share
 from uneven.comm.store import Store
-from uneven.errors import GroupLostError
+from uneven.errors import RankError
 
 
 def form_group(
@@ -40,7 +40,7 @@ def form_group(
     `generation`: its number in the run; `store` has the keys of this generation alone. A later one than the first is
     given up with a GroupLostError where a peer does not come soon, or where `is_stale` says, which is asked meanwhile
     by the calling thread, that a newer one is wanted; then nothing of it is left. Groups made by its `new_group`
-    likewise.
+    likewise. With 'nccl' there is none: RankError.
     """
     if size == 1:
         return SoloGroup(generation)
@@ -72,7 +72,9 @@ def _form_again(
     forming: Forming,
 ) -> Group:
     if backend == "nccl":
-        raise GroupLostError("a rank is gone, and a group of NCCL is not formed a second time in one process")
+        # A kernel that waits for the lost peer may not end by an abort, see TorchGroup; where it does, with undefined
+        # values, the optimizer's step is enqueued behind it.
+        raise RankError("a rank is lost: with backend='nccl' the others cannot go on without it; use backend='cpu'")
     gloo = GlooGroup(store, rank, size, generation, forming)
     num_machines = 1 if machines is None else len(set(machines))
     group: Group = gloo

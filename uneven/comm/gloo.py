@@ -18,6 +18,8 @@ from uneven.comm.store import Store, under
 from uneven.comm.work import GlooWork, Traffic
 from uneven.errors import GroupLostError
 
+_ONE_AT_A_TIME = threading.Lock()  # devices, so that the address of each is known
+
 
 class GlooGroup:
     """A Group of `size` ranks, counted among themselves; `store` has the keys of this group alone.
@@ -119,7 +121,8 @@ class _Formed:
     def connect(self, store: Store) -> Any:
         """Gloo's constructor waits for peers: in a thread, which ends by Gloo's own limit where it is left alone."""
         self.lost.check()
-        options, own = listening_since(lambda: make_options(self._forming.limit), count_devices())
+        with _ONE_AT_A_TIME:
+            options, own = listening_since(lambda: make_options(self._forming.limit), count_devices())
         self._connections.add(store, own, self._forming)
         made: list[Any] = []
         failed: list[RuntimeError] = []
@@ -136,6 +139,8 @@ class _Formed:
         thread = threading.Thread(target=make, name="uneven-connect", daemon=True)
         thread.start()
         self._forming.poll(lambda: not thread.is_alive())
+        if failed and isinstance(failed[0], dist.DistNetworkError):
+            raise failed[0]  # the store is gone, not a peer
         if failed:
             raise GroupLostError(f"a peer was lost while the group was formed: {failed[0]}") from failed[0]
         made[0]._set_default_timeout(TIMEOUT)

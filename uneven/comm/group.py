@@ -76,6 +76,8 @@ class TorchGroup:
     """A group of processes, formed through the rendezvous store.
 
     Host tensors use Gloo. CUDA tensors too, or NCCL if `nccl` is this rank's device; then every rank must have one.
+    With NCCL an abort is heard of at the next collective or wait, not by a thread that waits for the device: torch's
+    own abort of a communicator did not return beside one that does (torch 2.11, two ranks on one H200).
     """
 
     has_cheap_host_sums = False

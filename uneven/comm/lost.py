@@ -27,7 +27,7 @@ class Lost:
 
     def abort(self, why: str) -> None:
         """The first reason stays; an abort comes before a close, for it says why."""
-        if not isinstance(self.error, GroupLostError):
+        if not self.is_aborted:
             self.error = GroupLostError(why)
 
     def close(self) -> None:
@@ -39,8 +39,12 @@ class Lost:
             raise type(self.error)(*self.error.args)  # one of its own for every thread that raises it
 
     @property
+    def is_aborted(self) -> bool:
+        return isinstance(self.error, GroupLostError)
+
+    @property
     def is_lost(self) -> bool:
-        return self.has_lost_peer or isinstance(self.error, GroupLostError)
+        return self.has_lost_peer or self.is_aborted
 
 
 def as_lost(error: RuntimeError) -> RuntimeError:

@@ -7,7 +7,7 @@ A peer that is gone, and a group that was aborted, are a GroupLostError whoever 
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,7 @@ class Work:
         self._traffic = traffic
         self._lost = Lost() if lost is None else lost
         self._future: torch.futures.Future[torch.Tensor] | None = None
+        self._why_lost: str | None = None  # what `wait` has raised, and raises again
         traffic.collectives += 1
         traffic.payload_bytes += tensor.numel() * tensor.element_size()
 
@@ -61,6 +62,8 @@ class Work:
             self._inner = None
             if self._future is not None and not self._future.done():
                 self._future.set_result(self._tensor)
+        if self._why_lost is not None:
+            raise GroupLostError(self._why_lost)  # here: from inside it would hold the transport's work
         return self._tensor
 
     def is_completed(self) -> bool:
@@ -70,18 +73,23 @@ class Work:
     def _await(self, inner: Any) -> None:
         inner.wait()
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
-        found = as_lost(error)
-        self._lost.has_lost_peer |= isinstance(found, GroupLostError)
+    def _fail(self, error: RuntimeError) -> None:
+        """Remember that the group is lost, and let go of the work with its tensors; another error is raised."""
+        # An abort cuts connections, of which the transport may tell first: its own words say more.
+        lost = self._lost.error if self._lost.is_aborted else as_lost(error)
+        if not isinstance(lost, GroupLostError):
+            raise error
+        self._why_lost, self._lost.has_lost_peer = str(lost), True
         if self._future is not None and not self._future.done():
-            self._future.set_exception(found)  # type: ignore[arg-type]  # torch's stubs want a result
-        raise found from (None if found is error else error)
+            self._future.set_exception(GroupLostError(self._why_lost))  # type: ignore[arg-type]  # wrong stubs
 
     def get_future(self) -> "torch.futures.Future[torch.Tensor]":
         """A future of the result, set when the collective completes, at the latest by `wait()`."""
         if self._future is None:
             self._future = torch.futures.Future()
-            if self._inner is None:
+            if self._why_lost is not None:
+                self._future.set_exception(GroupLostError(self._why_lost))  # type: ignore[arg-type]  # wrong stubs
+            elif self._inner is None:
                 self._future.set_result(self._tensor)
             else:
                 _link_futures(self._inner, self._future, self._tensor)
@@ -101,7 +109,7 @@ def _link_futures(inner: Any, future: "torch.futures.Future[torch.Tensor]", tens
         try:
             done.value()
         except RuntimeError as error:
-            future.set_exception(as_lost(error))  # type: ignore[arg-type]  # torch's stubs want a result
+            future.set_exception(as_lost(error))  # type: ignore[arg-type]  # wrong stubs
         else:
             future.set_result(tensor)
 
@@ -117,12 +125,12 @@ class GlooWork(Work):
             self.wait()
             return True
         try:
-            is_over = _is_over(self._inner, timedelta(milliseconds=max(1, round(1e3 * seconds))))
+            if not _is_over(self._inner, timedelta(milliseconds=max(1, round(1e3 * seconds)))):
+                return False
         except RuntimeError as error:
             self._fail(error)
-        if is_over:
-            self.wait()
-        return is_over
+        self.wait()
+        return True
 
     def _await(self, inner: Any) -> None:
         while not _is_over(inner, _SLICE):

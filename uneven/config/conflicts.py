@@ -55,10 +55,22 @@ def _check_strategy(config: Any) -> None:
             f"memory_shares={config.memory_shares!r} divides the bytes of a strategy, and strategy={name!r} has "
             f"nothing to divide; use one of {', '.join(SHARDED)}, or leave it out"
         )
+    _check_redundancy(config, name)
     if config.compile == "graph" and name in SHARDED:
         raise InputError(f"compile='graph' with strategy={name!r}: a captured step has whole params; use 'off'")
     if name is not None and not config.is_replicated:
         _check_sharded_model(config, name)
+
+
+def _check_redundancy(config: Any, name: str | None) -> None:
+    """InputError where nothing can be kept for another device."""
+    allowed = [one for one in SHARDED if one not in MODEL_PARALLEL]
+    if config.redundancy and name not in allowed:
+        what = "has layers that no other device can keep" if name in MODEL_PARALLEL else "shards nothing"
+        raise InputError(
+            f"redundancy={config.redundancy} keeps copies of shards, and strategy={name!r} {what}; use one of "
+            f"{', '.join(allowed)}, or leave it out"
+        )
 
 
 def _check_activations(config: Any) -> None:

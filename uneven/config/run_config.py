@@ -120,6 +120,10 @@ class RunConfig:
             default="by the devices' memory",
         ),
     )
+    redundancy: int = field(
+        default=0,
+        metadata=about("Copies of every shard on another device: with 1 any device may be lost.", least=0, most=1),
+    )
     memory_cap: int | tuple[int, ...] | None = field(
         default=None,
         metadata=about(

@@ -28,7 +28,8 @@ def assemble(environment: LaunchEnvironment) -> tuple[LaunchEnvironment, Placeme
     name, facts = rendezvous(environment.connect("meeting"), rank, size, read_facts(environment), warn)
     environment = replace(environment, prefix=f"{environment.prefix}{name}/")
     placement = Placement(facts)
-    return environment, placement, settle_interface(environment.connect("interface"), rank, placement)
+    address, lines = settle_interface(environment.connect("interface"), rank, placement)
+    return replace(environment, address=address), placement, lines
 
 
 def await_all(store: Store, rank: int, size: int, refusals: Store | None = None) -> None:

@@ -28,8 +28,8 @@ from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
-from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.first_group import describe_data, form_first_group
+from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.membership import has_crowd
 from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
@@ -203,18 +203,18 @@ class ProcessContext:
 
         given = (task, config, rank_info, join, requests.stop, report)
         worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
-        if can_lose and config.on_fault == "go-on" and self.environment.is_launched and rank_info.world_size > 1:
+        has_others = rank_info.world_size > 1 or self.environment.door is not None  # who may join by it
+        if can_lose and config.on_fault == "go-on" and self.environment.is_launched and has_others:
             told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
             worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
         """Of a process that joins those of the run, once it is on, or RefusedError; of any other its own."""
-        if not self.ranks.is_newcomer:
-            return config
-        facts = newcomer.await_facts(self.environment.connect(""))
-        self._shared, self.starts = facts["shared"], facts["starts"]
-        return newcomer.adopt_settings(config, facts)
+        if self.ranks.is_newcomer:
+            facts = newcomer.await_facts(self.environment.connect(""))
+            self._shared, self.starts, config = facts["shared"], facts["starts"], newcomer.adopt_settings(config, facts)
+        return config
 
     def close_run(self) -> None:
         """The run has its result: nobody can join it any more."""
@@ -227,8 +227,9 @@ class ProcessContext:
         devices = devices or placed or (Device("cpu"),) * self.environment.world_size
         roster = self.roster_of(devices)
         leader = None if roster.is_one_machine else self.leader
-        own = (self.environment.rank, devices)
-        return RankInfo(*own, roster=roster, member=self.member, generation=self.ranks.generation, leader=leader)
+        info = RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
+        info.generation, info.is_newcomer = self.ranks.generation, self.ranks.is_newcomer
+        return info
 
     def join(
         self,
@@ -248,6 +249,9 @@ class ProcessContext:
             raise RefusedError(f"{newcomer.CANNOT_BE_JOINED}: {newcomer.BY_HAND}")
         self._runs += 1
         is_single, is_crowded = rank_info.world_size == 1, config is not None and self.is_crowded(rank_info.devices)
+        if self.environment.is_external and not is_single:
+            await_all(self.environment.connect(f"run/{self._runs}"), rank_info.rank, rank_info.world_size)
+            self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
         first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
         rank_info.join(SoloGroup() if is_single else form_first_group(*first))
         if rank_info.rank == 0 and self.environment.is_launched:
@@ -261,8 +265,6 @@ class ProcessContext:
         self._rank_info = rank_info
         if self.ranks.membership is not None:
             self.ranks.membership.joined(rank_info.group)
-        if self.environment.is_external and not is_single:
-            self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
         return rank_info.group
 
     def share(self, value: Any) -> list[Any]:

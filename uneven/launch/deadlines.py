@@ -31,6 +31,7 @@ class RankHealth:
     moved_s: float  # when it last finished a slot, or was in a phase that may last
     status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     longest_step_s: float = 0.0
+    is_reached: bool = True  # False where its process or machine is known to be gone, or cut off (launch/lines.py)
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
         """Take in a heartbeat that was read; nothing changes where it is the last one again."""
@@ -54,7 +55,7 @@ class RankHealth:
         if not self.status:
             return START_S
         # Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run.
-        if self.deadline is None or self.status["phase"] == "user":
+        if self.deadline is None or (self.status["phase"] == "user" and self.is_reached):
             return math.inf
         if self.deadline == "auto":
             return SILENT_S
@@ -85,8 +86,9 @@ def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float)
     silent_s = {number: now_s - ranks[number].heard_s for number in running}
     if silent := [number for number in running if silent_s[number] > ranks[number].silence_limit_s]:
         advice = "; deadline=SECONDS waits longer for it, deadline=None for ever"
-        what = "fell silent {:.0f} s ago (stopped or swapped out?)"
-        return {number: (what.format(silent_s[number]), advice) for number in silent}
+        whys = {True: "stopped or swapped out?", False: "it or its machine is gone, or the network to it"}
+        what = "fell silent {:.0f} s ago ({})"
+        return {n: (what.format(silent_s[n], whys[ranks[n].is_reached]), advice) for n in silent}
     if any(now_s - ranks[number].moved_s <= ranks[number].step_limit_s for number in running):
         return {}  # one of them moves: the others wait for it and are not stuck
     for number in running:

@@ -50,6 +50,7 @@ class LaunchEnvironment:
     fallback: str = ""  # another way to the store's machine, where `host` is a name that nobody knows
     peers: tuple[str, ...] = ()  # names of the other machines, as far as the engine tells
     is_kubernetes: bool = False
+    address: str = ""  # under an engine: at which the other machines reach this one, once it is settled
     door: tuple[str, int, str] | None = field(default=None, repr=False)  # of the leader: address, port and token
     member: str = field(default_factory=lambda: new_member_id("process"), compare=False)
 

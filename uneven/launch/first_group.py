@@ -9,7 +9,6 @@ from uneven.comm.form import form_group
 from uneven.comm.group import Group
 from uneven.config import RunConfig
 from uneven.launch.agreement import check_agreement
-from uneven.launch.assemble import await_all
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.membership import form_ranks
 from uneven.train.rank_info import RankInfo
@@ -29,8 +28,6 @@ def form_first_group(
     """Of the script's run of this number; without `config` the model is trained by hand, through host memory."""
     store = environment.connect(f"run/{run}")
     rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
-    if environment.is_external:
-        await_all(store, rank, world_size)
     check_agreement(store, rank_info, model, config, data, say)
     if config is None:
         device = next((param.device for param in model.parameters()), torch.device("cpu"))

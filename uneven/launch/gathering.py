@@ -64,6 +64,7 @@ class Gathering:
                 self._take(self._arrived.get(timeout=POLL_S))
             self._drop_lost()
             self._show_strangers()
+            self._refuse_unheard()
             now_s, count = time.monotonic(), len(self.nodes) + 1
             if started is not None and count < options.fewest and (failure := started.failure()) is not None:
                 raise RefusedError(failure)
@@ -104,6 +105,14 @@ class Gathering:
         for address in set(self._door.wrong_tokens) - self._seen_strangers:
             self._seen_strangers.add(address)
             self._say(f"  {address} was refused: wrong token")
+
+    def _refuse_unheard(self) -> None:
+        for address, host in self._door.unheard.items():
+            raise RefusedError(
+                f"{host}: the way from {host_label()} ({self._door.address}) is closed (packets of {address} arrive "
+                f"here, and the answers not there); let {self._door.address} in by the firewall of {host}, as in: "
+                f"sudo ufw allow from {self._door.address}"
+            )
 
     def _too_few(self, count: int) -> str:
         strangers = "".join(f"; {address} had a wrong token" for address in sorted(self._seen_strangers)[:3])

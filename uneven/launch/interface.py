@@ -110,8 +110,11 @@ def settle_interface(
     placement: Placement,
     environ: MutableMapping[str, str] = os.environ,
     interfaces: Sequence[Interface] | None = None,
-) -> list[str]:
-    """Choose, agree, and set what Gloo and NCCL read; returns lines for the user. InputError on all ranks together."""
+) -> tuple[str, list[str]]:
+    """Choose, agree, and set what Gloo and NCCL read; InputError on all ranks together.
+
+    Returns the address at which the others reach this rank, and lines for the user.
+    """
     interfaces = read_interfaces() if interfaces is None else interfaces
     own = choose(placement, rank, interfaces, environ.get(GLOO, ""))
     problem = own.problem or check_nccl(own.host, environ.get(NCCL, ""), interfaces)
@@ -130,7 +133,7 @@ def settle_interface(
     if own.interface and "," not in own.interface:
         environ.setdefault(NCCL, f"={own.interface}")
         environ.setdefault(FAMILY, "AF_INET6" if is_v6(own.address) else "AF_INET")
-    return _describe(placement, choices, own) if is_many else []
+    return own.address, _describe(placement, choices, own) if is_many else []
 
 
 def _refuse(problems: Sequence[str]) -> None:

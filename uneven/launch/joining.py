@@ -64,7 +64,9 @@ class Joining:
                 self._restarts += 1
                 self._expect(newcomer, now_s)
                 times = f"restart {self._restarts} of {allowed}"
-                self._reporter.say([f"a rank on {newcomer.device} is started again, and joins when it is ready ({times})"])
+                self._reporter.say(
+                    [f"a rank on {newcomer.device} is started again, and joins when it is ready ({times})"]
+                )
 
     def _expect(self, newcomer: Newcomer, now_s: float) -> None:
         self._generations.expect(newcomer)
@@ -80,12 +82,12 @@ class Joining:
             self._recruits.turn_away(number, cause)
 
     def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
-        """The generation with those who are ready, where `statuses`, of all present ranks, allow it.
+        """The generation with those who are ready, where all present ranks say by their `statuses` that others may join.
 
         The ranks of a machine join together: every generation costs all others a moment.
         """
         waiting = self._generations.waiting
-        if not waiting or not all("min_ranks" in status for status in statuses):
+        if not waiting or not all(status.get("admits") for status in statuses):
             return None
         is_ready = {number: self._store.check([ready_key(newcomer.member)]) for number, newcomer in waiting.items()}
         late = {waiting[number].host for number, ready in is_ready.items() if not ready}

@@ -50,12 +50,13 @@ def lead_script(
     address = choose_address(options.bind)
     archive = ship.pack(script.resolve().parent) if options.ship else b""
     reporter = Reporter("lines")
-    door = Door(listen(address, options.door_ports), options.token)
+    door = Door(listen(address, options.door_ports), options.token, is_open=False)
     door.handlers["files"] = FileService().handle
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
     hosts: StartedHosts | None = None
     reason, code = "", 0
+    door.open()
     try:
         _announce(door, options, devices, reporter)
         if options.hosts:
@@ -157,26 +158,32 @@ class Leader:
 
     def _train(self, nodes: Sequence[RemoteNode], roster: Roster, requests: Requests) -> int:
         """Start all ranks and watch them; returns how many never called uneven."""
-        from uneven.comm.store import open_store  # imports torch
         from uneven.launch.environment import new_member_id
-        from uneven.launch.watch import Watch
 
-        store, port = open_store(listen(self._door.address, self._options.ports))
+        # The ranks may knock before the store answers: all processes load torch at the same time, this one too.
+        listener = listen(self._door.address, self._options.ports)
         members = tuple(
             new_member_id(str(device), roster.hosts[machine])
             for device, machine in zip(roster.devices, roster.machines, strict=True)
         )
-        place = (self._door.address, port)
+        place = (self._door.address, int(listener.getsockname()[1]))
         for machine, node in enumerate(nodes, 1):
             placement = RunPlan(roster, members, place, machine)
             node.place(placement.ranks)
             node.session.send(go=placement.to_json(), settings=self._script["settings"])
-            node.session.limit_s = RUNNING_S
         door = (self._door.address, self._door.port, self._options.token)
         own = RunPlan(roster, members, place, 0, door, self._door.address)
         folder = make_private_folder()
+        store: Any = None
         try:
             with local_ranks(folder, own, self._script, self._reporter.say) as processes:
+                from uneven.comm.store import open_store  # imports torch
+                from uneven.launch.watch import Watch
+
+                store, _ = open_store(listener)
+                for node in nodes:
+                    node.session.send(watched=1)
+                    node.session.limit_s = RUNNING_S
                 ranks = AllRanks(processes, nodes, folder, requests)
                 Watch(ranks, store, folder, members, roster, self._reporter).wait(requests)
                 return unused_ranks(folder)

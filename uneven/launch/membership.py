@@ -40,8 +40,6 @@ class StoreMembership:
     formed. `facts` are told to those who join; `before_enter` raises where a newcomer does not fit.
     """
 
-    is_newcomer = False  # this process joins a run that is on: `enter` takes the place of the first group
-
     def __init__(
         self,
         store: Store,
@@ -120,6 +118,10 @@ class StoreMembership:
 
     def form(self, generation: Generation) -> Group:
         rank = generation.members.index(self._member)
+        before, self._group = self._group, None
+        if before is not None:  # nobody uses it any more; torch's default group is one for the whole process
+            before.abort(generation.why)
+            before.close()
         try:
             group = self._make_group(generation, rank)
         except RankError:

@@ -16,13 +16,12 @@ from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import RefusedError
 from uneven.launch.agreement import PER_RANK_SETTINGS
-from uneven.train.settle import why_not
+from uneven.train.settle import admits, why_not
 from uneven.train.worker import Worker
 
 RUN = 1  # the run of a script that can be joined
 RUN_KEY = "run"
 POLL_S = 0.05
-PER_RANK_VALUES = ("shares", "memory_shares", "memory_cap")
 OVER, BY_HAND = "it is over", "it is trained by hand"
 CANNOT_BE_JOINED = "this run cannot be joined"
 
@@ -71,10 +70,13 @@ def why_not_joined(config: RunConfig | None, worker: Worker | None) -> str:
         return why
     if worker.membership is None:
         return "it has one rank" if worker.rank_info.world_size == 1 else "a program of its own trains"
+    if config.sync_batchnorm and worker.rank_info.world_size == 1:
+        return "it began on one device, where sync_batchnorm=True has no effect"
     if config.backend == "nccl":
         return "its ranks speak over NCCL, whose group forms once in a process; backend='cpu' would do"
-    named = [name for name in PER_RANK_VALUES if isinstance(getattr(config, name), tuple)]
-    return f"{named[0]} has one entry for each rank of its start" if named else ""
+    if admits(config):
+        return ""
+    return "its settings have one entry for each rank, or its ranks have shards"
 
 
 def adopt_settings(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:

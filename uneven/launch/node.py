@@ -50,7 +50,6 @@ class JoinOptions:
 
 def join_run(options: JoinOptions, say: Callable[[str], None]) -> None:
     """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses."""
-    refuse_unsupported()
     address, port = split_place(options.place)
     try:
         session = Session(knock(address, port, options.token, options.wait))
@@ -90,6 +89,7 @@ class Node:
         self._order = self._hear("order", timeout_s=ORDER_S)["order"]
         self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
         script = self._options.script or Path(self._order["script"])
+        self._try(refuse_unsupported)
         listener = self._try(self._listen)
         try:
             script, go = self._prepare(script, listener)
@@ -159,7 +159,6 @@ class Node:
         SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
         try:
             with local_ranks(self._folder, placement, order, self._say_all) as ranks:
-                self._session.limit_s = RUNNING_S
                 end = self._watch(ranks, placement.ranks[0])
         finally:
             SIGNALS.discard(stoppable)
@@ -178,6 +177,8 @@ class Node:
                 raise WireError(self._session.why_lost)
             if message is not None and "give_up" in message:
                 ranks.give_up(int(message["give_up"]))
+            if message is not None and "watched" in message:
+                self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
             if message is not None and "end" in message:
                 return message
 

@@ -4,6 +4,7 @@ Called by launch/preflight.py and launch/context.py. On one machine nothing is e
 on the same system. Every rank raises the same RefusedError, because all of them judge the same answers.
 """
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from uneven.errors import RefusedError
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
 from uneven.machines.facts import collect_facts
+from uneven.machines.links import Listener, Peer, judge, reach
 from uneven.machines.parity import Difference, compare, notes
 
 SHARED_S = 5.0  # between two readings of clocks after an exchange, on a busy machine
@@ -102,6 +104,28 @@ def check_facts(config: RunConfig, among: Among) -> list[str]:
     for other in others:
         refuse(compare(leader, other, round_trip_s=SHARED_S, skip=skip, precision=precision, backend=backend))
     return [f"  note: {note}" for other in others for note in notes(leader, other)]
+
+
+def check_links(config: RunConfig, among: Among, address: str) -> None:
+    """RefusedError where two machines do not reach each other, both ways: Gloo would wait for half an hour, in silence.
+
+    For ranks that an engine started, as `check_facts`; `address` is this machine's own.
+    """
+    if "links" in config.skipped_checks:
+        return
+    roster, rank = among.roster, among.rank
+    speakers = [roster.ranks_of(machine)[0] for machine in range(len(roster.hosts))]
+    token = str(among.share(secrets.token_hex(16) if rank == 0 else None)[0])
+    listener = Listener(address, token) if rank in speakers else None
+    try:
+        ports = among.share(None if listener is None else [address, listener.port])
+        peers = [Peer(roster.host(speaker), *ports[speaker]) for speaker in speakers]
+        report = None if listener is None else reach(roster.machines[rank], peers, listener, token)
+        reports = among.share(report)  # nobody closes before all have tried
+    finally:
+        if listener is not None:
+            listener.close()
+    refuse(judge(peers, [reports[speaker] for speaker in speakers], config.skipped_checks))
 
 
 def check_data_parity(task: Task, config: RunConfig, among: Among) -> list[str]:

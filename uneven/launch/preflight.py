@@ -34,6 +34,7 @@ from uneven.launch.parity import (
     check_data_parity,
     check_facts,
     check_formats,
+    check_links,
     exchange_devices,
 )
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
@@ -66,7 +67,10 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     roster = context.roster_of(devices)
     is_one_machine = len(local) == len(devices)
     among = None if is_one_machine else Among(roster, context.environment.rank, context.share)
-    differing = check_facts(config, among) if among is not None and context.environment.door is None else []
+    differing: list[str] = []
+    if among is not None and context.environment.door is None:  # else the leader has compared them at its door
+        differing = check_facts(config, among)
+        check_links(config, among, context.environment.address)
     config, notes = settle(config, devices, among, context.is_crowded(devices))
     notes += differing
     _check_before_step(task, config, len(devices))
@@ -305,6 +309,11 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         given = getattr(config, name)
         if given is not None and len(given) != len(devices):
             raise InputError(f"{name}={given!r} has {len(given)} entries for {len(devices)} devices: {names}")
+    if config.redundancy and sum(share > 0 for share in config.memory_shares or (1, 1)) < 2:
+        raise InputError(
+            f"redundancy={config.redundancy} with memory_shares={config.memory_shares!r}: a copy needs a second device "
+            "with a share above 0; give one, or leave redundancy out"
+        )
     if config.shares is not None and config.policy == "sync":
         raise InputError(
             f"shares={config.shares!r} with policy='sync': sync shares equally; leave it out, or use policy='balanced'"

@@ -116,6 +116,5 @@ class RankPlace:
             facts=facts,
             before_enter=before_enter,
         )
-        membership.is_newcomer = self.is_newcomer
         self.membership = membership
         return membership

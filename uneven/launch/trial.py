@@ -39,7 +39,7 @@ def try_functions(task: Task, config: RunConfig, schedule_length: int) -> None:
         torch.default_generator.manual_seed(config.seed)
         model = checked_model(task.make_model())
         optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
-        check_optimizer(config.strategy, optimizer)
+        check_optimizer(config.strategy, optimizer, config.redundancy)
         Schedule(task.make_scheduler, optimizer, schedule_length)
 
     if hasattr(os, "fork") and (message := _input_error_of(make_all)):

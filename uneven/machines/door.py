@@ -7,6 +7,7 @@ answers at once. The first message of an admitted connection names its role, and
 'node' for a machine that joins (launch/lead.py), 'files' for a rank that sends files.
 """
 
+import errno
 import selectors
 import socket
 import threading
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uneven.errors import InputError
+from uneven.machines.addresses import host_label
+from uneven.machines.unheard import UnheardBox, tell_unheard
 from uneven.machines.wire import HANDSHAKE_S, MAX_GREETING, Challenge, Connection, WireError, greet, parse_line
 
 MOST_STRANGERS = 64
@@ -53,9 +56,10 @@ class _Stranger:
 
 
 class Door:
-    """Open from the start to `close()`. `handlers` may be added at any time."""
+    """Open from `open()`, or from the start, to `close()`. `handlers` may be added at any time."""
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
+    def __init__(self, listener: socket.socket, token: str, *, is_open: bool = True) -> None:
+        """Whoever knocks before it is open waits: a machine that came before its handler was refused."""
         self.address, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
         self.handlers: dict[str, Handler] = {}
         self.wrong_tokens: dict[str, int] = {}  # how often, by address
@@ -65,15 +69,26 @@ class Door:
         self._wake, self._waker = socket.socketpair()
         self._is_closed = False
         listener.setblocking(False)
+        self._unheard = UnheardBox(self.address, self.port, token)
         self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._unheard.sock, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="uneven-door", daemon=True)
-        self._thread.start()
+        if is_open:
+            self.open()
+
+    @property
+    def unheard(self) -> dict[str, str]:
+        """Machines with the right token that gave up because no answer reached them: their names, by address."""
+        return self._unheard.hosts
 
     @property
     def place(self) -> str:
         """ADDRESS:PORT, as `uneven join` takes it."""
         return join_place(self.address, self.port)
+
+    def open(self) -> None:
+        self._thread.start()
 
     def close(self) -> None:
         """Connections that were admitted stay open."""
@@ -88,6 +103,8 @@ class Door:
                 for key, _ in self._selector.select(POLL_S):
                     if key.fileobj is self._listener:
                         self._accept()
+                    elif key.fileobj is self._unheard.sock:
+                        self._unheard.read()
                     elif (stranger := self._strangers.get(key.fd)) is not None:
                         self._hear(stranger)
                 self._cut_slow()
@@ -95,7 +112,7 @@ class Door:
             for stranger in list(self._strangers.values()):
                 self._cut(stranger)
             self._selector.close()
-            for sock in (self._listener, self._wake, self._waker):
+            for sock in (self._listener, self._unheard.sock, self._wake, self._waker):
                 sock.close()
 
     def _accept(self) -> None:
@@ -199,14 +216,18 @@ def knock(address: str, port: int, token: str, wait_s: float) -> Connection:
     place, end_s = join_place(address, port), time.monotonic() + wait_s
     while True:
         left_s = max(end_s - time.monotonic(), 0.5)
+        is_silent = False
         try:
             sock = socket.create_connection((address, port), timeout=left_s)
         except OSError as error:
-            why = f"no leader at {place} ({error}); start 'uneven run SCRIPT --nodes N' there first, and see that its "
-            why += "firewall lets the port in"
+            is_silent = isinstance(error, TimeoutError)
+            why = f"no leader at {place} ({error}); {_advice(error, address)}"
         else:
             try:
                 return greet(sock, token)
+            except InputError as error:
+                sock.close()
+                raise InputError(f"{place}: {error}") from error
             except (WireError, OSError) as error:  # a door full of strangers may cut us off too
                 sock.close()
                 why = f"no leader at {place}: {error}"
@@ -214,8 +235,23 @@ def knock(address: str, port: int, token: str, wait_s: float) -> Connection:
                 sock.close()
                 raise
         if time.monotonic() + RETRY_S >= end_s:
+            if is_silent:
+                tell_unheard(address, port, token, host_label())
             raise InputError(why)
         time.sleep(RETRY_S)
+
+
+def _advice(error: OSError, address: str) -> str:
+    if error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        own, other = ("IPv6", "IPv4") if ":" in address else ("IPv4", "IPv6")
+        return (
+            f"{host_label()} has no way to an {own} address: give it one, or start the leader with --bind and an "
+            f"{other} address that both have"
+        )
+    start = "start 'uneven run SCRIPT --nodes N' there first, and see that its firewall lets the port in"
+    if isinstance(error, TimeoutError):
+        return f"{start}, and that of {host_label()} the answers, as in: sudo ufw allow from {address}"
+    return start
 
 
 def join_place(address: str, port: int) -> str:

@@ -11,10 +11,12 @@ from uneven.config import REPLICATED, SHARDED, STRATEGIES
 from uneven.errors import InputError
 from uneven.parallel.ddp import DDPBucketed, DDPFlat, Replicated, Zero1, Zero2
 from uneven.parallel.elementwise import NEEDS_ELEMENTWISE, refuse_by_elements, refuse_joined
+from uneven.parallel.flat_shards import checked_shares
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.parallel.strategy import MakeOptimizer, Strategy
 from uneven.parallel.tensor_parallel import Plan, SequenceParallel, TensorParallel
+from uneven.policy.redundancy import Copies, copy_ring, shares_with_copies
 
 DEFAULT_STRATEGY = "ddp-bucketed"  # of `fit` without a strategy
 
@@ -27,21 +29,30 @@ def make_strategy(
     shares: Sequence[float] | None = None,
     *,
     bucket_mb: float | None = None,
+    redundancy: int = 0,
+    machines: Sequence[int] | None = None,
 ) -> Strategy:
     """`shares`: how much each rank holds of what the strategy shards; None is the same for all.
+
+    With `redundancy` 1 that is with the copy of another rank's shard, which lies on another one of `machines` where
+    possible.
 
     A model for 'tensor' or 'sequence' needs a method `tensor_plan()`, see tensor_parallel.py. A model for 'fsdp' may
     have `fsdp_units()`: the modules that are unsharded one after another, if these are not simply its blocks.
     """
     if name in REPLICATED:
-        return make_replicated(name, model, make_optimizer, group, shares, bucket_mb=bucket_mb)
+        return make_replicated(
+            name, model, make_optimizer, group, shares, bucket_mb=bucket_mb, redundancy=redundancy, machines=machines
+        )
+    shares, copies = divide(shares, group, redundancy, machines)
     if name == "zero2":
-        return Zero2(model, make_optimizer, group, shares=shares, bucket_mb=bucket_mb)
+        return Zero2(model, make_optimizer, group, shares=shares, bucket_mb=bucket_mb, copies=copies)
     if name == "fsdp":
         fsdp_units: Any = getattr(model, "fsdp_units", None)
         units = fsdp_units() if callable(fsdp_units) else None
-        return FSDP(model, make_optimizer, group, shares=shares, units=units, bucket_mb=bucket_mb)
+        return FSDP(model, make_optimizer, group, shares=shares, units=units, bucket_mb=bucket_mb, copies=copies)
     assert name in STRATEGIES, name
+    assert copies is None, "see config/conflicts.py"
     parallel = TensorParallel if name == "tensor" else SequenceParallel
     return parallel(model, make_optimizer, group, plan=plan_of(name, model), shares=shares)
 
@@ -57,11 +68,14 @@ def make_replicated(
     overlap: bool = True,
     num_stats: int | None = None,
     init_sync: bool = True,
+    redundancy: int = 0,
+    machines: Sequence[int] | None = None,
 ) -> Replicated:
-    """A strategy with the whole model on every rank; the last three are options of `Replicated`."""
+    """A strategy with the whole model on every rank; `overlap` and the two after it are options of `Replicated`."""
     if name == "ddp-flat":
         return DDPFlat(model, make_optimizer, group, num_stats=num_stats, init_sync=init_sync)
     if name in ("zero1", "zero1-flat"):
+        shares, copies = divide(shares, group, redundancy, machines)
         return Zero1(
             model,
             make_optimizer,
@@ -72,6 +86,7 @@ def make_replicated(
             overlap=overlap,
             num_stats=num_stats,
             init_sync=init_sync,
+            copies=copies,
         )
     return DDPBucketed(
         model,
@@ -84,13 +99,29 @@ def make_replicated(
     )
 
 
-def check_optimizer(name: str | None, optimizer: Optimizer) -> None:
+def divide(
+    shares: Sequence[float] | None, group: Group, redundancy: int, machines: Sequence[int] | None = None
+) -> tuple[Sequence[float] | None, Copies | None]:
+    """What each rank owns, and whose shard it keeps, so that it holds by `shares`."""
+    if not redundancy:
+        return shares, None
+    memory = checked_shares(shares, group)
+    copies = copy_ring(memory, machines)
+    return shares_with_copies(memory, copies), copies
+
+
+def check_optimizer(name: str | None, optimizer: Optimizer, redundancy: int = 0) -> None:
     """InputError where a strategy cannot divide what this optimizer does; before ranks start, and on each rank."""
     if isinstance(optimizer, MuonAdamW):
         if name is not None and name not in REPLICATED:
             raise InputError(
                 f"strategy={name!r} with MuonAdamW, which divides its state and its work over the devices by itself: "
                 "leave the strategy out, or use 'zero1'"
+            )
+        if redundancy:
+            raise InputError(
+                f"redundancy={redundancy} with MuonAdamW, which keeps no copies of what it divides over the devices: "
+                "leave redundancy out, or use an optimizer such as AdamW"
             )
     elif name in SHARDED:
         refuse_joined(optimizer)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
@@ -29,6 +30,8 @@ from uneven.parallel.strategy import (
     scale_all,
     sync_initial_state,
 )
+from uneven.parallel.survivors import Survived, surviving_state, use_own_memory
+from uneven.policy.redundancy import Copies
 
 
 class Replicated(TakesOptimizer):
@@ -147,7 +150,7 @@ class Zero1(Replicated):
     """Optimizer state sharded, gradients and params whole. `shares`: each rank's part of the state; None is equal.
 
     `flat` sums gradients in one bucket after backward, as DDPFlat does; otherwise they leave in buckets during it.
-    `by_tensors`: see ShardedOptimizer.
+    `by_tensors`: see ShardedOptimizer. `copies`: whose shards each rank keeps a copy of (policy/redundancy.py).
     """
 
     def __init__(
@@ -163,10 +166,11 @@ class Zero1(Replicated):
         overlap: bool = True,
         num_stats: int | None = None,
         init_sync: bool = True,
+        copies: Copies | None = None,
     ) -> None:
         if flat and bucket_mb is not None:
             raise InputError(f"bucket_mb={bucket_mb!r} with flat=True: there is one bucket; leave one of them out")
-        self._shares, self._by_tensors = shares, by_tensors
+        self._shares, self._by_tensors, self._copies = shares, by_tensors, copies
         max_bytes = UNLIMITED if flat else bucket_bytes(bucket_mb)
         super().__init__(
             model,
@@ -178,9 +182,24 @@ class Zero1(Replicated):
             init_sync=init_sync,
         )
 
+    @property
+    def updates(self) -> int:
+        return self._sharded.updates
+
+    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
+        """See CanSurvive."""
+        return surviving_state(self.module, self._sharded, self._sharded.flat_shards, group, old_ranks)
+
+    def leave(self, state: FullState) -> None:
+        """See CanSurvive."""
+        self.close()
+        use_own_memory(self.module, state)
+
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        sharded = ShardedOptimizer(optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors)
-        return super()._applied(sharded)
+        self._sharded = ShardedOptimizer(
+            optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors, copies=self._copies
+        )
+        return super()._applied(self._sharded)
 
 
 class Zero2(TakesOptimizer):
@@ -198,12 +217,14 @@ class Zero2(TakesOptimizer):
         shares: Sequence[float] | None = None,
         by_tensors: bool | None = None,
         bucket_mb: float | None = None,
+        copies: Copies | None = None,
     ) -> None:
         check_trainable(model)
         self._group = as_group(group)
         sync_initial_state(model, self._group)
         self.module = model
-        self._shares, self._by_tensors, self._max_bytes = shares, by_tensors, bucket_bytes(bucket_mb)
+        self._shares, self._by_tensors, self._copies = shares, by_tensors, copies
+        self._max_bytes = bucket_bytes(bucket_mb)
         self._sums: ShardedReducer | None = None
         if optimizer is not None:
             self.use_optimizer(optimizer)
@@ -239,16 +260,31 @@ class Zero2(TakesOptimizer):
             self._sums.close()
 
     @property
+    def updates(self) -> int:
+        return self._sharded.updates
+
+    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
+        """See CanSurvive."""
+        return surviving_state(self.module, self._sharded, self._sharded.flat_shards, group, old_ranks)
+
+    def leave(self, state: FullState) -> None:
+        """See CanSurvive."""
+        self.close()
+        use_own_memory(self.module, state)
+
+    @property
     def _reducer(self) -> ShardedReducer:
         assert self.optimizer is not None  # raises while there is none
         assert self._sums is not None
         return self._sums
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
-        sharded = ShardedOptimizer(optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors)
-        self._sums = ShardedReducer(sharded.flat_shards, self._group, self._max_bytes)
-        sharded.take_gradients_from(self._sums)
-        return sharded
+        self._sharded = ShardedOptimizer(
+            optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors, copies=self._copies
+        )
+        self._sums = ShardedReducer(self._sharded.flat_shards, self._group, self._max_bytes, copies=self._copies)
+        self._sharded.take_gradients_from(self._sums)
+        return self._sharded
 
 
 def copied_params(module: nn.Module) -> dict[str, Tensor]:

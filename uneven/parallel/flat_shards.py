@@ -18,6 +18,7 @@ from uneven.comm.work import WorkList
 from uneven.errors import InputError
 from uneven.parallel.buckets import is_dense, view_like
 from uneven.policy.apportion import apportion, check_shares, cut_by
+from uneven.policy.redundancy import Copies
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Shard:
     param: nn.Parameter
     start: int
     stop: int
+    rank: int  # the owner; with redundancy another rank keeps a copy
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of a tensor with the param's strides, as a flat view."""
@@ -67,24 +69,53 @@ class FlatShards:
         return self.bounds[rank], self.bounds[rank + 1]
 
     def shards_of(self, rank: int) -> Iterator[Shard]:
-        """This rank's shards, param by param."""
+        """A rank's shards, param by param."""
         begin, end = self.bounds_of(rank)
         for param, start in self.starts.items():
             first, last = max(begin, start), min(end, start + param.numel())
             if first < last:
-                yield Shard(param, first - start, last - start)
+                yield Shard(param, first - start, last - start, rank)
 
     def optimized_param(self, shard: Shard) -> nn.Parameter:
         """What the optimizer updates in place of the param; for a whole tensor, the param itself."""
-        return shard.param if self.by_tensors else nn.Parameter(shard.of(shard.param.detach()))
+        return shard.param if self.by_tensors else nn.Parameter(self.value_of(shard))
 
-    def all_gather(self, group: Group) -> WorkList:
-        """Send every owner's updated params to all ranks."""
-        return all_gather_shards(group, self.flat, self.bounds)
+    def value_of(self, shard: Shard) -> Tensor:
+        """The lasting values of a shard that this rank holds, as a flat view."""
+        return shard.of(shard.param.detach())
+
+    def all_gather(self, group: Group, kept: Sequence[int] = ()) -> WorkList:
+        """Send every owner's updated params to all ranks.
+
+        `kept`: whose shards this rank keeps a copy of, in the flat buffer. They arrive beside it: a group that is lost
+        may leave anything in what it was receiving, and the copy must be good then.
+        """
+        ranges = {rank: self.flat[slice(*self.bounds_of(rank))] for rank in kept}
+        aside = {rank: torch.empty_like(shard) for rank, shard in ranges.items()}
+        works = all_gather_shards(group, self.flat, self.bounds, aside)
+        return _Arriving(works, [(ranges[rank], aside[rank]) for rank in kept]) if aside else works
+
+
+class _Arriving(WorkList):
+    """Shards that arrive beside the place where they belong, and are moved there when all of them are there."""
+
+    def __init__(self, works: WorkList, moves: list[tuple[Tensor, Tensor]]) -> None:
+        self._inner, self._moves = works, moves
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for place, arrived in self._moves:
+            place.copy_(arrived)
+        self._moves = []
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
 
 
 class ReshardableShards(FlatShards):
-    """Params that are whole only between `unshard` and `reshard`; `own` is this rank's lasting shard.
+    """Params that are whole only between `unshard` and `reshard`; `held` has this rank's lasting shard, by its rank.
+
+    With `copies` it also has the shard that this rank keeps for another one.
 
     The flat buffer keeps its address: its storage is freed and allocated again, never replaced, so that what autograd
     has saved of a param is valid again when backward needs it. With `compute_dtype` whole params have that dtype (and
@@ -92,11 +123,16 @@ class ReshardableShards(FlatShards):
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], shares: Sequence[float], group: Group, compute_dtype: torch.dtype | None
+        self,
+        params: Sequence[nn.Parameter],
+        shares: Sequence[float],
+        group: Group,
+        compute_dtype: torch.dtype | None,
+        copies: Copies | None = None,
     ) -> None:
         super().__init__(params, shares, by_tensors=False)
-        self._group = group
-        self.own = self.flat[self._own_range].clone()
+        self._rank = group.rank
+        self.held = {rank: self.flat[slice(*self.bounds_of(rank))].clone() for rank in ranks_held(group.rank, copies)}
         self.is_unsharded = True
         if compute_dtype is not None and compute_dtype != self.flat.dtype:
             self._move_to(torch.empty_like(self.flat, dtype=compute_dtype))
@@ -106,7 +142,7 @@ class ReshardableShards(FlatShards):
         """Start to gather the params; they are whole once the works have been waited for."""
         assert not self.is_unsharded
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        self.flat[self._own_range] = self.own
+        self.flat[slice(*self.bounds_of(self._rank))] = self.held[self._rank]
         self.is_unsharded = True
         return all_gather_shards(group, self.flat, self.bounds)
 
@@ -115,28 +151,29 @@ class ReshardableShards(FlatShards):
         self.flat.untyped_storage().resize_(0)
         self.is_unsharded = False
 
-    def own_part(self, shard: Shard) -> Tensor:
-        """This rank's lasting values of one param."""
-        begin = self.starts[shard.param] + shard.start - self.bounds[self._group.rank]
-        return self.own[begin : begin + shard.stop - shard.start]
+    def value_of(self, shard: Shard) -> Tensor:
+        begin = self.starts[shard.param] + shard.start - self.bounds[shard.rank]
+        return self.held[shard.rank][begin : begin + shard.stop - shard.start]
 
     def optimized_param(self, shard: Shard) -> nn.Parameter:
-        return nn.Parameter(self.own_part(shard))
+        return nn.Parameter(self.value_of(shard))
 
-    def all_gather(self, group: Group) -> WorkList:
+    def all_gather(self, group: Group, kept: Sequence[int] = ()) -> WorkList:
         """Nothing is sent after a step: the next forward gathers what it needs."""
-        del group
+        del group, kept
         return WorkList([])
-
-    @property
-    def _own_range(self) -> slice:
-        return slice(*self.bounds_of(self._group.rank))
 
     def _move_to(self, flat: Tensor) -> None:
         """Its values do not matter: they are gathered before anything reads them."""
         self.flat = flat
         for param, start in self.starts.items():
             param.data = view_like(param, flat, start)
+
+
+def ranks_held(rank: int, copies: Copies | None) -> list[int]:
+    """Whose shards a rank holds: its own, and with redundancy those that it keeps a copy of."""
+    kept = None if copies is None else copies[rank]
+    return [rank] if kept is None else [rank, kept]
 
 
 def checked_shares(shares: Sequence[float] | None, group: Group) -> list[float]:

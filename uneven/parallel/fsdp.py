@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
-from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares, flat_memory
+from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
 from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
@@ -34,14 +35,16 @@ from uneven.parallel.strategy import (
     sync_initial_state,
     tensors_by_name,
 )
+from uneven.parallel.survivors import Survived, gatherer, surviving_state, use_own_memory
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
+from uneven.policy.redundancy import Copies
 
 
 class FSDP(TakesOptimizer):
     """`group` is a torch process group or one of ours; None is torch's default group. `shares`: how much each rank
     holds. `units`: modules in the order in which they are called, by default the entries of the model's ModuleLists.
     `compute_dtype`: of unsharded params and of floating inputs; shards and summed gradients keep the dtype that the
-    params were made in.
+    params were made in. `copies`: whose shards each rank keeps a copy of (policy/redundancy.py).
 
     One forward, then its backward. Evaluation (without gradients) all-gathers too, so all ranks must run the same
     number of forwards.
@@ -57,8 +60,10 @@ class FSDP(TakesOptimizer):
         units: Sequence[nn.Module] | None = None,
         compute_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._group = ranks = as_group(group)
+        self._copies = copies
         share_list = checked_shares(shares, ranks)
         check_trainable(model)
         sync_initial_state(model, ranks)
@@ -70,7 +75,8 @@ class FSDP(TakesOptimizer):
             refuse_by_elements(made, "FSDP")
         chosen = blocks_of(model) if units is None else list(units)
         self._units = [
-            Unit(name, params, share_list, ranks, compute_dtype) for name, params in params_by_unit(model, chosen)
+            Unit(name, params, share_list, ranks, compute_dtype, copies)
+            for name, params in params_by_unit(model, chosen)
         ]
         self._unshard_order = UnshardOrder(self._units)
         self._called = 0
@@ -80,7 +86,7 @@ class FSDP(TakesOptimizer):
         reduce_group = ranks.new_group()
         reduce_group.traffic = ranks.traffic  # counted together
         max_bytes = bucket_bytes(bucket_mb)
-        self._reducer = ShardedReducer(self._trained, reduce_group, max_bytes, weakly(self._gradients_done))
+        self._reducer = ShardedReducer(self._trained, reduce_group, max_bytes, weakly(self._gradients_done), copies)
         if made is not None:
             self.use_optimizer(made)
         self._handles = [
@@ -117,44 +123,53 @@ class FSDP(TakesOptimizer):
     def load_full_state(self, state: FullState) -> None:
         tensors = tensors_by_name(self.module, state.model)
         values = {tensor: state.model[key] for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-        for shards, shard in self._own_shards():
-            full = torch.empty_like(shard.param, dtype=shards.own.dtype).copy_(values[shard.param])
-            shards.own_part(shard).copy_(shard.of(full))
+        for shards, shard in self._held_shards():
+            full = torch.empty_like(shard.param, dtype=shards.reduce_dtype).copy_(values[shard.param])
+            shards.value_of(shard).copy_(shard.of(full))
         for key, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(state.model[key])
         self.optimizer.load_state_dict(state.optimizer)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._reducer.close()
+        self._remove_hooks()
         self._unshard_order.reset()
         for param in self.module.parameters():
             param.data = self._gathered(param)
 
+    @property
+    def updates(self) -> int:
+        return self._sharded.updates
+
+    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
+        """See CanSurvive."""
+        return surviving_state(self.module, self._sharded, list(self._unit_of), group, old_ranks)
+
+    def leave(self, state: FullState) -> None:
+        """See CanSurvive."""
+        self._remove_hooks()
+        use_own_memory(self.module, state)
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._reducer.close()
+
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         refuse_by_elements(optimizer, "FSDP")
-        sharded = ShardedOptimizer(optimizer, self._group, flat_shards=self._trained)
-        sharded.take_gradients_from(self._reducer)
-        return sharded
+        self._sharded = ShardedOptimizer(optimizer, self._group, flat_shards=self._trained, copies=self._copies)
+        self._sharded.take_gradients_from(self._reducer)
+        return self._sharded
 
-    def _own_shards(self) -> Iterator[tuple[ReshardableShards, Shard]]:
+    def _held_shards(self) -> Iterator[tuple[ReshardableShards, Shard]]:
         for unit in self._units:
             for shards in unit.flat_shards:
-                for shard in shards.shards_of(self._group.rank):
+                for shard in (shard for rank in shards.held for shard in shards.shards_of(rank)):
                     yield shards, shard
 
-    @torch.no_grad()
     def _gathered(self, param: nn.Parameter) -> Tensor:
-        """A whole param from all ranks' shards, in the dtype it was made in; one at a time, to hold little memory."""
-        (holder,) = (shards for unit in self._units for shards in unit.flat_shards if param in shards.starts)
-        full = torch.zeros_like(param, dtype=holder.own.dtype)
-        for shard in holder.shards_of(self._group.rank):
-            if shard.param is param:
-                shard.of(full).copy_(holder.own_part(shard))
-        self._group.all_reduce(flat_memory(full)).wait()
-        return full
+        """A whole param from all ranks' shards; one at a time, to hold little memory."""
+        return gatherer(list(self._unit_of), self._group, [self._group.rank])(param)
 
     def _register(self, module: nn.Module, place: int) -> Iterator[Any]:
         pre_forward, post_forward = weakly(self._pre_forward), weakly(self._post_forward)

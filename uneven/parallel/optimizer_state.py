@@ -19,6 +19,7 @@ from uneven.parallel.flat_shards import Shard, flat_memory
 
 # Numbers per param, never sharded: for a scalar param they have the shape of their param.
 COUNTS = ("step", "mu_product", "eta", "mu")
+ShardValues = Sequence[tuple[Shard, Any]]  # a rank's shards of one param, each with a value of its state
 
 
 def shard_state(state: Mapping[str, Any], shard: Shard, by_tensors: bool) -> dict[str, Any]:
@@ -37,26 +38,32 @@ def shard_state(state: Mapping[str, Any], shard: Shard, by_tensors: bool) -> dic
 
 
 def gather_state(
-    group: Group, params: Sequence[nn.Parameter], own: Mapping[int, tuple[Shard, dict[str, Any]]], by_tensors: bool
+    group: Group,
+    params: Sequence[nn.Parameter],
+    own: Mapping[int, Sequence[tuple[Shard, dict[str, Any]]]],
+    by_tensors: bool,
 ) -> dict[int, dict[str, Any]]:
     """All ranks' parts of every param's state put together, on the host of every rank. A collective.
 
-    `own` has this rank's shards and their state, by the place of the param.
+    `own` has the shards that this rank hands in and their state, by the place of the param; each shard is handed in by
+    one rank.
     """
+    found_at = {place: [(shard, state) for shard, state in found if state] for place, found in own.items()}
     layouts = {
-        place: {key: _layout(key, value, shard, by_tensors) for key, value in state.items()}
-        for place, (shard, state) in own.items()
-        if state
+        place: {key: _layout(key, value, found[0][0], by_tensors) for key, value in found[0][1].items()}
+        for place, found in found_at.items()
+        if found
     }
     by_rank = [json.loads(text) for text in gather_bytes(group, json.dumps(layouts).encode())]
     full_state: dict[int, dict[str, Any]] = {}
     for place, param in enumerate(params):
         owners = [rank for rank, theirs in enumerate(by_rank) if str(place) in theirs]
         if owners:
-            shard, state = own.get(place, (None, {}))
-            gathering = _Gathering(group, param, owners[0], shard)
+            found = found_at.get(place, [])
+            gathering = _Gathering(group, param, owners[0])
             full_state[place] = {
-                key: gathering.value(layout, state.get(key)) for key, layout in by_rank[owners[0]][str(place)].items()
+                key: gathering.value(layout, [(shard, state.get(key)) for shard, state in found])
+                for key, layout in by_rank[owners[0]][str(place)].items()
             }
     return full_state
 
@@ -64,34 +71,34 @@ def gather_state(
 class _Gathering:
     """Puts together one param's state; all ranks go through its values in one order, given by the layout."""
 
-    def __init__(self, group: Group, param: nn.Parameter, owner: int, shard: Shard | None) -> None:
-        self.group, self.param, self.owner, self.shard = group, param, owner, shard
+    def __init__(self, group: Group, param: nn.Parameter, owner: int) -> None:
+        self.group, self.param, self.owner = group, param, owner
 
-    def value(self, layout: dict[str, Any], own: Any) -> Any:
+    def value(self, layout: dict[str, Any], own: ShardValues) -> Any:
         if "value" in layout:
             return layout["value"]
         if "refused" in layout:
             raise InputError(layout["refused"])
         if "items" in layout:
-            items = list(own) if own is not None else [None] * len(layout["items"])
-            found = [self.value(one, item) for one, item in zip(layout["items"], items, strict=True)]
+            places = enumerate(layout["items"])
+            found = [self.value(one, [(shard, value[place]) for shard, value in own]) for place, one in places]
             return tuple(found) if layout["is_tuple"] else found
         if "entries" in layout:
-            return {key: self.value(one, (own or {}).get(key)) for key, one in layout["entries"]}
+            entries = layout["entries"]
+            return {key: self.value(one, [(shard, value.get(key)) for shard, value in own]) for key, one in entries}
         return self._tensor(layout, own)
 
-    def _tensor(self, layout: dict[str, Any], own: Tensor | None) -> Tensor:
+    def _tensor(self, layout: dict[str, Any], own: ShardValues) -> Tensor:
         dtype, param = getattr(torch, layout["dtype"]), self.param
         if layout["is_sharded"]:
             full = torch.zeros_like(param, dtype=dtype)
-            if self.shard is not None and own is not None:
-                self.shard.of(full).copy_(own)
+            for shard, value in own:
+                shard.of(full).copy_(value)
             self.group.all_reduce(flat_memory(full)).wait()
             return full.cpu()
         full = torch.zeros(layout["shape"], dtype=dtype, device=param.device)
         if self.group.rank == self.owner:
-            assert own is not None
-            full.copy_(own)
+            full.copy_(own[0][1])
         self.group.broadcast(full, self.owner).wait()
         return full.cpu()
 

@@ -6,21 +6,26 @@ Params are cut by elements where the optimizer is known to treat each by itself,
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from uneven.comm.gather import gather_rows
+from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.comm.work import WorkList
 from uneven.errors import InputError
 from uneven.parallel.buckets import view_like
 from uneven.parallel.elementwise import is_elementwise, is_known, refuse_by_elements, refuse_joined
-from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind
+from uneven.parallel.flat_shards import FlatShards, Shard, checked_shares, gradient_like, group_by_kind, ranks_held
 from uneven.parallel.group_settings import GroupSettings
 from uneven.parallel.optimizer_state import gather_state, shard_state
+from uneven.policy.redundancy import Copies
+
+Held = dict[nn.Parameter, tuple[Shard, nn.Parameter]]  # a rank's shards, and what the inner optimizer updates
 
 
 class GradientSource(Protocol):
@@ -47,6 +52,13 @@ class ShardedOptimizer(Optimizer):
     `group` is a torch process group or one of ours; None is torch's default group. `by_tensors` gives every param to
     one owner; None decides by the optimizer (see elementwise.py). `state_dict()` is a collective: all ranks call it,
     and each gets the state that the plain optimizer would have; `consolidate_state_dict` gathers it for one rank.
+    `updates` counts the steps that this rank has applied.
+
+    [Note: one step apart]
+    With `copies` each rank updates the shard that it keeps for another one as that one does, by the same summed
+    gradients: no state is sent, and a copy is of the same step as its owner's. Before anybody updates, all ranks meet
+    in a collective of one number, with their gradients summed and clipped. So when ranks are lost, survivors are at
+    most one update apart, and those behind have everything in hand to apply it (`catch_up`).
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class ShardedOptimizer(Optimizer):
         shares: Sequence[float] | None = None,
         by_tensors: bool | None = None,
         flat_shards: Sequence[FlatShards] | None = None,  # if the params are sharded already
+        copies: Copies | None = None,
     ) -> None:
         refuse_joined(optimizer)
         if by_tensors is False or flat_shards is not None:
@@ -65,6 +78,10 @@ class ShardedOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._source: GradientSource | None = None
         self._consolidated: tuple[int, dict[str, Any] | None] | None = None  # (rank that has it, the state)
+        self.copies = copies
+        self.updates = 0
+        self._is_unfinished = False  # an update is applied, and the inner settings are not yet taken up
+        self._waiting: tuple[dict[str, Any], list[Tensor | None]] | None = None  # of a step that is not yet applied
         super().__init__([dict(settings) for settings in optimizer.param_groups], dict(optimizer.defaults))
         self.by_tensors = (
             not (is_elementwise(optimizer) or flat_shards is not None) if by_tensors is None else by_tensors
@@ -78,16 +95,16 @@ class ShardedOptimizer(Optimizer):
         self.flat_shards: list[FlatShards] = [] if flat_shards is None else list(flat_shards)
         if flat_shards is None:
             self.flat_shards += self._sharded(self._all_params())
-        self._own: dict[nn.Parameter, tuple[Shard, nn.Parameter]] = {}
+        self._held: list[Held] = [{} for _ in ranks_held(self._group.rank, copies)]  # its own shards come first
         self._sharded_params: set[nn.Parameter] = set()
         self._take(self.flat_shards)
         for settings in optimizer.param_groups:
-            settings["params"] = [self._own[param][1] for param in settings["params"] if param in self._own]
+            settings["params"] = self._optimized(settings["params"])
         self._inner = optimizer
         self._settings = GroupSettings(self, optimizer)
-        for param, (shard, optimized) in self._own.items():
-            if param in before:  # an optimizer that makes its state at once, or that was trained before
-                optimizer.state[optimized] = shard_state(before[param], shard, self.by_tensors)
+        for shard, optimized in self._all_held():
+            if shard.param in before:  # an optimizer that makes its state at once, or that was trained before
+                optimizer.state[optimized] = shard_state(before[shard.param], shard, self.by_tensors)
 
     @property
     def inner(self) -> Optimizer:
@@ -113,8 +130,7 @@ class ShardedOptimizer(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        own = [self._own[param][1] for param in settings["params"] if param in self._own]
-        self._inner.add_param_group({**settings, "params": own})
+        self._inner.add_param_group({**settings, "params": self._optimized(settings["params"])})
         self._settings.add()
 
     @torch.no_grad()
@@ -142,25 +158,72 @@ class ShardedOptimizer(Optimizer):
     def update(self, **options: Any) -> list[WorkList]:
         """The second part: update this rank's shards and start to send them to all ranks."""
         self._consolidated = None
-        self._settings.hand_down()
         self._refuse_unsharded()
-        for param, (shard, optimized) in self._own.items():
-            if self._source is not None:
-                grad = self._source.gradient_of(shard)
-                optimized.grad = grad if grad is None or optimized is not param else view_like(param, grad, 0)
-            elif optimized is not param:
-                optimized.grad = None if param.grad is None else shard.of(gradient_like(param))
-        if self._own:  # an optimizer of the user's own need not expect to have no params
-            self.inner.step(**options)
-        for param, (_, optimized) in self._own.items():
-            if optimized is not param or self._source is not None:
-                optimized.grad = None
+        self._settings.hand_down()
+        # Held here, since whoever gives up an interrupted step detaches gradients from their params.
+        self._waiting = options, [self._gradient_of(*held) for held in self._all_held()]
+        if self.copies is not None:  # [Note: one step apart]
+            self._group.all_reduce(torch.zeros(1)).wait()
+        self._apply()
         if self._source is not None:
             self._source.finish()
         if self._compares_settings:
             self._settings.agree(self._group, type(self.inner).__name__)
         self._settings.take_up()
-        return [shards.all_gather(self._group) for shards in self.flat_shards]
+        self._is_unfinished = False
+        kept = ranks_held(self._group.rank, self.copies)[1:]
+        return [shards.all_gather(self._group, kept) for shards in self.flat_shards]
+
+    def _apply(self) -> None:
+        """Update all shards that this rank holds, by gradients that are in its hands. No collective."""
+        assert self._waiting is not None, "whoever is behind was in the step that another rank has applied"
+        options, gradients = self._waiting
+        for (_, optimized), grad in zip(self._all_held(), gradients, strict=True):
+            optimized.grad = grad
+        if any(self._held):  # an optimizer of the user's own need not expect to have no params
+            self.inner.step(**options)
+        for shard, optimized in self._all_held():
+            if optimized is not shard.param or self._source is not None:
+                optimized.grad = None
+        self._waiting = None
+        self.updates += 1
+        self._is_unfinished = True
+
+    def _gradient_of(self, shard: Shard, optimized: nn.Parameter) -> Tensor | None:
+        """The summed gradient of a shard, as the inner optimizer takes it."""
+        param = shard.param
+        if self._source is not None:
+            grad = self._source.gradient_of(shard)
+            return grad if grad is None or optimized is not param else view_like(param, grad, 0)
+        if optimized is param or param.grad is None:
+            return param.grad
+        return shard.of(gradient_like(param))
+
+    @torch.no_grad()
+    def catch_up(self, group: Group) -> bool:
+        """After the loss of a rank, on all survivors in a group of theirs: apply a step that any of them has applied.
+
+        [Note: one step apart]. Returns whether all are at the same step then, on all alike; without copies they may
+        not be. Called again where a rank is lost meanwhile.
+        """
+        rows = gather_rows(group, [float(self.updates), float(self._is_unfinished)])
+        newest = max(count for count, _ in rows)
+        if self.copies is None:
+            return all(row == [newest, 0.0] for row in rows)
+        if self.updates < newest:
+            self._apply()
+        if self._compares_settings and any(row != [newest, 0.0] for row in rows):
+            self._settings.agree(group, type(self.inner).__name__)
+        if self._is_unfinished:  # else what a scheduler has set for the step after it would be lost
+            self._settings.take_up()
+            self._is_unfinished = False
+        return True
+
+    def surviving_state(self, group: Group, handed_in: Sequence[int]) -> dict[str, Any]:
+        """The state of a plain optimizer, from what the ranks of `group` hold; `handed_in`: whose shards this rank
+        hands in. A collective of the survivors, after `catch_up`.
+        """
+        return self._gathered_state(group, handed_in)
 
     def take_gradients_from(self, source: GradientSource) -> None:
         """From now on the source's gradients are used, not the params' own."""
@@ -201,18 +264,19 @@ class ShardedOptimizer(Optimizer):
         self._settings.take_up()
         self.inner.state.clear()
         for place, state in state_dict["state"].items():
-            owned = self._own.get(params[int(place)])
-            if owned is not None:
-                shard, optimized = owned
-                self.inner.state[optimized] = shard_state(state, shard, self.by_tensors)
+            for held in self._held:
+                if (found := held.get(params[int(place)])) is not None:
+                    shard, optimized = found
+                    self.inner.state[optimized] = shard_state(state, shard, self.by_tensors)
 
-    def _gathered_state(self) -> dict[str, Any]:
+    def _gathered_state(self, group: Group | None = None, handed_in: Sequence[int] | None = None) -> dict[str, Any]:
         places = {param: place for place, param in enumerate(self._all_params())}
-        own = {
-            places[param]: (shard, dict(self.inner.state.get(optimized, {})))
-            for param, (shard, optimized) in self._own.items()
-            if param in places
-        }
+        ranks = [self._group.rank] if handed_in is None else handed_in
+        own: dict[int, list[tuple[Shard, dict[str, Any]]]] = {}
+        for shard, optimized in self._all_held():
+            if shard.param in places and shard.rank in ranks:
+                state = dict(self.inner.state.get(optimized, {}))
+                own.setdefault(places[shard.param], []).append((shard, state))
         groups = [
             {
                 **{key: value for key, value in settings.items() if key != "params"},
@@ -220,7 +284,15 @@ class ShardedOptimizer(Optimizer):
             }
             for settings in self.param_groups
         ]
-        return {"state": gather_state(self._group, self._all_params(), own, self.by_tensors), "param_groups": groups}
+        full = gather_state(group or self._group, self._all_params(), own, self.by_tensors)
+        return {"state": full, "param_groups": groups}
+
+    def _all_held(self) -> Iterator[tuple[Shard, nn.Parameter]]:
+        """Every shard that this rank updates, with what the inner optimizer has in place of its param."""
+        return (found for held in self._held for found in held.values())
+
+    def _optimized(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return [held[param][1] for held in self._held for param in params if param in held]
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for settings in self.param_groups for param in settings["params"]]
@@ -237,8 +309,9 @@ class ShardedOptimizer(Optimizer):
     def _take(self, flat_shards: Sequence[FlatShards]) -> None:
         for shards in flat_shards:
             self._sharded_params.update(shards.params)
-            for shard in shards.shards_of(self._group.rank):
-                self._own[shard.param] = shard, shards.optimized_param(shard)
+            for rank, held in zip(ranks_held(self._group.rank, self.copies), self._held, strict=True):
+                for shard in shards.shards_of(rank):
+                    held[shard.param] = shard, shards.optimized_param(shard)
 
     def _shard_more(self, params: Sequence[nn.Parameter]) -> None:
         new = [param for param in params if param not in self._sharded_params]

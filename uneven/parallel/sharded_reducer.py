@@ -14,9 +14,10 @@ from uneven.comm.collectives import reduce_scatter_shards
 from uneven.comm.group import Group
 from uneven.comm.work import Work, WorkList
 from uneven.parallel.buckets import split_params
-from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like
+from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like, ranks_held
 from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
 from uneven.parallel.strategy import scale_all, scale_to_norm
+from uneven.policy.redundancy import Copies
 
 MAX_IN_FLIGHT = 2  # buckets on the wire at once; more would hold more full gradients
 
@@ -51,13 +52,18 @@ class _ShardedBucket:
         return self.buffer
 
 
-def clip_shards(sums: Sequence[Tensor], group: Group, max_norm: float, device: torch.device) -> Tensor:
-    """Scale this rank's sums by the norm over all ranks' shards; each element is counted once. Returns that norm."""
+def clip_shards(
+    sums: Sequence[Tensor], group: Group, max_norm: float, device: torch.device, kept: Sequence[Tensor] = ()
+) -> Tensor:
+    """Scale this rank's sums by the norm over all ranks' shards; each element is counted once. Returns that norm.
+
+    `kept` are scaled and not counted: sums that another rank owns.
+    """
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for own in sums:
         square += own.double().square().sum().to(device)
     norm = group.all_reduce(square).wait().sqrt()[0]
-    scale_to_norm(sums, norm, max_norm)
+    scale_to_norm([*sums, *kept], norm, max_norm)
     return norm
 
 
@@ -86,12 +92,15 @@ class ShardedReducer:
         group: Group,
         max_bytes: int,
         gradients_done: Callable[[FlatShards], None] = lambda _: None,  # called when backward is through with them
+        copies: Copies | None = None,  # with it, the sums of a shard that this rank keeps for another one, too
     ) -> None:
         self._group = group
+        self._ranks = ranks_held(group.rank, copies)
+        self._has_copies = copies is not None
         self._gradients_done = gradients_done
         self._buckets = [bucket for shards in flat_shards for bucket in _make_buckets(shards, max_bytes)]
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
-        self._sums: dict[FlatShards, Tensor] = {}  # of this rank's shards; removed to zero them
+        self._sums: dict[int, dict[FlatShards, Tensor]] = {}  # by owner, of what this rank holds; removed to zero them
         self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
         self._ready: set[nn.Parameter] = set()  # in this backward
         self._sent = 0
@@ -116,18 +125,22 @@ class ShardedReducer:
         return gather_gradient(self._group, param, shards, own)
 
     def gradient_of(self, shard: Shard) -> Tensor | None:
-        """The summed gradient of this rank's shard of a param; None if no rank used the param."""
+        """The summed gradient of a shard that this rank holds; None if no rank used the param."""
         if shard.param not in self._used:
             return None
         shards = self._bucket_of[shard.param].shards
-        begin = shards.starts[shard.param] + shard.start - shards.bounds[self._group.rank]
-        return self._sums[shards][begin : begin + shard.stop - shard.start]
+        begin = shards.starts[shard.param] + shard.start - shards.bounds[shard.rank]
+        return self._sums[shard.rank][shards][begin : begin + shard.stop - shard.start]
 
     def scale(self, factor: Tensor) -> None:
-        scale_all(self._sums.values(), factor)
+        for sums in self._sums.values():
+            scale_all(sums.values(), factor)
 
     def clip(self, max_norm: float) -> Tensor:
-        return clip_shards(list(self._sums.values()), self._group, max_norm, self._buckets[0].shards.flat.device)
+        own, kept = self._ranks[0], self._ranks[1:]
+        sums = list(self._sums.get(own, {}).values())
+        also = [one for rank in kept for one in self._sums.get(rank, {}).values()]
+        return clip_shards(sums, self._group, max_norm, self._buckets[0].shards.flat.device, also)
 
     def start(self) -> None:
         """Nothing to do when the optimizer steps: backward has reduced everything."""
@@ -182,24 +195,25 @@ class ShardedReducer:
         if self._sent >= MAX_IN_FLIGHT:
             self._take_own_part(self._buckets[self._sent - MAX_IN_FLIGHT])
         bucket = self._buckets[self._sent]
-        bucket.works = reduce_scatter_shards(self._group, bucket.allocated(), bucket.bounds)
+        bucket.works = reduce_scatter_shards(self._group, bucket.allocated(), bucket.bounds, to_all=self._has_copies)
         self._sent += 1
 
     def _take_own_part(self, bucket: _ShardedBucket) -> None:
-        """Wait for a bucket, add this rank's part of it to its sums, and free the rest."""
+        """Wait for a bucket, add what this rank holds of it to its sums, and free the rest."""
         if bucket.works is None:
             return
         bucket.works.wait()
-        begin, end = bucket.shards.bounds_of(self._group.rank)
-        first, last = max(begin, bucket.start), min(end, bucket.stop)
-        if first < last:
-            assert bucket.buffer is not None
-            if bucket.shards not in self._sums:
-                self._sums[bucket.shards] = torch.zeros(
-                    end - begin, dtype=bucket.buffer.dtype, device=bucket.buffer.device
-                )
-            own = bucket.buffer[first - bucket.start : last - bucket.start]
-            self._sums[bucket.shards][first - begin : last - begin] += own
+        assert bucket.buffer is not None
+        for rank in self._ranks:
+            begin, end = bucket.shards.bounds_of(rank)
+            first, last = max(begin, bucket.start), min(end, bucket.stop)
+            if first < last:
+                sums = self._sums.setdefault(rank, {})
+                if bucket.shards not in sums:
+                    sums[bucket.shards] = bucket.buffer.new_zeros(end - begin)
+                sums[bucket.shards][first - begin : last - begin] += bucket.buffer[
+                    first - bucket.start : last - bucket.start
+                ]
         bucket.buffer = bucket.works = None
 
     def _end_of_backward(self) -> None:

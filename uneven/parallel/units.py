@@ -8,6 +8,7 @@ from torch import nn
 from uneven.comm.group import Group
 from uneven.comm.work import WorkList
 from uneven.parallel.flat_shards import ReshardableShards, group_by_kind
+from uneven.policy.redundancy import Copies
 
 
 class Unit:
@@ -20,10 +21,13 @@ class Unit:
         shares: Sequence[float],
         group: Group,
         compute_dtype: torch.dtype | None,
+        copies: Copies | None = None,
     ) -> None:
         self.name = name
         self._group = group
-        self.flat_shards = [ReshardableShards(kind, shares, group, compute_dtype) for kind in group_by_kind(params)]
+        self.flat_shards = [
+            ReshardableShards(kind, shares, group, compute_dtype, copies) for kind in group_by_kind(params)
+        ]
         self.has_frozen = any(not param.requires_grad for param in params)
         self._works: list[WorkList] | None = None
 

@@ -90,6 +90,10 @@ class RecordedWindows:
         """The factor on the learning rates since the last round that is done."""
         return self.recorded[min(self.rounds, len(self.recorded) - 1)].scale
 
+    def slot_time_ms(self, rank: int) -> float:
+        """Not in ms: a replay measures nothing."""
+        return 1.0 / max(1.0, self.speeds[rank])
+
     @property
     def counts(self) -> tuple[int, ...]:
         return tuple(max(1, int(speed)) for speed in self.speeds)
@@ -136,13 +140,18 @@ class RecordedSchedule:
         self._handed.append(self.slots.popleft())
         return self._handed[-1]
 
-    def trained(self) -> None:
+    def trained(self, ms: float = 0.0) -> None:
+        del ms
         self._handed.popleft()
         self.parts += 1
         self.staleness += 1
 
     def is_due(self) -> bool:
         return not self.in_flight and not self.is_over and self.parts >= self._next.entered
+
+    def hand_back(self) -> dict[str, float]:
+        """A rank that was late then is so now, by its log."""
+        return {}
 
     def set_limit(self) -> int:
         """No limit: a replay asks for nothing, and its events are in the log."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from uneven.policy.claims import Claiming, ClaimsAhead
+from uneven.policy.late import RECENT, is_late, pace_of
 from uneven.policy.windows import RoundReport, Windows
 
 
@@ -64,6 +65,11 @@ class SlotSchedule:
     _since: int = 0  # trained since that claim
     _limit: int | None = None  # with a round in flight: no slot from it on is handed out before that is merged
     _first: int = 0  # slots before it were left out: they are claimed and dropped
+    _is_mixed: bool = False  # slots kept from an earlier window may be higher than newer ones
+    _returned: int | None = None  # the lowest slot that it has handed back since the last round
+    _planned_ms: float = 0.0  # of the window, where late ranks hand slots back
+    _busy_ms: float = 0.0  # of the slots trained since it entered a round
+    _recent_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @property
     def is_over(self) -> bool:
@@ -72,11 +78,12 @@ class SlotSchedule:
     @property
     def next_slot(self) -> int:
         """The first slot that this rank has still to train; without one, the end of the slots it could get."""
-        if not self._given:
+        if not self._given and self._returned is None:
             self._take()
+        known = [] if self._returned is None else [self._returned]
         if self._given:
-            return self._given[0]
-        return self.windows.due if self._is_divided else self.total
+            known.append(min(self._given) if self._is_mixed else self._given[0])
+        return min(known, default=self.windows.due if self._is_divided or self._is_left_out else self.total)
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -106,8 +113,10 @@ class SlotSchedule:
         self._handed -= 1
         self.end = end
 
-    def trained(self) -> None:
-        """The first slot handed out is trained."""
+    def trained(self, ms: float = 0.0) -> None:
+        """The first slot handed out is trained, and took so long."""
+        self._busy_ms += ms
+        self._recent_ms.append(ms)
         self._given.popleft()
         self._handed -= 1
         self.parts += 1
@@ -119,12 +128,35 @@ class SlotSchedule:
         self._given = deque(given for given in self._given if given >= slot)
         self._handed = 0
         self._first = slot
+        self.windows.drop_back()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the others would wait long for this rank, see policy/late.py; `hand_back` then comes with the round.
+
+        Before an event it is only worth a round where there is something to hand back.
+        """
+        windows, held = self.windows, len(self._given)
+        if self.in_flight or not held or not self._recent_ms or self._busy_ms < self._planned_ms:
+            return False
+        if windows.due == windows.event and held == self._handed:
+            return False
+        return is_late(self._busy_ms, self._planned_ms, held, pace_of(self._recent_ms) or self._recent_ms[-1])
+
+    def hand_back(self) -> dict[str, float]:
+        """Just before it enters a round: hand back what its feed has not got, if it is late; fields of its report."""
+        if not self.is_late:
+            return {}
+        back = [self._given.pop() for _ in range(len(self._given) - self._handed)]
+        self._returned = min(back, default=None)
+        pace_ms = pace_of(self._recent_ms)
+        return {"returned": float(len(back)), "kept": float(len(self._given)), "pace_ms": pace_ms}
 
     def is_due(self) -> bool:
         """Whether this rank enters the next round now."""
         if self.in_flight or self.is_over:
             return False
-        if self.next_slot >= min(self.windows.due, self._barrier):
+        if self.next_slot >= min(self.windows.due, self._barrier) or self.is_late:
             return True
         is_event = self.windows.due == self.windows.event
         return not self._is_divided and not is_event and self._front >= self.windows.due
@@ -138,8 +170,10 @@ class SlotSchedule:
         """
         self._limit = self.windows.due
         if not self._is_divided and not self.windows.is_blocking:
-            own = self._max_staleness + self.lookahead + self._claiming.most_held
-            self._limit = max(self.windows.due, self._claimed_stop, self._front) + math.ceil(own / self._share)
+            self._limit = max(self.windows.due, self._claimed_stop, self._front)
+            if not self._is_left_out:
+                own = self._max_staleness + self.lookahead + self._claiming.most_held
+                self._limit += math.ceil(own / self._share)
         return self._limit
 
     def settle(self) -> None:
@@ -151,7 +185,7 @@ class SlotSchedule:
             self._receive()
 
     def enter(self) -> None:
-        self.in_flight, self.staleness = True, 0
+        self.in_flight, self.staleness, self._busy_ms = True, 0, 0.0
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
@@ -159,7 +193,7 @@ class SlotSchedule:
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
-        self.in_flight, self._limit = False, None
+        self.in_flight, self._limit, self._returned = False, None, None
         if self.end is not None and self.windows.passed >= self.end:
             self.end = None
         if not self._is_divided:
@@ -176,7 +210,7 @@ class SlotSchedule:
     @property
     def _front(self) -> int:
         """Estimate of the last slot claimed by any rank: this rank's last claim, and its own speed since then."""
-        return self._claimed + int(self._since / self._share)
+        return self._claimed if self._is_left_out else self._claimed + int(self._since / self._share)
 
     @property
     def _is_divided(self) -> bool:
@@ -184,21 +218,33 @@ class SlotSchedule:
 
     @property
     def _max_staleness(self) -> int:
-        return self.max_staleness or 2 * self.windows.counts[self.rank]
+        return self.max_staleness or 2 * self._count
+
+    @property
+    def _count(self) -> int:
+        """This rank's slots of a window; one where it is tried, or has still to train what it claimed."""
+        return max(1, self.windows.counts[self.rank])
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether this rank claims nothing in this window."""
+        return not self._is_divided and self.windows.is_left_out(self.rank) and not self.windows.is_probed(self.rank)
 
     @property
     def _share(self) -> float:
         """This rank's fraction of all slots, by the current counts."""
-        return self.windows.counts[self.rank] / sum(self.windows.counts)
+        return self._count / (sum(self.windows.counts) - self.windows.counts[self.rank] + self._count)
 
     def _take(self) -> None:
         """Get more slots, if this rank may have some now."""
         if self._is_divided:
             if self._window < self.windows.rounds:
                 self._window = self.windows.rounds
-                counts = self.windows.cut()
-                first = self.windows.start + sum(counts[: self.rank])
-                self._given.extend(range(first, first + counts[self.rank]))
+                self._is_mixed = bool(self._given)
+                self._given.extend(self.windows.slots_of(self.rank))
+                self._planned_ms = self.windows.planned_ms if self.windows.hands_back else 0.0
+            return
+        if self._is_left_out and not self._asked:
             return
         self._start_claims()
         while True:
@@ -219,7 +265,7 @@ class SlotSchedule:
 
     def _ask_ahead(self) -> None:
         """Send the next claim, if the slots held will not last until it is answered."""
-        if self.ahead is None or self._asked or self._is_divided or self._claimed >= self.total:
+        if self.ahead is None or self._asked or self._is_divided or self._claimed >= self.total or self._is_left_out:
             return
         if self._given and self._given[-1] >= self._barrier:
             return  # nothing before the barrier is left for this rank
@@ -250,7 +296,7 @@ class SlotSchedule:
     @property
     def _claiming(self) -> Claiming:
         trip_ms = self.claim_ms if self.ahead is None else self.ahead.trip_ms
-        slot_ms, count = 1.0 / self.windows.speeds[self.rank], self.windows.counts[self.rank]
+        slot_ms, count = self.windows.slot_time_ms(self.rank), self._count
         left = self._share * (self.windows.event - self._front)
         return Claiming(trip_ms, slot_ms, count, left, can_ask=self.ahead is not None)
 

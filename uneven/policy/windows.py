@@ -11,9 +11,13 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from uneven.policy.counts import best_counts, efficiency
 from uneven.policy.finish import by_ratio
+from uneven.policy.late import split_beside, taken_back
+from uneven.policy.left_out import next_probe, with_probes
+from uneven.policy.round_report import RoundReport as RoundReport
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
@@ -22,30 +26,9 @@ SETTLING = 2  # rounds at the start whose costs are not representative: the firs
 STATE = (
     *("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due", "passed", "_held"),
     *("_floor", "_ms", "_seen_ms", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"),
+    *("back", "kept", "_usual_ms", "_probe_in"),
 )
 MEMORY = 3  # rounds in the median of an estimate, so a single outlier changes nothing
-
-
-class RoundReport(NamedTuple):
-    """What one rank reports to all others in a round; the costs are those of its last round, whose end it has seen."""
-
-    next_slot: float = 0.0  # its first slot that is not in this average
-    samples: float = 0.0  # since its last round; without those dropped they are its weight
-    busy_ms: float = 0.0  # its own compute time for them
-    transfer_ms: float = 0.0  # what snapshot and merge took of its own time
-    latency_ms: float = 0.0  # from snapshot to average, waiting for others included
-    loss_sum: float = 0.0
-    loss_count: float = 0.0
-    divergence: float = 0.0  # ||params - average|| / ||average|| at its last merge
-    status: float = 0.0  # see train/status.py; a float because the report travels in a float tensor
-    fingerprint: float = 0.0
-    user_ms: float = 0.0  # code of the user's own since its last round, which is not in busy_ms
-    dropped: float = 0.0  # of `samples`: of steps that were not finite
-    bad_slot: float = 0.0  # the last of these steps ...
-    bad_cause: float = 0.0  # ... and why, see step/finite.py
-    limit: float = 0.0  # slots from it on it hands out only after it has merged this round, see first_free_slot
-    end_samples: float = 0.0  # of the epoch in progress, where this rank was told the end of a stream without length
-    wish: float = 0.0  # to save or evaluate soon, see train/synchronizer.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +77,8 @@ class Windows:
     is_held: bool = False  # by the guard: the anchor may not grow
     event: int = 0  # the next slot at which all ranks synchronize whatever the window
     due: int = 0  # the slot of the next round
+    back: list[int] = field(default_factory=list)  # handed back by ranks that were late: they come first
+    kept: list[list[int]] = field(default_factory=list)  # every rank's slots of earlier windows, where it was late
     passed: int = 0  # the last event that all ranks have passed
     _held: int = 0  # slots before it were given out for a window that a stream's end cut short, and come first
     _floor: float = 0.0  # of the anchor: the one asked for, unless the guard went below it
@@ -103,10 +88,14 @@ class Windows:
     _blocked_ms: list[float] = field(default_factory=list)
     _latencies_ms: list[float] = field(default_factory=list)
     _divergences: list[float] = field(default_factory=list)  # rising ones, above the threshold
+    _usual_ms: list[float] = field(default_factory=list)  # the shortest time per slot so far; 0: not known
+    _probe_in: list[int] = field(default_factory=list)  # rounds until a rank that is left out is tried; -1: takes part
 
     def __post_init__(self) -> None:
         self._ms = list(self.slot_ms or [1.0] * self.ranks)
         self._seen_ms = [[ms] for ms in self.slot_ms] if self.slot_ms else [[] for _ in range(self.ranks)]
+        self.kept, self._usual_ms = [[] for _ in range(self.ranks)], list(self.slot_ms or [0.0] * self.ranks)
+        self._probe_in = [-1] * self.ranks
         self.anchor = self._floor = float(self.config.anchor)
         self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
         self.event = self.next_event(0)
@@ -124,23 +113,64 @@ class Windows:
 
     @property
     def speeds(self) -> list[float]:
-        """Full slots per ms."""
-        return [1.0 / ms for ms in self._ms] if self.config.shares is None else list(self.config.shares)
+        """Full slots per ms; 0 for a rank that is left out."""
+        if self.config.shares is not None:
+            return list(self.config.shares)
+        return [0.0 if self.is_left_out(rank) else 1.0 / ms for rank, ms in enumerate(self._ms)]
+
+    def slot_time_ms(self, rank: int) -> float:
+        """What the rank takes for a full slot."""
+        return self._ms[rank] if self.config.shares is None else 1.0 / self.config.shares[rank]
+
+    def is_left_out(self, rank: int) -> bool:
+        """Whether the rank became too slow to help: it gets no slots, but for a probe now and then."""
+        return self._probe_in[rank] >= 0
+
+    def is_probed(self, rank: int) -> bool:
+        """Whether a rank that is left out is tried in this window."""
+        return self._probe_in[rank] == 0
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether a rank that is late may hand slots back. Where a stream may end in the window nobody knows them."""
+        is_adaptive = not self.config.is_async and self.config.shares is None and self.is_measured
+        return is_adaptive and not self.may_end and self.ranks > 1
+
+    @property
+    def planned_ms(self) -> float:
+        """How long the window takes by the present estimates, probes apart."""
+        owned = [count + len(kept) for count, kept in zip(self.cut(), self.kept, strict=True)]
+        return max(0.0 if self.is_left_out(rank) else count * self._ms[rank] for rank, count in enumerate(owned))
 
     def cut(self) -> tuple[int, ...]:
-        """Every rank's slots of the window [start, due), in rank order."""
-        length = max(0, self.due - self.start)  # before the end of a stream, all slots may be given already
-        if length == sum(self.counts):
+        """How many new slots of the window each rank gets, in rank order: those handed back and [start, due)."""
+        length = max(0, self.due - self.start) + len(self.back)  # all may be given already, before a stream's end
+        if length == sum(self.counts) and not any(self.kept) and 0 not in self._probe_in:
             return self.counts
-        return by_ratio(self.speeds if self.is_measured else [1.0] * self.ranks, length)
+        ratio = self.speeds if self.is_measured else [1.0] * self.ranks
+        if not any(self.kept):
+            return with_probes(by_ratio(ratio, length), self._probe_in)
+        return with_probes(split_beside([len(kept) for kept in self.kept], ratio, length), self._probe_in)
+
+    def slots_of(self, rank: int) -> Sequence[int]:
+        """The rank's new slots of the window, in order."""
+        counts = self.cut()
+        first = sum(counts[:rank])
+        if not self.back:
+            return range(self.start + first, self.start + first + counts[rank])
+        return [*self.back, *range(self.start, self.due)][first : first + counts[rank]]
 
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         """A round is done: the reports of all ranks, in rank order. Sets the next window; returns what changed."""
         was_divided = not (self.config.is_async and self.is_measured)
+        if was_divided and (self.back or any(report.returned or report.kept for report in reports)):
+            owned = [[*kept, *self.slots_of(rank)] for rank, kept in enumerate(self.kept)]
+            self.back, self.kept = taken_back(owned, reports)
         self.rounds += 1
         decisions: list[Decision] = []
         if self.config.shares is None:
             self._update_speeds(reports)
+            self._leave_out(reports)
             decisions += self._guard(reports)
             decisions += self._set_anchor(reports)
             decisions += self._set_counts()
@@ -161,6 +191,10 @@ class Windows:
         assert slot >= self.due, f"slot {slot} cannot become an event: ranks may have passed the round at {self.due}"
         self.event = min(self.event, slot)
 
+    def drop_back(self) -> None:
+        """The slots handed back and kept are left out by all ranks, with the rest of their epoch."""
+        self.back, self.kept = [], [[] for _ in range(self.ranks)]
+
     def _learn_event(self, was_divided: bool) -> None:
         """Where nobody knew the next event, a stream's end: it may lie inside the window, and the round was at it."""
         due = self.due
@@ -178,6 +212,7 @@ class Windows:
         rest = (
             *(self.counts, self.start, self.due, self.event, self.rounds, self.is_held, self._held, self._seen_ms),
             *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms),
+            *(self.back, self.kept, self._usual_ms, self._probe_in),
         )
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
 
@@ -189,7 +224,7 @@ class Windows:
         """The state of a run with as many ranks; next comes `resume_at`, unless it stopped after a round."""
         if state["ranks"] != self.ranks:
             raise ValueError(f"the state of {state['ranks']} ranks does not fit {self.ranks}")
-        for name in STATE:
+        for name in set(STATE) & set(state):
             setattr(self, name, copy.deepcopy(state[name]))
         self.counts = tuple(self.counts)
 
@@ -205,6 +240,10 @@ class Windows:
         self._ms = [measured[rank] if place is None else state["_ms"][place] for rank, place in enumerate(places)]
         seen = state["_seen_ms"]
         self._seen_ms = [[] if place is None else list(seen[place]) for place in places]
+        self._usual_ms = [
+            ms if place is None else state["_usual_ms"][place] for ms, place in zip(measured, places, strict=True)
+        ]
+        self._probe_in = [-1 if place is None else state["_probe_in"][place] for place in places]
         self.slot_ms = None if state["slot_ms"] is None else list(self._ms)
         self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
 
@@ -218,31 +257,55 @@ class Windows:
         self.passed = slot if passed is None else passed
         self.event = self.next_event(self.passed)
         self.is_over, self._held = self.event == self.passed, 0
+        self.drop_back()
         self._set_due()
 
     def _set_due(self) -> None:
         """The end of the window that begins at `start`."""
-        left, length = self.event - self.start, sum(self.counts)
+        left, length = self.event - self.start + len(self.back), sum(self.counts)
         if self._held:
             self.due = min(self.event, self._held)
         elif left <= length:
             self.due = self.event
         elif left < 2 * length:
-            self.due = self.event - left // 2  # two equal windows: a short last one would cost a round of its own
+            # Two equal windows: a short last one would cost a round of its own.
+            self.due = max(min(self.event, self.start + 1), self.event - left // 2)
         else:
-            self.due = self.start + length
+            self.due = min(self.event, self.start + max(1, length - len(self.back)))
 
     def _update_speeds(self, reports: Sequence[RoundReport]) -> None:
         """Each rank's ms per slot, from its last windows."""
         if self.slot_ms is None and self.rounds < SETTLING:
             return  # the very first step compiles and allocates
+        slowest_ms = max(self._ms)
         for rank, report in enumerate(reports):
-            if report.samples >= self.slot_size and report.busy_ms > 0:  # less than a slot is too noisy
+            if report.pace_ms > 0:
+                self._ms[rank], self._seen_ms[rank] = report.pace_ms, [report.pace_ms]
+            elif report.samples >= self.slot_size and report.busy_ms > 0:  # less than a slot is too noisy
+                if self.is_left_out(rank):
+                    self._seen_ms[rank].clear()  # a probe stands for itself: what was seen before is old
                 self._update_slot_ms(rank, report.busy_ms * self.slot_size / report.samples)
         known_ms = [ms for ms, seen in zip(self._ms, self._seen_ms, strict=True) if seen]
         for rank, seen in enumerate(self._seen_ms):
             if known_ms and not seen:
                 self._ms[rank] = max(known_ms)  # not measured yet: assume the slowest known speed
+        if max(self._ms) > 2.0 * slowest_ms:  # windows were as long as they had to be, and stay so where they may
+            self.anchor = max(self._floor, self.anchor * slowest_ms / max(self._ms))
+
+    def _leave_out(self, reports: Sequence[RoundReport]) -> None:
+        """Ranks that became too slow to help get no slots, but for a probe now and then; see policy/left_out.py."""
+        if not self.is_measured:
+            return
+        self._usual_ms = [min(usual or ms, ms) for usual, ms in zip(self._usual_ms, self._ms, strict=True)]
+        window_ms = self.anchor * self._slowest_ms
+        for rank, probe_in in enumerate(self._probe_in):
+            was_tried = reports[rank].samples > 0
+            self._probe_in[rank] = next_probe(rank, probe_in, self._ms, self._usual_ms, window_ms, was_tried)
+
+    @property
+    def _slowest_ms(self) -> float:
+        """Of the ranks that take part."""
+        return max((ms for rank, ms in enumerate(self._ms) if not self.is_left_out(rank)), default=max(self._ms))
 
     def _update_slot_ms(self, rank: int, measured_ms: float) -> None:
         """Correct a large error at once, a small one slowly: it is mostly noise."""
@@ -280,9 +343,10 @@ class Windows:
         """
         if self.rounds <= SETTLING + 1:
             return []
-        slowest_ms, before = max(self._ms), self.anchor
-        cost_ms = _median_with(self._costs_ms, sum(report.transfer_ms for report in reports) / self.ranks)
-        latency_ms = _median_with(self._latencies_ms, sum(report.latency_ms for report in reports) / self.ranks)
+        slowest_ms, before = self._slowest_ms, self.anchor
+        reports = [report for rank, report in enumerate(reports) if not self.is_left_out(rank)]  # others only wait
+        cost_ms = _median_with(self._costs_ms, sum(report.transfer_ms for report in reports) / len(reports))
+        latency_ms = _median_with(self._latencies_ms, sum(report.latency_ms for report in reports) / len(reports))
         if self.config.is_async:
             needed_ms = max(cost_ms / self.config.overhead_target, latency_ms / LATENCY_SHARE)
         else:
@@ -316,16 +380,10 @@ class Windows:
         if self.config.shares is not None:
             least = min(share for share in self.config.shares if share > 0)
             return tuple(int(self.anchor * share / least + 0.5) for share in self.config.shares)
-        slowest_ms = max(self._ms)
-        exact = [self.anchor * slowest_ms / ms for ms in self._ms]
-        # Few ranks lose least when counts are rounded to nearest, many when all are rounded down.
-        candidates = [tuple(max(1, int(count + up)) for count in exact) for up in (0.5, 0.25, 1e-9)]
-        return max(candidates, key=self._efficiency)
+        return best_counts(self.anchor * self._slowest_ms, self.speeds, self._ms)
 
     def _efficiency(self, counts: Sequence[int]) -> float:
-        """Predicted speed of such windows relative to the sum of all speeds; the rest is waiting."""
-        window_ms = max(count * ms for count, ms in zip(counts, self._ms, strict=True))
-        return sum(counts) / (window_ms * sum(self.speeds))
+        return efficiency(counts, self.speeds, self._ms)
 
 
 def _median_with(seen: list[float], value: float) -> float:

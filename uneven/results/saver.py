@@ -41,6 +41,7 @@ from uneven.results.record import has_all_files, read_record
 
 Take = Callable[[], tuple[RankPart, Whole | None]]
 THREAD = "uneven-saver"
+CHECK_S = 0.05  # how often who waits for a save looks whether it still makes sense
 
 
 @dataclass
@@ -109,9 +110,10 @@ class Saver:
     def is_saving(self) -> bool:
         return not self._idle.is_set()
 
-    def finish(self) -> None:
-        """Wait for the save that is under way."""
-        self._idle.wait()
+    def finish(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the save that is under way. `check` is called meanwhile, and may raise: nobody waits then."""
+        while not self._idle.wait(CHECK_S):
+            check()
 
     def take_notes(self) -> list[str]:
         """The lines since the last call."""

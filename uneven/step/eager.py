@@ -276,8 +276,8 @@ class EagerStep:
         return any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm))
 
     def apply_update(self) -> None:
-        self.end_update()
         self._apply(self.optimizer)
+        self.end_update()  # not before: a group that is lost inside a sharded step leaves it undecided
 
     def end_update(self) -> None:
         """The step that has begun is applied; called by itself where the update was the replay of a CUDA graph."""

@@ -35,6 +35,9 @@ class StrategyStep(EagerStep):
             eager.batchnorm_sync,
         )
         self._strategy, self._group = strategy, group
+        self.plain: EagerStep = (
+            eager.plain if isinstance(eager, StrategyStep) else eager
+        )  # of a rank that is left alone
         self._is_model_parallel = is_model_parallel
         self._watch = GradientWatch(strategy.module.parameters())
 

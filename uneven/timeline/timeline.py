@@ -62,7 +62,9 @@ class Timeline:
             account = account_of(recorder.rank, spans)
         lane = Lane(recorder.rank, device, spans, machine.number)
         own = [replace(sample, machine=machine.number) for sample in samples]
-        return cls([lane], [account], list(recorder.events), own, (machine,))
+        # Ranks change when others are lost: all of it is told of the last one, whose lane this is.
+        events = [replace(event, rank=recorder.rank) for event in recorder.events]
+        return cls([lane], [account], events, own, (machine,))
 
     @classmethod
     def merge(cls, parts: Sequence["Timeline"]) -> "Timeline":

@@ -22,12 +22,14 @@ from uneven.parallel.muon_adamw import MuonAdamW, ThreePhase
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.strategy import MakeOptimizer
 from uneven.policy.axis import Part
+from uneven.policy.redundancy import copy_ring, held, shares_with_copies
 from uneven.step.caps import room_bytes
 from uneven.step.finite import OwnCheck
 from uneven.step.several import SeveralSteps
 from uneven.step.strategy_step import StrategyStep
 from uneven.step.warmup import no_trace
 from uneven.train.engine import Engine
+from uneven.train.settle_shards import load_whole_state
 
 MEASURED_SAMPLES = 8  # a forward of a few samples fits anywhere, and activations grow with their number
 
@@ -49,10 +51,11 @@ def apply_strategy(
     if isinstance(engine.eager, SeveralSteps):
         engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
-    check_optimizer(config.strategy, engine.optimizer)
+    check_optimizer(config.strategy, engine.optimizer, config.redundancy)
     if isinstance(engine.optimizer, MuonAdamW):
         return _apply_muon(engine, group, num_stats, speeds)
     shares = _memory_shares(engine, group) if config.strategy in SHARDED else None
+    schedule = engine.schedule.state_dict(first_needed=0)
     if config.is_replicated:
         optimizer = _apply_replicated(engine, group, num_stats, shares)
     else:
@@ -61,7 +64,14 @@ def apply_strategy(
             _refuse_dropout(config.strategy, engine.model)
         make_optimizer = engine.task.make_optimizer
         strategy = make_strategy(
-            config.strategy, engine.model, make_optimizer, group, shares, bucket_mb=config.bucket_mb
+            config.strategy,
+            engine.model,
+            make_optimizer,
+            group,
+            shares,
+            bucket_mb=config.bucket_mb,
+            redundancy=config.redundancy,
+            machines=engine.rank_info.roster.machines,
         )
         if config.is_model_parallel:
             Activations(engine.model, config.activations)
@@ -70,7 +80,11 @@ def apply_strategy(
         optimizer = strategy.optimizer
     if shares is None:
         return []
-    return [f"  {config.strategy}: bytes {_source(engine)}, {_percent(shares)}{_whole_tensors(optimizer)}"]
+    load_whole_state(engine, schedule)
+    return [
+        f"  {config.strategy}: bytes {_source(engine)}, {_percent(_held(optimizer, shares))}"
+        f"{_with_copies(optimizer)}{_whole_tensors(optimizer)}"
+    ]
 
 
 def _apply_replicated(engine: Engine, group: Group, num_stats: int, shares: Sequence[float] | None) -> Optimizer:
@@ -106,6 +120,8 @@ def _make_replicated(
         # and a captured backward cannot send anything.
         overlap=not engine.batchnorm_sync.layers and engine.captured is None,
         num_stats=num_stats,
+        redundancy=engine.config.redundancy if name in SHARDED else 0,
+        machines=engine.rank_info.roster.machines,
         init_sync=False,  # the worker has compared the models and sent rank 0's values when the group formed
     )
 
@@ -140,6 +156,20 @@ def _apply_muon(engine: Engine, group: Group, num_stats: int, speeds: Sequence[f
 
 def _source(engine: Engine) -> str:
     return "by memory" if engine.config.memory_shares is None else "as given"
+
+
+def _held(optimizer: Optimizer, shares: Sequence[float]) -> Sequence[float]:
+    """What each rank holds, of all that is sharded: the shares, or with redundancy what came of them."""
+    copies = optimizer.copies if isinstance(optimizer, ShardedOptimizer) else None
+    return shares if copies is None else held(shares_with_copies(shares, copies), copies)
+
+
+def _with_copies(optimizer: Optimizer) -> str:
+    copies = optimizer.copies if isinstance(optimizer, ShardedOptimizer) else None
+    if copies is None:
+        return ""
+    everything = ", so that each of the two holds everything" if len(copies) - copies.count(None) == 2 else ""
+    return f" of two copies of each shard, on different devices{everything}"
 
 
 def _whole_tensors(optimizer: Optimizer) -> str:
@@ -190,12 +220,15 @@ def activation_budget(engine: Engine) -> float | None:
     room = room_bytes(engine.device, names.count(rank_info.device.torch_name))
     shares = config.memory_shares or (1.0,) * rank_info.world_size
     own = shares[rank_info.rank] / sum(shares)
+    if config.redundancy:
+        copies = copy_ring(shares, rank_info.roster.machines)
+        own = held(shares_with_copies(shares, copies), copies)[rank_info.rank]
     # Params, gradients and Adam's two moments: what the strategy shards counts by this rank's share.
-    copies = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(
+    times = {"zero1": 2 + 2 * own, "zero1-flat": 2 + 2 * own, "zero2": 1 + 3 * own, "fsdp": 4 * own}.get(
         config.strategy or "", 4.0
     )
     params = sum(param.numel() * param.element_size() for param in engine.model.parameters())
-    return max(0.0, room - copies * params)
+    return max(0.0, room - times * params)
 
 
 def _memory_shares(engine: Engine, group: Group) -> Sequence[float]:

@@ -107,6 +107,8 @@ class Engine:
         self.can_warm_up = not is_own_loop and (rank_info.world_size == 1 or config.is_replicated) and not self.reader
         self.full_state: Callable[[], FullState] | None = None  # set where params or optimizer state are sharded
         self.load_full_state: Callable[[FullState], None] | None = None  # likewise
+        self.strategy: HasFullState | None = None  # likewise
+        self.whole_state: FullState | None = None  # after a loss, until it is divided anew: see settle_shards.py
         self.ledger = Ledger()  # what was trained before this run began or was resumed
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
         self.log: list[tuple[int, int, int]] = []
@@ -130,9 +132,19 @@ class Engine:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer = strategy.optimizer
         self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
-        self.full_state, self.load_full_state = strategy.full_state, strategy.load_full_state
+        self.strategy, self.full_state, self.load_full_state = strategy, strategy.full_state, strategy.load_full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
+
+    def leave_strategy(self, step: EagerStep) -> None:
+        """Train with a plain optimizer and this step; the model is whole. The schedule goes on where it was."""
+        self.optimizer = checked_optimizer(self.task.make_optimizer(self.model.parameters()), self.model)
+        schedule = self.schedule.state_dict(first_needed=0)
+        self.schedule = Schedule(self.task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        self.schedule.load_state_dict(schedule)
+        self.eager = step
+        self.eager.optimizer, self.eager.reducer = self.optimizer, None
+        self.full_state = self.load_full_state = None
 
     def settle_axis(self, config: RunConfig) -> None:
         """The axis, its events and the LR schedule; again before the first slot where global_batch_size was "auto"."""

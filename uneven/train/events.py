@@ -111,7 +111,7 @@ def pass_epoch(
     end = windows.due = windows.event = engine.axis.epoch_end(epoch)
     schedule.drop_before(end)
     engine.skip_epoch(epoch, trained)
-    return end, [row._replace(next_slot=max(row.next_slot, float(end))) for row in rows]
+    return end, [row._replace(next_slot=max(row.next_slot, float(end)), returned=0.0, kept=0.0) for row in rows]
 
 
 def follow_wish(engine: Engine, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> None:

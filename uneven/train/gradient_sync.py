@@ -56,7 +56,6 @@ class GradientSync:
         self._dummies = DummyBatches(engine, self._is_model_parallel)
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._has_advised = False
-        self._stragglers = Stragglers(engine.recorder, engine.rank_info)
         self._lr_scale = 1.0
         self._weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
@@ -89,7 +88,7 @@ class GradientSync:
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
         self._lr_scale = engine.lr_scale(1.0, shares)
-        self.notes += self._stragglers.follow(0, shares)
+        self._stragglers = Stragglers(engine.recorder, engine.rank_info, shares)
         is_measured = engine.can_warm_up and not config.has_fixed_shares
         alone = [1e3 * config.batch_size / cost.time_ms(config.batch_size) for cost in costs]
         engine.recorder.event("shares", slot=0, shares=shares, alone=alone if is_measured else [])

@@ -14,7 +14,7 @@ from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
 from uneven.comm.gather import gather_checksums
-from uneven.comm.group import Group
+from uneven.comm.group import Group, SoloGroup
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
@@ -40,11 +40,14 @@ from uneven.train.lr_scale import LocalScale
 from uneven.train.round_costs import RoundCosts
 from uneven.train.round_tally import RoundTally
 from uneven.train.status import RankStatus, check_agreement, check_status
+from uneven.train.stragglers import Stragglers
 from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no_wait, no_wish
 
 
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
+
+    average: BackgroundAverage
 
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
@@ -65,7 +68,9 @@ class LocalSGD:
         self._free_ns = 0  # start of the rank's own work since its last collective
         self.claims = SlotClaims(lambda count: self.group.claim(count), engine.recorder, self._note_wait)
         self.agreed: LocalState | None = None  # settled, and not started from yet
+        self.average: BackgroundAverage
         self._has_thread = False  # of an average of its own
+        self.is_blank = False  # a newcomer's, that has trained nothing and has not settled yet
 
     @property
     def group(self) -> Group:
@@ -80,15 +85,10 @@ class LocalSGD:
 
         Again after a settlement, from what was agreed upon there: then `costs` count only for newcomers.
         """
-        engine, config = self.engine, self.engine.config
-        agreed = self.agreed
-        if agreed is None:
-            replica = Replica(engine.model, engine.optimizer, config.optimizer_state == "average")
-            transport = make_transport(replica, is_nccl=config.backend == "nccl")
-        else:
-            replica, transport = self.average.replica, self.average.transport
+        engine, agreed = self.engine, self.agreed
+        before = None if agreed is None else self.average
         # A group of its own: an average on its way must not queue before the main thread's collectives.
-        self.average = BackgroundAverage(replica, transport, self.buffers, self.group.new_group(), config.verify)
+        self.average = self._new_average(self.group.new_group(), before)
         self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
@@ -104,6 +104,7 @@ class LocalSGD:
             engine.record_round(Round(0, self._mark, self._mark, self.scale.value))
         self.notes += note_shares(engine, self.windows.counts, costs, is_start=agreed is None)
         self.agreed = None
+        self._stragglers = Stragglers(engine.recorder, engine.rank_info, self.windows.counts)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -157,8 +158,7 @@ class LocalSGD:
     def train(self, part: Part, micros: Micros) -> bool:
         """Train the part, if it has samples, then enter and merge the rounds that are due."""
         if part.samples:
-            self._step(part, micros)
-            self.slot_schedule.trained()
+            self.slot_schedule.trained(self._step(part, micros))
             self.after_step(part.slot.index + 1)
         while not self._is_ended:
             if self.slot_schedule.in_flight:
@@ -223,13 +223,27 @@ class LocalSGD:
         if self._has_thread:
             self.average.close()
 
+    def _new_average(self, group: Group, before: BackgroundAverage | None) -> BackgroundAverage:
+        """With the buffers of the one before, where there was one."""
+        config = self.engine.config
+        if before is not None:
+            return BackgroundAverage(before.replica, before.transport, self.buffers, group, config.verify)
+        replica = Replica(self.engine.model, self.engine.optimizer, config.optimizer_state == "average")
+        transport = make_transport(replica, is_nccl=config.backend == "nccl")
+        return BackgroundAverage(replica, transport, self.buffers, group, config.verify)
+
+    def begin_blank(self) -> None:
+        """Of a newcomer: settle with ranks that have trained, from nothing."""
+        self.is_blank, self.average = True, self._new_average(SoloGroup(), None)
+        self.average.close()
+
     def expect_losses(self) -> None:
         if not self.tally.lineage.members:
             self.tally.start()
 
     def own_cost(self) -> Cost | None:
         rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
-        return Cost(0.0, 1.0 / (self.windows.speeds[rank] * slot_size), self.engine.caps[rank])
+        return Cost(0.0, self.windows.slot_time_ms(rank) / slot_size, self.engine.caps[rank])
 
     def go_on_after(self, before: "LocalSGD", event_loss: float | None) -> None:
         del event_loss  # it is with the events that are pending
@@ -269,7 +283,8 @@ class LocalSGD:
         must = self._stops or self._skips or self.windows.is_blocking
         return must or self.slot_schedule.may_merge(self.average.is_done())
 
-    def _step(self, part: Part, micros: Micros) -> None:
+    def _step(self, part: Part, micros: Micros) -> float:
+        """One step of this rank by itself; returns its time in ms."""
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
@@ -280,7 +295,8 @@ class LocalSGD:
         self.tally.samples += part.samples
         position = max(engine.trained, part.slot.index + 1)
         self.tally.dropped += sum(bad.samples for bad, _ in engine.record_part(part, verdict, position))
-        self.tally.busy_ms += (now_ns - self._free_ns) / 1e6
+        self.tally.busy_ms += (step_ms := (now_ns - self._free_ns) / 1e6)
+        return step_ms
 
     def _enter(self, status: RankStatus) -> None:
         """Enter the next round: take the snapshot and send it, with this rank's statistics."""
@@ -298,6 +314,7 @@ class LocalSGD:
         tally.busy_ms += (began_ns - asked_ns) / 1e6
         entered = tally.enter()
         known = self.costs.report._replace(
+            **self.slot_schedule.hand_back(),
             next_slot=float(self.slot_schedule.next_slot),
             samples=float(entered.samples),
             dropped=float(entered.dropped),
@@ -335,7 +352,8 @@ class LocalSGD:
             recorder.enter("wait", min(joined_ns, began_ns + int(user_ms * 1e6)))
         recorder.enter("communication", joined_ns)
         sent = self.average.traffic.payload_bytes
-        self.costs.received(arrived, began_ns, here_ns, user_ms, min(self.windows.speeds), sent)
+        slowest = min(filter(None, self.windows.speeds), default=0.0)  # of those that take part
+        self.costs.received(arrived, began_ns, here_ns, user_ms, slowest, sent)
         self.notes += note_dropped(self.engine.dropped, rows, self.engine.axis.slot_size)
         return rows
 
@@ -371,6 +389,7 @@ class LocalSGD:
             recorder.event(decision.kind, slot=due, **decision.fields)
             if decision.kind == "guard":
                 self.notes.append(describe_guard(decision.fields, anchor))
+        self.notes += self._stragglers.follow(due, self.windows.counts)
         self.others_stop = self.others_stop or RankStatus.STOP_REQUESTED in statuses
         self.is_stopped = set(statuses) == {RankStatus.STOP_REQUESTED}
         if not self.scale.is_known:

@@ -41,12 +41,7 @@ class Generation:
 
 
 class Membership(Protocol):
-    """Life cycle: one per run and rank, from the forming of its first group to the run's end.
-
-    `is_newcomer`: this process joins a run that is on; it calls `enter` where others form their first group.
-    """
-
-    is_newcomer: bool
+    """Life cycle: one per run and rank, from the forming of its first group to the run's end."""
 
     def is_stale(self, number: int) -> bool:
         """Whether a newer generation than this one was announced. From memory, so it may be asked before every step."""

@@ -47,6 +47,7 @@ class RankInfo:
         member: str | None = None,
         generation: int = 0,
         leader: LeaderFiles | None = None,
+        is_newcomer: bool = False,
     ) -> None:
         """`roster` says on which machines the devices are; without one they are all on this machine.
 
@@ -58,6 +59,7 @@ class RankInfo:
         assert self.roster.devices == self.devices, "the roster of these very ranks"
         self.member = f"{self.devices[rank]}#{rank}" if member is None else member
         self.generation = generation
+        self.is_newcomer = is_newcomer  # it joins a run that is on, and has trained nothing in it yet
         self.leader = leader
         self.records: RoundRecords | None = None  # with a Membership
         self.clocks: MachineClocks | None = None  # with the group, where ranks are on several machines
@@ -121,6 +123,9 @@ class RankInfo:
         self.generation, self.roster, self.rank, self.devices = generation, roster, rank, roster.devices
         self.clocks = None
         self.join(group)
+
+    def has_settled(self) -> None:
+        self.is_newcomer = False
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Saves:
         self._notes: list[str] = []
         self._has_hooks = False  # of the optimizer, that wait for a copy
         self.out: Path | None = None  # rank 0's: others need not have been given any
+        self.check: Callable[[], None] = lambda: None  # raises where the group is lost; of the worker
         self.why_not: str | None = None  # no checkpoint can be taken of ranks on several machines; all know the same
 
     def connect(self) -> None:
@@ -153,6 +154,7 @@ class Saves:
         def take() -> tuple[RankPart, Whole | None]:
             return RankPart({**early, **late()}, own), None if whole is None else whole()
 
+        self.finish()  # the one before: a rank that is lost would be waited for
         self._last = folder
         self._saver.start(folder, take, self._prune if is_lead else None)
 
@@ -205,9 +207,9 @@ class Saves:
         return self._run.train_seconds + self._engine.recorder.account().training_s
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written."""
+        """Wait until the last checkpoint is written, or until the group is lost, with a rank whose part is missing."""
         if self._saver is not None:
-            self._saver.finish()
+            self._saver.finish(self.check)
 
     def close(self) -> None:
         info = self._engine.rank_info

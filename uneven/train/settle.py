@@ -20,9 +20,13 @@ from uneven.comm.group import Group
 from uneven.config import SHARDED, RunConfig
 from uneven.parallel.muon_adamw import MuonAdamW
 from uneven.policy.axis import Axis
+from uneven.policy.ledger import Ledger
+from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import join_tree, split_tree
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.resume import learn_sizes
+from uneven.train.settle_shards import settle_shards
 from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
@@ -36,12 +40,17 @@ class Standing:
     progress: int
     event: int  # all events up to this slot are over
     members: tuple[str, ...]  # of the generation it has settled in, in rank order
+    is_local: bool = False  # progress counts rounds: it has more than itself to go on with in a local policy
     is_over: bool = False  # nothing is left to train, and all that follows it is done
     event_loss: float | None = None  # of the event that it has begun and not finished
 
     @property
     def key(self) -> tuple[int, int, int]:
         return self.settled, self.progress, self.event
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self.settled == NEWCOMER
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,12 @@ class Settlement:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether somebody is behind the source, and takes its state over."""
-        return any(one.progress != self.furthest.progress for one in self.standings)
+        """Whether somebody who has trained is behind the source, and takes its state over."""
+        return any(one.progress != self.furthest.progress for one in self.standings if not one.is_newcomer)
+
+    @property
+    def has_newcomers(self) -> bool:
+        return any(one.is_newcomer for one in self.standings)
 
     @property
     def event_loss(self) -> float | None:
@@ -81,15 +94,50 @@ def why_not(engine: Engine) -> str | None:
         return "it is a loop of your own"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
-    if config.strategy in SHARDED or isinstance(engine.optimizer, MuonAdamW):
-        return f"strategy={config.strategy!r} has a part of the state on every rank"
+    if isinstance(engine.optimizer, MuonAdamW):
+        return "MuonAdamW has a part of its state on every rank"
+    if config.strategy in SHARDED and not config.redundancy:
+        return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
-    if config.compile == "graph" and engine.device.type == "cuda":
+    if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
     if config.replay is not None:
         return "it is a replay"
     return None
+
+
+def admits(config: RunConfig) -> bool:
+    """Whether others may join: not where settings have one entry for each rank, or ranks have shards."""
+    given = (config.shares, config.memory_shares, config.memory_cap)
+    return config.strategy not in SHARDED and not any(isinstance(values, tuple) for values in given)
+
+
+def position_of(engine: Engine) -> dict[str, Any]:
+    """Where the run is on its axis, for newcomers; as JSON."""
+    axis = engine.axis
+    return {
+        "ledger": engine.ledger.to_json(),
+        "trained": engine.trained,
+        "skipped": engine.skipped,
+        "skipped_slots": engine.skipped_slots,
+        "dropped": engine.dropped.counted,
+        "epoch_sizes": list(axis.sizes) if isinstance(axis, StreamAxis) else [],
+        "saves": sorted(engine.events.extra_saves),
+        "evaluations": sorted(engine.events.extra_evaluations),
+    }
+
+
+def take_position(engine: Engine, position: Mapping[str, Any]) -> None:
+    """A newcomer goes to where the others are; its own log is empty."""
+    learn_sizes(engine.axis, position)
+    engine.go_on_from(Ledger.from_json(position["ledger"]), [], [])
+    engine.reach_slot(position["trained"])
+    engine.restore_left_out([(epoch, samples) for epoch, samples in position["skipped"]], position["skipped_slots"])
+    engine.dropped.agree(*position["dropped"])
+    engine.events.take_requests(position["saves"], position["evaluations"])
+    # Not the masks that this rank would have drawn at the beginning of the run.
+    torch.manual_seed(engine.config.seed + 7919 * engine.rank_info.rank + 104729 * engine.trained)
 
 
 def config_of(config: RunConfig, ranks: Sequence[int]) -> RunConfig:
@@ -122,36 +170,49 @@ def share_tensors(group: Group, source: int, tensors: Mapping[str, Tensor]) -> d
     return found
 
 
-def take_replica(engine: Engine, group: Group, source: int, is_behind: bool) -> None:
-    """Params and optimizer state of the source, on ranks that are behind it; a collective."""
+def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, with_buffers: bool = False) -> None:
+    """Params and optimizer state of the source, on ranks that are behind it; a collective.
+
+    Buffers only for newcomers: those of the others are their own until ranks average them.
+    """
     optimizer = engine.optimizer.state_dict()
     skeleton, state = split_tree(optimizer["state"], "optimizer")
     agreed = share_record(group, source, {"optimizer": skeleton})
-    params = {f"params.{name}": param for name, param in engine.model.named_parameters()}
+    params: dict[str, Tensor] = {f"params.{name}": param for name, param in engine.model.named_parameters()}
+    if with_buffers:
+        params.update({f"buffers.{name}": buffer for name, buffer in engine.model.named_buffers()})
     found = share_tensors(group, source, {**params, **state})
     if not is_behind:
         return
     with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(found[name])
+        for name, tensor in params.items():
+            tensor.copy_(found[name])
     engine.optimizer.load_state_dict(
         {"state": join_tree(agreed["optimizer"], found), "param_groups": optimizer["param_groups"]}
     )
 
 
-def settle_exact(engine: Engine, before: GradientSync, own: Standing, settlement: Settlement) -> None:
-    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group.
+def settle_exact(
+    engine: Engine, before: GradientSync | None, own: Standing, settlement: Settlement, members: Sequence[str]
+) -> None:
+    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group, if
+    there was one, and `members` are those of the new one.
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
     its own part in the sum counts it as trained. Else the slot is trained again, from the same buffers and random
     numbers.
     """
-    is_behind = own.progress < settlement.furthest.progress
-    if settlement.is_uneven:
-        take_replica(engine, engine.rank_info.group, settlement.source, is_behind)
+    group, source = engine.rank_info.group, settlement.source
+    is_behind = own.progress < settlement.furthest.progress and not own.is_newcomer
+    if engine.strategy is not None:
+        settle_shards(engine, group, own.members, members)
+    elif settlement.is_uneven:
+        take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
-    if before.guard is not None:
+    if before is not None and before.guard is not None:
         before.guard.end_interrupted(was_applied=is_behind)
+    if settlement.has_newcomers:  # now that buffers are those of the last step that counts
+        take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
 
 
 def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], axis: Axis) -> list[dict[str, Any]]:

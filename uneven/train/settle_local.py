@@ -11,11 +11,13 @@ have been committed meanwhile without the rest.
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
+from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
 from uneven.policy.recorded import Round
 from uneven.policy.slot_schedule import SlotSchedule
@@ -41,10 +43,13 @@ def abandon(local: LocalSGD) -> None:
 
 def held_by(local: LocalSGD) -> Held:
     """What this rank has trained, after `abandon`."""
+    if local.is_blank:
+        return Held([])
     engine, schedule = local.engine, local.slot_schedule
     since = [part for part in engine.log if part[0] >= _passed(local)]
-    is_started = local.agreed is None and isinstance(schedule, SlotSchedule)
-    given = tuple(engine.slot_at(position) for position in schedule.given) if is_started else ()
+    given: list[int] = []
+    if local.agreed is None and isinstance(schedule, SlotSchedule):
+        given = [engine.slot_at(position) for position in schedule.given]
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
@@ -60,13 +65,27 @@ def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settle
     held = [Held.from_json(json.loads(data)) for data in told]
     own = _agree(local, held, members).to_bytes() if group.rank == source else b""
     agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
-    buffers = _send_average(local, group, source) if settlement.is_uneven else None
+    buffers = _send_average(local, group, source) if settlement.is_uneven or settlement.has_newcomers else None
     is_behind = settlement.standings[group.rank].progress < furthest.progress
     lineage = Lineage(agreed.eras, local.engine.rank_info.generation, members)
     _apply(local, agreed, lineage, buffers if is_behind else None)
     if group.world_size == 1:
         _hand_over(local)
     return agreed
+
+
+def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlement, axis: Axis) -> dict[str, Any]:
+    """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
+    again.
+    """
+    far = settlement.furthest.progress
+    behind = [rank for rank, one in enumerate(settlement.standings) if one.progress < far and not one.is_newcomer]
+    return {
+        "source": members[settlement.source],
+        "rolled": [members[rank] for rank in behind],
+        "again": agreed.again,
+        "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
+    }
 
 
 def _hand_over(local: LocalSGD) -> None:
@@ -143,7 +162,11 @@ def _send_average(local: LocalSGD, group: Group, source: int) -> torch.Tensor:
 def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch.Tensor | None) -> None:
     """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
     engine, tally, epochs = local.engine, local.tally, local.epochs
-    if buffers is not None:
+    if local.is_blank:
+        assert buffers is not None, "a newcomer is behind"
+        local.average.roll_forward(buffers, is_unchanged=True)
+        local.is_blank = False
+    elif buffers is not None:
         assert tally.entered is not None, "a rank is behind by the round that it has in flight"
         local.before_change()
         local.average.roll_forward(buffers, is_unchanged=local.slot_schedule.staleness == 0)

@@ -12,6 +12,7 @@ import torch
 from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.ledger import Ledger
 from uneven.train.engine import Engine
+from uneven.train.settle_shards import updates_of
 
 Log = list[tuple[int, int, int]]
 
@@ -26,6 +27,7 @@ class StepGuard:
         self._dropped: set[int] = set()  # slots of which all ranks dropped their parts
         self._part: Part | None = None  # of the step that has begun
         self._random: list[torch.Tensor] = []
+        self._updates = 0  # of the strategy before the step, where it counts them
 
     def plan(self, position: int, shares: tuple[int, ...]) -> None:
         """These are the shares of the slot at this position; called in order, maybe ahead of the step."""
@@ -33,7 +35,7 @@ class StepGuard:
             self._plan.append((position, shares))
 
     def begin(self, part: Part) -> None:
-        self._part = part
+        self._part, self._updates = part, updates_of(self._engine)
         device = self._engine.device
         self._random = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -44,6 +46,11 @@ class StepGuard:
 
     def note_dropped(self, slots: Iterable[int]) -> None:
         self._dropped.update(slots)
+
+    def end_applied(self) -> None:
+        """A sharded step is applied before its params are sent: one that was interrupted after that counts."""
+        if self._part is not None and updates_of(self._engine) > self._updates:
+            self.end_interrupted(was_applied=True)
 
     def end_interrupted(self, was_applied: bool) -> None:
         """The group is lost, perhaps inside a step. `was_applied`: another rank has applied the step, so it counts.

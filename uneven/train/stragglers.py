@@ -15,9 +15,9 @@ MOST_LINES = 3  # a rank: one at the edge of use goes in and out, and the timeli
 class Stragglers:
     """`follow` with every change of the shares or counts, in order. A rank that never had any is no straggler."""
 
-    def __init__(self, recorder: Recorder, rank_info: RankInfo) -> None:
+    def __init__(self, recorder: Recorder, rank_info: RankInfo, shares: Sequence[int]) -> None:
         self._recorder, self._rank_info = recorder, rank_info
-        self._took_part = [False] * rank_info.world_size
+        self._took_part = [share > 0 for share in shares]
         self._is_out = [False] * rank_info.world_size
         self._lines = [0] * rank_info.world_size
 

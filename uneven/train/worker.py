@@ -6,7 +6,7 @@ the recorder is in exactly one state, so the timeline accounts for all of the ra
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -38,7 +38,6 @@ from uneven.train.membership import Membership
 from uneven.train.memory_cap import find_cap
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
-from uneven.train.round_records import RoundRecords
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
@@ -110,7 +109,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
-        if self.config.resume is None:
+        if self.config.resume is None or self.rank_info.is_newcomer:
             devices = [str(device) for device in self.rank_info.devices]
             self.run.segments.append({"slot": 0, "samples": 0, "devices": devices})
             return
@@ -236,8 +235,10 @@ class Worker:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
         self.recorder.event("ready")  # from here on this rank waits for the slowest one
-        info.join(self.join(engine.model))
         self._cost = cost
+        if info.is_newcomer:
+            return self._join_later(cost)
+        info.join(self.join(engine.model))
         synchronizer = self._new_synchronizer()
         self.recorder.enter("communication")
         info.compare_clocks(self.recorder.clock)
@@ -283,21 +284,32 @@ class Worker:
 
     def _prepare_for_losses(self) -> None:
         """Where the launcher can tell of other generations, and this run can go on in one."""
-        if self.membership is None or self.group.world_size == 1 or why_not_settled(self.engine) is not None:
+        if self.settler is not None or self.membership is None or why_not_settled(self.engine) is not None:
             return
         members = [data.decode() for data in gather_bytes(self.group, self.rank_info.member.encode())]
-        parts = (self.engine, self.run, self.events, self.saves)
-        self.settler = Settler(*parts, self.membership, members, self._go_on_after)
+        self.settler = self._make_settler(self.membership, members)
+        self.settler.begin()
         assert self.synchronizer is not None, "made when the group has formed"
-        if self.config.is_local:
-            self.rank_info.records = RoundRecords(self.membership.record_store(), self.rank_info.member)
         self.synchronizer.expect_losses()
 
-    def _go_on_after(self, before: Synchronizer, cost: Cost | None, event_loss: float | None) -> None:
+    def _make_settler(self, membership: Membership, members: Sequence[str]) -> Settler:
+        parts = (self.engine, self.run, self.events, self.saves)
+        return Settler(*parts, membership, members, self._go_on_after, self._new_synchronizer)
+
+    def _join_later(self, cost: Cost) -> Synchronizer:
+        """The run is on: this rank joins the others where they are, and takes everything from them."""
+        assert self.membership is not None, "a newcomer has one"
+        self.settler = self._make_settler(self.membership, ())
+        self.settler.join(cost)
+        assert self.synchronizer is not None, "made when it has settled"
+        self.recorder.enter("setup")
+        return self.synchronizer
+
+    def _go_on_after(self, before: Synchronizer | None, cost: Cost | None, event_loss: float | None) -> None:
         """The ranks have settled in a new group: train on in it, with a synchronizer that takes over from `before`."""
         synchronizer = self._new_synchronizer()
         try:
-            if type(before) is type(synchronizer):  # else this rank is left alone of a local policy
+            if type(before) is type(synchronizer):  # else this rank is left alone of a local policy, or joins one
                 synchronizer.go_on_after(before, event_loss)
             self.rank_info.compare_clocks(self.recorder.clock)
             self._connect(synchronizer, cost or self._cost)
@@ -350,7 +362,7 @@ class Worker:
         """Where the rank is; called from the heartbeat's thread at any moment."""
         rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
         where = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
-        survives = {} if self.settler is None else {"min_ranks": self.config.min_ranks}
+        survives = {} if self.settler is None else self.settler.show()
         return {**where, **survives, **self.rank_info.place, "deadline": self.config.deadline}
 
     def _report_notes(self) -> None:

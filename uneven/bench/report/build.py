@@ -16,11 +16,11 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
-from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_json, read_runs
+from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_runs
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import folder_error, write_atomically
+from uneven.files import folder_error, read_json, write_atomically
 from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation

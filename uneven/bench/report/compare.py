@@ -14,10 +14,10 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.report.build import MARGIN
-from uneven.bench.single.folders import RunRecord, read_json, read_runs
+from uneven.bench.single.folders import RunRecord, read_runs
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import write_atomically
+from uneven.files import read_json, write_atomically
 
 VERSION = 1
 SLACK = 0.03  # efficiency may fall by this much by chance

@@ -12,6 +12,7 @@ from typing import Any
 
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
+from uneven.files import read_json
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
@@ -99,11 +100,3 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
 def _is_run(path: Path) -> bool:
     # An older run that was moved aside is named seed-0.1 and does not count.
     return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None
-
-
-def read_json(path: Path) -> Any:
-    """A file's content; None if it is missing or not JSON."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

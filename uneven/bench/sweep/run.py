@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_json, read_run
+from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_run
 from uneven.bench.single.process import run_uneven
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
-from uneven.files import mark_as_run, write_atomically
+from uneven.files import mark_as_run, read_json, write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
 STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available

@@ -1,0 +1,71 @@
+"""The report of `uneven chaos`: what the log of a run says about its samples, and when all is well."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uneven.bench.chaos.report import ChaosReport, Counted, Injected, count_samples, read_results
+
+# Two epochs of 10 samples in slots of 4, on two ranks.
+WHOLE = [
+    [[0, 0, 3], [1, 4, 2], [2, 8, 1], [3, 0, 4], [4, 4, 0], [5, 8, 2]],
+    [[0, 3, 1], [1, 6, 2], [2, 9, 1], [4, 4, 4]],
+]
+
+
+def log_of(ranks: Any, **changes: Any) -> dict[str, Any]:
+    return {"slots": 6, "ranks": ranks, "skipped": [], "dataset_samples": 10, **changes}
+
+
+def without(rank: int, place: int) -> list[list[list[int]]]:
+    return [[part for n, part in enumerate(log) if (r, n) != (rank, place)] for r, log in enumerate(WHOLE)]
+
+
+def test_a_whole_log() -> None:
+    assert count_samples(log_of(WHOLE)) == Counted(20, 0, 0)
+    assert count_samples(log_of([WHOLE[0], [], WHOLE[1]])) == Counted(20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost", "doubled"),
+    [
+        (without(0, 0), 3, 0),  # the first part of the run
+        (without(0, 1), 2, 0),
+        (without(1, 1), 2, 0),
+        (without(0, 3), 4, 0),  # a whole slot, the first of an epoch
+        (without(1, 3), 4, 0),  # a whole slot inside an epoch
+        ([*WHOLE, [[3, 0, 4]]], 0, 4),
+        ([*WHOLE, [[1, 5, 2]]], 0, 2),
+        ([*WHOLE, [[9, 0, 4]]], 0, 4),  # beyond the end
+    ],
+)
+def test_what_is_lost_or_doubled_is_counted(ranks: Any, lost: int, doubled: int) -> None:
+    found = count_samples(log_of(ranks))
+    assert (found.lost, found.doubled) == (lost, doubled)
+
+
+def test_what_a_loop_left_out_is_not_lost() -> None:
+    assert count_samples(log_of(without(1, 3), skipped=[[1, 4]])).lost == 0
+
+
+def test_a_report_is_right_when_the_run_ended_and_counts_once(tmp_path: Path) -> None:
+    report = ChaosReport(0, ranks=3, code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
+    read_results(report, tmp_path)
+    assert not report.is_right
+    assert "no finished state" in report.why
+    (tmp_path / "state.json").write_text(json.dumps({"finished": True}))
+    (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE)))
+    read_results(report, tmp_path)
+    assert report.is_right
+    found = report.to_json()
+    assert (found["exactly_once"], found["samples"]["samples"]) == (True, 20)
+    assert found["settled"] == {"count": 1, "median_s": 0.25, "max_s": 0.25}
+    assert any("every one exactly once" in line for line in report.lines())
+    (tmp_path / "log.json").write_text(json.dumps(log_of(without(0, 1))))
+    read_results(report, tmp_path)
+    assert not report.is_right
+    assert report.why == "2 samples were lost and 0 trained twice"
+    report.code = 1
+    assert "exit code 1 after 1 faults" in report.why

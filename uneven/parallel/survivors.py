@@ -1,0 +1,109 @@
+"""What survivors have of a sharded model when ranks are lost: all of it, from own shards and kept copies.
+
+Called on all survivors, in a new group of theirs, and again where one of them is lost meanwhile. The old group is never
+used. A strategy made anew for the survivors then loads the state, by the memory of who is left.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from uneven.comm.group import Group
+from uneven.parallel.flat_shards import FlatShards, flat_memory
+from uneven.parallel.sharded_optimizer import ShardedOptimizer
+from uneven.parallel.strategy import FullState, HasFullState, full_model_state, tensors_by_name
+from uneven.policy.redundancy import holders
+
+
+@dataclass(frozen=True)
+class Survived:
+    """The same state on every survivor, but for the model's buffers, which are each rank's own.
+
+    `updates` counts the updates in it since the strategy was made: [Note: one step apart] in sharded_optimizer.py. A
+    survivor whose own count was less when its interrupted step began finds that step applied; for one whose count was
+    the same the step has not happened, and is redone.
+    """
+
+    state: FullState
+    updates: int
+
+
+@runtime_checkable
+class CanSurvive(HasFullState, Protocol):
+    """A strategy whose shards can be put together without some of its ranks."""
+
+    @property
+    def updates(self) -> int:
+        """How many updates this rank has applied since the strategy was made."""
+        ...
+
+    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
+        """The whole state from the ranks of `group`, which had these ranks when the strategy was made; a collective.
+
+        None on all of them where a shard is lost for good: with its owner and its keeper, or without redundancy.
+        """
+        ...
+
+    def leave(self, state: FullState) -> None:
+        """Give the model whole params of its own with these values, and remove all hooks; no collective."""
+        ...
+
+
+def surviving_state(
+    module: nn.Module,
+    optimizer: ShardedOptimizer,
+    flat_shards: Sequence[FlatShards],
+    group: Group,
+    old_ranks: Sequence[int],
+) -> Survived | None:
+    """`flat_shards`: all that are sharded by elements or tensors; other params every rank has whole."""
+    world_size = len(flat_shards[0].bounds) - 1
+    by_rank = holders(old_ranks, world_size, optimizer.copies)
+    lost = [rank for rank, holder in enumerate(by_rank) if holder is None]
+    if any(shards.bounds[rank] < shards.bounds[rank + 1] for rank in lost for shards in flat_shards):
+        return None
+    if not optimizer.catch_up(group):
+        return None
+    handed_in = [rank for rank, holder in enumerate(by_rank) if holder == old_ranks[group.rank]]
+    gather = gatherer(flat_shards, group, handed_in)
+    model = full_model_state(module, lambda param: gather(param).cpu())
+    return Survived(FullState(model, optimizer.surviving_state(group, handed_in)), optimizer.updates)
+
+
+def gatherer(
+    flat_shards: Sequence[FlatShards], group: Group, handed_in: Sequence[int]
+) -> Callable[[nn.Parameter], Tensor]:
+    """A function that makes a whole param, in the dtype it was made in; a collective, one param at a time.
+
+    `handed_in`: whose shards this rank hands in; every shard is handed in by one rank.
+    """
+    shards_of = {param: shards for shards in flat_shards for param in shards.params}
+
+    @torch.no_grad()
+    def gather(param: nn.Parameter) -> Tensor:
+        if param not in shards_of:  # frozen, and so whole and the same on every rank
+            return param.detach().clone()
+        shards = shards_of[param]
+        full = torch.zeros_like(param, dtype=shards.reduce_dtype)
+        for shard in (shard for rank in handed_in for shard in shards.shards_of(rank)):
+            if shard.param is param:
+                shard.of(full).copy_(shards.value_of(shard))
+        group.all_reduce(flat_memory(full)).wait()
+        return full
+
+    return gather
+
+
+@torch.no_grad()
+def use_own_memory(module: nn.Module, state: FullState) -> None:
+    """New memory for every param: a collective that was given up may still write into the old one."""
+    for key, tensor in tensors_by_name(module, state.model).items():
+        value = state.model[key]
+        if isinstance(tensor, nn.Parameter):
+            tensor.grad = None
+            tensor.data = torch.empty_like(tensor, dtype=value.dtype).copy_(value)
+        else:
+            tensor.copy_(value)
