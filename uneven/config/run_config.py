@@ -319,6 +319,14 @@ class RunConfig:
     min_ranks: int = field(
         default=1, metadata=about("With fewer devices than this left, the run ends instead of going on.", least=1)
     )
+    restarts: int = field(
+        default=0,
+        metadata=about(
+            "How often, in a run, a lost rank of this machine (of the leader's, over several) is started again; it joins "
+            "the others when it is ready.",
+            least=0,
+        ),
+    )
     grace: float = field(
         default=30.0,
         metadata=about(

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +25,12 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import newcomer
+from uneven.launch.agreement import describe_data
 from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
-from uneven.launch.first_group import describe_data, form_first_group
+from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
 from uneven.launch.membership import has_crowd
 from uneven.launch.peers import PeerWatch, watch_peers
@@ -195,9 +197,6 @@ class ProcessContext:
         def join(model: nn.Module) -> Group:
             return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
 
-        def check() -> None:
-            newcomer.check_newcomer(self.environment.connect(""), worker, describe_data(worker))
-
         def enter() -> None:
             self._runs, self._rank_info = self._runs + 1, rank_info
 
@@ -206,6 +205,7 @@ class ProcessContext:
         has_others = rank_info.world_size > 1 or self.environment.door is not None  # who may join by it
         if can_lose and config.on_fault == "go-on" and self.environment.is_launched and has_others:
             told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
+            check = partial(newcomer.check_newcomer, self.environment, worker)
             worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
         return worker
 
@@ -311,15 +311,11 @@ class ProcessContext:
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
-
-        def read() -> dict[str, Any]:
-            return {**self._show(), **read_status()}
-
         store = self.environment.connect("")
         sigterm = self.sigterm
         was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
         heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, self.ranks.hear)
-        self._heartbeat = Heartbeat(store, self.member, read, *heard)
+        self._heartbeat = Heartbeat(store, self.member, lambda: {**self._show(), **read_status()}, *heard)
 
     def _show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""

@@ -12,7 +12,6 @@ from uneven.launch.agreement import check_agreement
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.membership import form_ranks
 from uneven.train.rank_info import RankInfo
-from uneven.train.worker import Worker
 
 
 def form_first_group(
@@ -33,9 +32,3 @@ def form_first_group(
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
     return form_ranks(store, rank_info.roster, rank, config, is_crowded)
-
-
-def describe_data(worker: Worker) -> list[str]:
-    """Lines about the data that are the same on all ranks."""
-    axis, order = worker.engine.axis, worker.engine.order
-    return [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(worker.config.epochs):08x}"]

@@ -82,7 +82,7 @@ class Joining:
             self._recruits.turn_away(number, cause)
 
     def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
-        """The generation with those who are ready, where all present ranks say by their `statuses` that others may join.
+        """The generation with those who are ready, where the `statuses` of all present ranks say that others may join.
 
         The ranks of a machine join together: every generation costs all others a moment.
         """

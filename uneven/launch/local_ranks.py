@@ -86,7 +86,7 @@ def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
 
 
 class LocalRanks(RankProcesses):
-    """The ranks of this machine, which a launcher may start again one by one."""
+    """The ranks of this machine. A launcher may start them again one by one (see Recruits in launch/joining.py)."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class LocalRanks(RankProcesses):
     ) -> None:
         self._placement, self._script = placement, script
         self._places: dict[int, tuple[Device, tuple[int, ...], int]] = {}  # device, cores and threads by process
-        places = zip(placement.ranks, placement.devices, cores.cores, cores.threads, strict=True)
-        for number, (rank, *place) in enumerate(places):
-            self._places[number] = (place[0], place[1], place[2])
+        places = zip(placement.devices, cores.cores, cores.threads, strict=True)
+        for number, (rank, place) in enumerate(zip(placement.ranks, places, strict=True)):
+            self._places[number] = place
             self._write_plan(folder, number, placement, rank)
         super().__init__(folder, list(cores.threads), variables)
 
@@ -116,6 +116,13 @@ class LocalRanks(RankProcesses):
         self._write_plan(self._folder, number, plan, len(members) - 1)
         self.start_again(number, like=lost)
         return Newcomer(member, device, host)
+
+    def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
+        """None: machines come by a leader's door."""
+        return []
+
+    def turn_away(self, number: int, why: str) -> None:
+        """It has ended."""
 
     def _write_plan(self, folder: Path, number: int, placement: RunPlan, rank: int) -> None:
         _, cores, threads = self._places[number]

@@ -7,7 +7,7 @@ rank 0 has resolved: what `auto` means was decided when the newcomer was not the
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from uneven.comm.fingerprint import describe_tensors, refuse_differences
 from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
 from uneven.errors import RefusedError
-from uneven.launch.agreement import PER_RANK_SETTINGS
+from uneven.launch.agreement import PER_RANK_SETTINGS, describe_data
+from uneven.launch.environment import LaunchEnvironment
 from uneven.train.settle import admits, why_not
 from uneven.train.worker import Worker
 
@@ -85,15 +86,13 @@ def adopt_settings(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:
     return replace(config, **{**theirs, **facts.get("config", {}), "resume": None, "replay": None})
 
 
-def check_newcomer(store: Store, worker: Worker, data: Sequence[str]) -> None:
-    """RefusedError where the data (lines that describe it) or the model's tensors are not those of rank 0.
-
-    The settings are rank 0's own.
-    """
+def check_newcomer(environment: LaunchEnvironment, worker: Worker) -> None:
+    """RefusedError where the data or the model's tensors are not those of rank 0; the settings are rank 0's own."""
+    data, store = describe_data(worker), environment.connect("")
     info, model = worker.rank_info, worker.engine.model
     hosts = ["the leader", info.roster.host(info.rank)]
     known = under(f"run/{RUN}", store)
     first = json.loads(known.get("fingerprint/settings/0"))[: len(data)]  # where the data is described first
-    refuse_differences([first, list(data)], "has other data", "data", hosts)
+    refuse_differences([first, data], "has other data", "data", hosts)
     own = describe_tensors([*model.named_parameters(), *model.named_buffers()])
     refuse_differences([json.loads(known.get("fingerprint/model/0")), own], hosts=hosts)

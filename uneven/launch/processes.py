@@ -32,7 +32,7 @@ class RankProcesses:
             for rank, count in enumerate(threads):
                 # OpenMP reads its variables once, when torch is loaded.
                 env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-                self._start(rank, env | (variables[rank] if variables else {}))
+                self._start(rank, {**env, **(variables[rank] if variables else {})})
         except BaseException:
             self.end()
             raise

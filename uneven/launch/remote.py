@@ -101,7 +101,7 @@ class AllRanks:
         for node in self._arrived():
             assert self._start_node is not None, "whoever lets machines in can start them"
             newcomers += self._start_node(node, number + len(newcomers), present)
-            self._nodes.append(node)
+            self._nodes += [node] if node.ranks else []
         return newcomers
 
     def restart(self, lost: int, number: int, present: "Generation") -> Newcomer | None:

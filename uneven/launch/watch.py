@@ -91,6 +91,7 @@ class Watch:
         self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
+        self.keeps_payload = False  # for ranks that may be started later
 
     def wait(self, requests: Requests) -> None:
         """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
@@ -306,7 +307,11 @@ class Watch:
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
-        if not self._are_tensors_mapped and all(rank.status.get("is_loaded") for rank in self._ranks):
+        if (
+            not self.keeps_payload
+            and not self._are_tensors_mapped
+            and all(rank.status.get("is_loaded") for rank in self._ranks)
+        ):
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
