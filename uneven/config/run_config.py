@@ -322,8 +322,7 @@ class RunConfig:
     restarts: int = field(
         default=0,
         metadata=about(
-            "How often, in a run, a lost rank of this machine (of the leader's, over several) is started again; it joins "
-            "the others when it is ready.",
+            "How often in a run a lost rank is started again (with --nodes: on the leader's machine) to join the others.",
             least=0,
         ),
     )

@@ -119,10 +119,12 @@ class LocalRanks(RankProcesses):
 
     def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
         """None: machines come by a leader's door."""
+        del number, present
         return []
 
     def turn_away(self, number: int, why: str) -> None:
         """It has ended."""
+        del number, why
 
     def _write_plan(self, folder: Path, number: int, placement: RunPlan, rank: int) -> None:
         _, cores, threads = self._places[number]

@@ -117,7 +117,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
 
 
 def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) -> Prepared:
-    """Of a rank that joins a run that is on: its settings are settled already. Before the model and data are compared."""
+    """Of a rank that joins a run that is on: its settings are settled, and its model and data are compared later."""
     devices = context.devices(config.devices)
     check_device(devices[context.environment.rank])
     config = context.settings_of_run(config)

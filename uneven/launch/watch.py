@@ -307,11 +307,9 @@ class Watch:
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
-        if (
-            not self.keeps_payload
-            and not self._are_tensors_mapped
-            and all(rank.status.get("is_loaded") for rank in self._ranks)
-        ):
+        if self.keeps_payload or self._are_tensors_mapped:
+            return
+        if all(rank.status.get("is_loaded") for rank in self._ranks):
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
