@@ -320,11 +320,7 @@ class RunConfig:
         default=1, metadata=about("With fewer devices than this left, the run ends instead of going on.", least=1)
     )
     restarts: int = field(
-        default=0,
-        metadata=about(
-            "How often in a run a lost rank is started again (with --nodes: on the leader's machine) to join the others.",
-            least=0,
-        ),
+        default=0, metadata=about("How often in a run a lost rank is started again; it then joins the others.", least=0)
     )
     grace: float = field(
         default=30.0,
