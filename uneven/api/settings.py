@@ -291,7 +291,7 @@ class SettingMethods:
         return self.settings(min_ranks=min_ranks)
 
     def restarts(self, restarts: int) -> "Self":
-        """How often in a run a lost rank is started again; it then joins the others."""
+        """How often a lost rank is started again in a run."""
         return self.settings(restarts=restarts)
 
     def grace(self, grace: float) -> "Self":

@@ -101,10 +101,9 @@ class ProcessContext:
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the run that is on
-        self._runs = 0
         self.starts = 0  # runs that were to begin over several machines
         self.leader = reach_leader(environment.door)
-        self._shared = 0  # values that the ranks have told each other outside a run
+        self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under an engine
         self._progress: SharedProgress | None = None  # of the run that is on, over several machines
@@ -202,8 +201,7 @@ class ProcessContext:
 
         given = (task, config, rank_info, join, requests.stop, report)
         worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
-        has_others = rank_info.world_size > 1 or self.environment.door is not None  # who may join by it
-        if can_lose and config.on_fault == "go-on" and self.environment.is_launched and has_others:
+        if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
             told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
             check = partial(newcomer.check_newcomer, self.environment, worker)
             worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
@@ -216,9 +214,13 @@ class ProcessContext:
             self._shared, self.starts, config = facts["shared"], facts["starts"], newcomer.adopt_settings(config, facts)
         return config
 
+    def _has_watch(self, rank_info: RankInfo) -> bool:
+        """Whether a launcher of ours watches over several ranks, or over one that others may join by its door."""
+        return self.environment.is_launched and (rank_info.world_size > 1 or self.environment.door is not None)
+
     def close_run(self) -> None:
         """The run has its result: nobody can join it any more."""
-        if self.environment.is_launched and self.rank == 0:
+        if self._rank_info is not None and self._has_watch(self._rank_info) and self.rank == 0:
             self.environment.write("", lambda store: newcomer.announce_run(store, self._runs, newcomer.OVER))
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
@@ -254,7 +256,7 @@ class ProcessContext:
             self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
         first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
         rank_info.join(SoloGroup() if is_single else form_first_group(*first))
-        if rank_info.rank == 0 and self.environment.is_launched:
+        if rank_info.rank == 0 and self._has_watch(rank_info):
             why_not = newcomer.why_not_joined(config, self._worker)
             newcomer.announce_run(self.environment.connect(""), self._runs, why_not)
         if not rank_info.roster.is_one_machine:
