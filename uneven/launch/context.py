@@ -244,8 +244,7 @@ class ProcessContext:
         """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
         InputError on every rank where they differ. Without `config` the model is trained by hand, through host memory.
-        `say` prints what differs and may.
-        """
+        `say` prints what differs and may."""
         self._refuse_second_group()
         if self.ranks.is_newcomer:
             raise RefusedError(f"{newcomer.CANNOT_BE_JOINED}: {newcomer.BY_HAND}")
@@ -255,8 +254,9 @@ class ProcessContext:
             await_all(self.environment.connect(f"run/{self._runs}"), rank_info.rank, rank_info.world_size)
             self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
         first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
-        rank_info.join(SoloGroup() if is_single else form_first_group(*first))
-        if rank_info.rank == 0 and self._has_watch(rank_info):
+        has_watch = self._has_watch(rank_info)
+        rank_info.join(SoloGroup() if is_single and not has_watch else form_first_group(*first))
+        if rank_info.rank == 0 and has_watch:
             why_not = newcomer.why_not_joined(config, self._worker)
             newcomer.announce_run(self.environment.connect(""), self._runs, why_not)
         if not rank_info.roster.is_one_machine:
