@@ -137,6 +137,7 @@ TYPED = {
     "grace": ("0", 0.0),
     "on_fault": ("end", "end"),
     "min_ranks": ("2", 2),
+    "restarts": ("1", 1),
     "skip": ("data,clock", "data,clock"),
     "progress": ("off", "off"),
 }

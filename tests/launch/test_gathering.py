@@ -201,6 +201,8 @@ def test_a_machine_that_leaves_before_the_start_is_not_counted(leader: Leader) -
 
 
 class NoProcesses:
+    numbers = (0,)
+
     def exit_codes(self) -> list[int | None]:
         return [None]
 

@@ -8,6 +8,7 @@ from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.generations import MOST_REPEATS, Generations, describe_loss
+from uneven.launch.local_ranks import Newcomer
 from uneven.train.membership import Generation
 
 MEMBERS = ("pc/cuda:0/a", "pc/cpu/b", "laptop/cpu/c", "mini/cpu/d", "mini/cpu@0.4/e")
@@ -89,3 +90,32 @@ def test_what_the_user_reads() -> None:
     assert describe_loss(["rank 1 is lost", "rank 2 is lost"], 1, is_local=False) == (
         "rank 1 is lost; rank 2 is lost: 1 rank goes on, their samples since the last step are trained again"
     )
+
+
+def test_who_joins_is_the_last_rank_on_a_machine_of_its_own_or_on_one_that_is_there() -> None:
+    generations = Generations(ROSTER, MEMBERS)
+    generations.drop([1, 2], "lost")
+    again = generations.expect(Newcomer("pc/cpu/f", parse_devices("cpu")[0], "pc"))
+    others = [generations.expect(Newcomer(f"laptop/cpu/{one}", parse_devices("cpu")[0], "laptop")) for one in "gh"]
+    assert (again, others, generations.numbers) == (5, [6, 7], [0, 3, 4])
+    assert generations.aside == {5, 6, 7}
+    found = generations.admit(others)
+    assert found.why == "rank 3 (cpu on laptop), rank 4 (cpu on laptop) join: 5 ranks go on"
+    assert found.members == (MEMBERS[0], *MEMBERS[3:], "laptop/cpu/g", "laptop/cpu/h")
+    assert (found.number, found.roster.machines, found.roster.hosts) == (2, (0, 1, 1, 2, 2), ("pc", "mini", "laptop"))
+    found = generations.admit([again])
+    assert found.why == "rank 5 (cpu on pc) joins: 6 ranks go on"
+    assert (found.roster.machines, generations.numbers) == ((0, 1, 1, 2, 2, 0), [0, 3, 4, 6, 7, 5])
+    assert generations.aside == set()
+    assert Generation.from_json(found.to_json()) == found
+
+
+def test_who_joins_has_no_state_yet_and_cannot_go_on_alone() -> None:
+    generations = Generations(ROSTER.without([1, 2, 3, 4]), MEMBERS[:1])
+    number = generations.expect(Newcomer("pc/cpu/f", parse_devices("cpu")[0], "pc"))
+    generations.admit([number])
+    statuses: list[dict[str, Any]] = [{"min_ranks": 1}, {}]
+    assert generations.refusal(statuses, [number]) is None
+    assert generations.refusal(statuses, [0]) == "no rank is left"
+    generations.joining.clear()  # it has settled
+    assert generations.refusal([{"min_ranks": 1}, {"min_ranks": 1}], [0]) is None

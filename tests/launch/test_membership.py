@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ from tests.ranks import Silent
 from uneven.comm.group import Group
 from uneven.comm.store import TCPStore, get_text, open_store
 from uneven.config import RunConfig
-from uneven.errors import GroupLostError
+from uneven.errors import GroupLostError, RefusedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.generations import Generations
-from uneven.launch.heartbeat import GENERATION_KEY, Heartbeat, roster_key, settled_key, suspicion_key
+from uneven.launch.heartbeat import GENERATION_KEY, Heartbeat, ready_key, roster_key, settled_key, suspicion_key
+from uneven.launch.local_ranks import Newcomer
 from uneven.launch.membership import StoreMembership, waiting_limit_s
+from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
 from uneven.launch.rank_place import RankPlace
 from uneven.train.membership import Generation
 from uneven.train.rank_info import RankInfo
@@ -229,3 +232,80 @@ def test_a_rank_lost_between_two_runs_is_not_in_the_next_one(launcher: Launcher)
     assert context.make_rank_info().rank == 1
     with pytest.raises(GroupLostError, match="given up"):
         launcher.place(0).catch_up()
+
+
+def newcomer(launcher: Launcher, refuse: Callable[[], None] = lambda: None) -> StoreMembership:
+    """Of somebody who was started in generation 0 of ranks a and b, as c."""
+    info = RankInfo(2, ROSTER.devices, roster=ROSTER, member=MEMBERS[2], is_newcomer=True)
+    place = launcher.place(2)
+    place.is_newcomer = True
+    return place.join(1, info, CONFIG, Silent(), before_enter=refuse)
+
+
+def publish_joined(launcher: Launcher) -> Generation:
+    generation = launcher.generations.admit([2])
+    launcher.store.set(roster_key(generation.number), json.dumps(generation.to_json()))
+    launcher.store.set(GENERATION_KEY, str(generation.number))
+    return generation
+
+
+@pytest.fixture
+def pair() -> Iterator[Launcher]:
+    """A launcher whose run has the first two members, and expects the third."""
+    made = Launcher()
+    made.generations = Generations(ROSTER.without([2]), MEMBERS[:2])
+    made.generations.expect(Newcomer(MEMBERS[2], ROSTER.devices[2], ROSTER.hosts[0]))
+    yield made
+    made.close()
+
+
+def test_who_joins_waits_for_a_generation_that_has_it_and_forms_its_group_with_the_others(pair: Launcher) -> None:
+    joins, others = newcomer(pair), [pair.membership(number) for number in (0, 1)]
+    others[0].begin({"config": {"accumulate": 2}})
+    assert json.loads(pair.store.get(facts_key(1)))["config"] == {"accumulate": 2}
+    waiting = on_thread(joins.enter)
+    await_key(pair.store, ready_key(MEMBERS[2]))
+    repeated = pair.publish()  # a generation without it: it waits on, and is not given up
+    published = publish_joined(pair)
+    assert waiting() == published
+    assert (repeated.number, published.number, published.members) == (1, 2, MEMBERS)
+
+    def go_on(membership: StoreMembership) -> float:
+        group = membership.form(membership.await_next(1, "somebody joins"))
+        total = torch.tensor([float(1 + group.rank)])
+        group.all_reduce(total).wait()
+        group.close()
+        return float(total)
+
+    results = [on_thread(lambda one=one: go_on(one)) for one in (joins, *others)]
+    assert [result() for result in results] == [6.0] * 3
+    place = pair.places[0]
+    assert (place.is_newcomer, place.environment.rank, place.environment.world_size) == (False, 2, 3)
+
+
+def test_who_does_not_fit_or_comes_to_the_second_run_is_told_so(pair: Launcher) -> None:
+    def refuse() -> None:
+        raise RefusedError("laptop: other data")
+
+    with pytest.raises(RefusedError, match="laptop: other data"):
+        newcomer(pair, refuse).enter()
+    assert not pair.store.check([ready_key(MEMBERS[2])])
+    waiting = on_thread(newcomer(pair).enter)
+    await_key(pair.store, ready_key(MEMBERS[2]))
+    announce_run(pair.store, 2, "")
+    with pytest.raises(GroupLostError, match="cannot be joined any more: the script is in its run 2"):
+        waiting()
+    with pytest.raises(RefusedError, match="this run cannot be joined: the script is in its run 2, and only its first"):
+        await_facts(pair.store)
+    announce_run(pair.store, 1, "it is a replay")
+    with pytest.raises(RefusedError, match="this run cannot be joined: it is a replay"):
+        await_facts(pair.store)
+
+
+def test_who_joins_takes_the_settings_of_the_run() -> None:
+    config = RunConfig(batch_size=4, epochs=1, devices="cpu", resume=None, out=Path("own"))
+    theirs = RunConfig(batch_size=4, epochs=1, devices="cpu,cpu", precision="fp32", backend="gloo", out=Path("their"))
+    facts = {"settings": json.loads(json.dumps(theirs.to_json())), "config": {"global_batch_size": 24}}
+    found = adopt_settings(config, facts)
+    assert (found.precision, found.backend, found.devices) == ("fp32", "gloo", "cpu,cpu")
+    assert (found.global_batch_size, found.out) == (24, Path("own"))

@@ -15,7 +15,15 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import watch as watch_module
 from uneven.launch.generations import MOST_REPEATS
-from uneven.launch.heartbeat import GENERATION_KEY, heartbeat_key, roster_key, suspicion_key
+from uneven.launch.heartbeat import (
+    GENERATION_KEY,
+    heartbeat_key,
+    ready_key,
+    roster_key,
+    settled_key,
+    suspicion_key,
+)
+from uneven.launch.local_ranks import Newcomer
 from uneven.launch.requests import Requests
 from uneven.launch.training import RESULT
 from uneven.launch.watch import Watch
@@ -51,6 +59,8 @@ class Cluster:
         self.given_up: list[int] = []
         self.at: dict[int, Callable[[], Any]] = {}
         self.looks = 0
+        self.members: list[str] = list(MEMBERS)
+        self.stays: set[int] = set()  # who still runs at the end
         self.reporter = Lines()
         clock = SimpleNamespace(monotonic=lambda: self.looks / 10, sleep=lambda _: None)
         monkeypatch.setattr(watch_module, "time", clock)
@@ -70,24 +80,31 @@ class Cluster:
 
     def watch(self, looks: int = 5) -> None:
         """So many looks, and then all ranks that run have ended well."""
-        watch = Watch(self, self.store, self.folder, MEMBERS, ROSTER, self.reporter)
+        recruits = self if isinstance(self, Recruiting) else None
+        watch = Watch(self, self.store, self.folder, MEMBERS, ROSTER, self.reporter, recruits)
         requests = Requests()
         for self.looks in range(1, looks + 1):
             self.at.get(self.looks, lambda: None)()
-            for number, member in enumerate(MEMBERS):
+            for number, member in enumerate(self.members):
                 if number not in self.silent and self.codes[number] is None:
                     status = {"count": self.looks, "member": member, "rank": number, **self.statuses[number]}
                     self.store.set(heartbeat_key(member), json.dumps(status))
             assert not watch._look(requests)
         self.looks += 1
-        self.codes = [0 if code is None else code for code in self.codes]
+        self.codes = [0 if code is None and n not in self.stays else code for n, code in enumerate(self.codes)]
         assert watch._look(requests)
 
     def end(self, number: int, code: int, **error: Any) -> Callable[[], None]:
         def end() -> None:
             self.codes[number] = code
             if error:
-                report = {"time": 1.0, "member": MEMBERS[number], "kind": "other", "traceback": "in step", "slot": 3}
+                report = {
+                    "time": 1.0,
+                    "member": self.members[number],
+                    "kind": "other",
+                    "traceback": "in step",
+                    "slot": 3,
+                }
                 report |= {"message": error["what"], **error}
                 (self.folder / f"error-{number}.json").write_text(json.dumps(report))
 
@@ -258,3 +275,123 @@ def test_lines_and_history_come_from_whoever_is_rank_0(cluster: Cluster) -> None
     cluster.at[3] = lambda: cluster.statuses[1].update(notes=["said by all", "said by the new one"])
     cluster.watch()
     assert [line for line in cluster.reporter.lines if "SIGKILL" not in line] == ["said by all", "said by the new one"]
+
+
+class Recruiting(Cluster):
+    """A cluster that a machine joins at a look, and whose first machine can start ranks again."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(folder, monkeypatch)
+        self.statuses = [{**status, "admits": True, "restarts": 1} for status in self.statuses]
+        self.coming: list[Newcomer] = []
+        self.turned_away: dict[int, str] = {}
+
+    def arrivals(self, number: int, present: Generation) -> list[Newcomer]:
+        assert number == len(self.codes)
+        found, self.coming = self.coming, []
+        for newcomer in found:
+            self._start(newcomer)
+        return found
+
+    def restart(self, lost: int, number: int, present: Generation) -> Newcomer | None:
+        assert number == len(self.codes)
+        if lost == 2:
+            return None  # of the other machine
+        newcomer = Newcomer(f"pc/cpu/again-{number}", present.roster.devices[0], "pc")
+        self._start(newcomer)
+        return newcomer
+
+    def turn_away(self, number: int, why: str) -> None:
+        self.turned_away[number] = why
+
+    def _start(self, newcomer: Newcomer) -> None:
+        self.codes.append(None)
+        self.members.append(newcomer.member)
+        self.statuses.append({"slot": 0, "phase": "setup"})
+
+    def ready(self, *numbers: int) -> Callable[[], None]:
+        return lambda: [self.store.set(ready_key(self.members[number]), "1") for number in numbers] and None
+
+    def settle(self, number: int) -> Callable[[], None]:
+        def settle() -> None:
+            assert self.generation is not None
+            self.store.set(settled_key(self.generation.number, self.members[number]), "1")
+            self.statuses[number] = dict(self.statuses[0])
+
+        return settle
+
+
+@pytest.fixture
+def recruiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recruiting:
+    return Recruiting(tmp_path, monkeypatch)
+
+
+LAPTOP = [Newcomer(f"laptop/cpu/{one}", parse_devices("cpu")[0], "laptop") for one in "xy"]
+
+
+def test_the_ranks_of_a_machine_join_together_when_all_of_them_are_ready(recruiting: Recruiting) -> None:
+    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 4: recruiting.ready(3), 6: recruiting.ready(4)}
+    recruiting.at[5] = lambda: cannot_be_seen(recruiting)
+    recruiting.watch(10)
+    assert recruiting.reporter.lines == ["rank 3 (cpu on laptop), rank 4 (cpu on laptop) join: 5 ranks go on"]
+    assert recruiting.generation is not None
+    assert recruiting.generation.members == (*MEMBERS, "laptop/cpu/x", "laptop/cpu/y")
+    assert recruiting.generation.roster.hosts == ("pc", "mini", "laptop")
+
+
+def cannot_be_seen(cluster: Cluster) -> None:
+    assert cluster.generation is None
+
+
+def test_who_fails_before_it_has_joined_costs_one_line_and_its_machine_is_told(recruiting: Recruiting) -> None:
+    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 4: recruiting.ready(4)}
+    recruiting.at[6] = recruiting.end(3, 1, what="RefusedError: laptop: other data", kind="refused", member="laptop")
+    recruiting.watch(10)
+    first, second = recruiting.reporter.lines
+    assert first == ("cpu on laptop has not joined: RefusedError: laptop: other data; the run goes on without it")
+    assert second == "rank 3 (cpu on laptop) joins: 4 ranks go on"
+    assert recruiting.turned_away == {3: "RefusedError: laptop: other data"}
+
+
+def test_nobody_joins_a_run_that_does_not_admit_it_or_is_asked_to_stop(recruiting: Recruiting) -> None:
+    recruiting.statuses[1]["admits"] = False
+    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 3: recruiting.ready(3, 4)}
+    recruiting.watch(8)
+    assert recruiting.generation is None
+    assert recruiting.reporter.lines == []
+
+
+def test_a_lost_rank_of_this_machine_is_started_again_as_often_as_the_setting_says(recruiting: Recruiting) -> None:
+    recruiting.at = {
+        2: recruiting.end(2, -9),
+        4: recruiting.end(1, -9),
+        6: recruiting.ready(3),
+        8: recruiting.settle(3),
+    }
+    recruiting.at[10] = recruiting.end(3, -9)
+    recruiting.watch(14)
+    gone, lost, again, joins, last = recruiting.reporter.lines
+    assert "rank 2 (cpu@0.4 on mini) was ended by SIGKILL: 2 ranks go on" in gone
+    assert "rank 1 (cpu on pc) was ended by SIGKILL: 1 rank goes on" in lost
+    assert again == "a rank on cpu is started again, and joins when it is ready (restart 1 of 1)"
+    assert joins == "rank 1 (cpu on pc) joins: 2 ranks go on"
+    assert "1 rank goes on" in last
+    assert recruiting.generation is not None
+    assert (recruiting.generation.number, recruiting.generation.members) == (4, MEMBERS[:1])
+
+
+def test_a_machine_that_the_others_do_not_reach_is_left_out_again(recruiting: Recruiting) -> None:
+    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP[:1]), 4: recruiting.ready(3)}
+    recruiting.at[6] = lambda: recruiting.suspect(0, 1, "no connection to laptop")
+    recruiting.watch(30)
+    assert recruiting.generation is not None
+    assert (recruiting.generation.number, recruiting.generation.members) == (2, MEMBERS)
+    assert recruiting.given_up == [3]
+    assert "rank 3 (cpu on laptop) could not settle (no connection to laptop)" in recruiting.reporter.lines[-1]
+
+
+def test_a_run_ends_without_those_who_have_not_joined_it(recruiting: Recruiting) -> None:
+    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP)}
+    recruiting.stays = {3, 4}
+    recruiting.watch(6)
+    assert recruiting.codes == [0, 0, 0, None, None]

@@ -78,6 +78,7 @@ class Settings(TypedDict, total=False):
     deadline: float | Deadline | None
     on_fault: OnFault
     min_ranks: int
+    restarts: int
     grace: float
     progress: Progress
 
@@ -288,6 +289,10 @@ class SettingMethods:
     def min_ranks(self, min_ranks: int) -> "Self":
         """With fewer devices than this left, the run ends instead of going on."""
         return self.settings(min_ranks=min_ranks)
+
+    def restarts(self, restarts: int) -> "Self":
+        """How often a lost rank is started again in a run."""
+        return self.settings(restarts=restarts)
 
     def grace(self, grace: float) -> "Self":
         """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once."""

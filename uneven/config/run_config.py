@@ -319,6 +319,7 @@ class RunConfig:
     min_ranks: int = field(
         default=1, metadata=about("With fewer devices than this left, the run ends instead of going on.", least=1)
     )
+    restarts: int = field(default=0, metadata=about("How often a lost rank is started again in a run.", least=0))
     grace: float = field(
         default=30.0,
         metadata=about(

@@ -40,6 +40,11 @@ class Roster:
     def host(self, rank: int) -> str:
         return self.hosts[self.machines[rank]]
 
+    def with_rank(self, device: Device, host: str) -> "Roster":
+        """One more rank, the last one: on the machine of this name, or on a new one."""
+        hosts = self.hosts if host in self.hosts else (*self.hosts, host)
+        return Roster((*self.devices, device), (*self.machines, hosts.index(host)), hosts)
+
     def without(self, lost: Collection[int]) -> "Roster":
         """The other ranks in their order, with their machines numbered anew."""
         ranks = [rank for rank in range(len(self.devices)) if rank not in lost]

@@ -9,6 +9,7 @@ from uneven.comm.store import Store
 from uneven.config import RunConfig
 from uneven.launch.parity import describe_initial, initial_norms
 from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
 
 # Settings that may differ between ranks: only the first rank writes and prints, and the folders that others read may
 # have other paths on other machines; what is in them is compared (launch/resume.py `content_lines`).
@@ -38,3 +39,9 @@ def check_agreement(
     if hosts:
         norms = exchange(store, "initial", rank, range(world_size), initial_norms(named))
         say(describe_initial(norms, roster) if rank == 0 else ())
+
+
+def describe_data(worker: Worker) -> list[str]:
+    """Lines about the data that are the same on all ranks."""
+    axis, order = worker.engine.axis, worker.engine.order
+    return [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(worker.config.epochs):08x}"]

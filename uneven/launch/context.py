@@ -10,29 +10,30 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from uneven.comm.fingerprint import exchange
-from uneven.comm.form import form_group
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import Store, get_text
 from uneven.config import RunConfig, Task
-from uneven.errors import InputError
+from uneven.errors import InputError, RefusedError
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.agreement import check_agreement
+from uneven.launch import newcomer
+from uneven.launch.agreement import describe_data
 from uneven.launch.assemble import assemble, await_all, tell_refusal
 from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
+from uneven.launch.first_group import form_first_group
 from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
-from uneven.launch.membership import form_ranks, has_crowd
-from uneven.launch.peers import PeerWatch
+from uneven.launch.membership import has_crowd
+from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
 from uneven.launch.rank_place import RankPlace
 from uneven.launch.requests import GRACE_S, Requests
@@ -100,10 +101,9 @@ class ProcessContext:
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the run that is on
-        self._runs = 0
         self.starts = 0  # runs that were to begin over several machines
         self.leader = reach_leader(environment.door)
-        self._shared = 0  # values that the ranks have told each other outside a run
+        self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None
         self._peers: PeerWatch | None = None  # under an engine
         self._progress: SharedProgress | None = None  # of the run that is on, over several machines
@@ -188,23 +188,40 @@ class ProcessContext:
         can_lose: bool = True,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
+        config = self.settings_of_run(config)
         rank_info, shown = self.make_rank_info(devices), report
-        if not rank_info.roster.is_one_machine:
+        if not rank_info.roster.is_one_machine and not self.ranks.is_newcomer:
             report = self._progress = SharedProgress(report, rank_info)
 
         def join(model: nn.Module) -> Group:
-            axis, order = worker.engine.axis, worker.engine.order
-            data = [f"samples = {axis.samples}", f"order of samples = {order.fingerprint(config.epochs):08x}"]
-            data += content_lines(config)
-            return self.join(model, rank_info, config, data, report.say)
+            return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
 
-        stop, save = requests.stop, requests.save
-        worker = self._worker = Worker(
-            task, config, rank_info, join, stop, report, is_own_loop=is_own_loop, save_requested=save
-        )
-        if can_lose and config.on_fault == "go-on" and self.environment.is_launched and rank_info.world_size > 1:
-            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown)
+        def enter() -> None:
+            self._runs, self._rank_info = self._runs + 1, rank_info
+
+        given = (task, config, rank_info, join, requests.stop, report)
+        worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
+        if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
+            told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
+            check = partial(newcomer.check_newcomer, self.environment, worker)
+            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
         return worker
+
+    def settings_of_run(self, config: RunConfig) -> RunConfig:
+        """Of a process that joins those of the run, once it is on, or RefusedError; of any other its own."""
+        if self.ranks.is_newcomer:
+            facts = newcomer.await_facts(self.environment.connect(""))
+            self._shared, self.starts, config = facts["shared"], facts["starts"], newcomer.adopt_settings(config, facts)
+        return config
+
+    def _has_watch(self, rank_info: RankInfo) -> bool:
+        """Whether a launcher of ours watches over several ranks, or over one that others may join by its door."""
+        return self.environment.is_launched and (rank_info.world_size > 1 or self.environment.door is not None)
+
+    def close_run(self) -> None:
+        """The run has its result: nobody can join it any more."""
+        if self._rank_info is not None and self._has_watch(self._rank_info) and self.rank == 0:
+            self.environment.write("", lambda store: newcomer.announce_run(store, self._runs, newcomer.OVER))
 
     def make_rank_info(self, devices: tuple[Device, ...] | None = None) -> RankInfo:
         """This member's place in the next run; without `devices` (training by hand) on CPUs or as placed."""
@@ -212,8 +229,9 @@ class ProcessContext:
         devices = devices or placed or (Device("cpu"),) * self.environment.world_size
         roster = self.roster_of(devices)
         leader = None if roster.is_one_machine else self.leader
-        own = (self.environment.rank, devices)
-        return RankInfo(*own, roster=roster, member=self.member, generation=self.ranks.generation, leader=leader)
+        info = RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
+        info.generation, info.is_newcomer = self.ranks.generation, self.ranks.is_newcomer
+        return info
 
     def join(
         self,
@@ -226,11 +244,21 @@ class ProcessContext:
         """Compare settings, data and model with the other ranks, then form the group, which `rank_info` holds.
 
         InputError on every rank where they differ. Without `config` the model is trained by hand, through host memory.
-        `say` prints what differs and may.
-        """
+        `say` prints what differs and may."""
         self._refuse_second_group()
-        is_single = rank_info.world_size == 1
-        rank_info.join(SoloGroup() if is_single else self._form_group(model, rank_info, config, data, say))
+        if self.ranks.is_newcomer:
+            raise RefusedError(f"{newcomer.CANNOT_BE_JOINED}: {newcomer.BY_HAND}")
+        self._runs += 1
+        is_single, is_crowded = rank_info.world_size == 1, config is not None and self.is_crowded(rank_info.devices)
+        if self.environment.is_external and not is_single:
+            await_all(self.environment.connect(f"run/{self._runs}"), rank_info.rank, rank_info.world_size)
+            self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
+        first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
+        has_watch = self._has_watch(rank_info)
+        rank_info.join(SoloGroup() if is_single and not has_watch else form_first_group(*first))
+        if rank_info.rank == 0 and has_watch:
+            why_not = newcomer.why_not_joined(config, self._worker)
+            newcomer.announce_run(self.environment.connect(""), self._runs, why_not)
         if not rank_info.roster.is_one_machine:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
@@ -248,29 +276,6 @@ class ProcessContext:
         store = self.environment.connect(f"share/{self._shared}")
         await_all(store, rank, size, self.environment.connect(f"run/{self._runs + 1}"))  # where tell_failure writes
         return exchange(store, "value", rank, range(size), value)
-
-    def _form_group(
-        self,
-        model: nn.Module,
-        rank_info: RankInfo,
-        config: RunConfig | None,
-        data: Sequence[str],
-        say: Callable[[Sequence[str]], None],
-    ) -> Group:
-        self._runs += 1
-        store = self.environment.connect(f"run/{self._runs}")
-        rank, world_size, machines = rank_info.rank, rank_info.world_size, rank_info.roster.machines
-        if self.environment.is_external:
-            await_all(store, rank, world_size)
-            watched = self.environment.connect(f"run/{self._runs}/watch")
-            place = f"rank 0 ({rank_info.roster.hosts[0]}, {self.environment.host}:{self.environment.port})"
-            own = self.environment.address
-            self._peers = PeerWatch(watched, rank, rank_info.roster, self._show, store_place=place, address=own)
-        check_agreement(store, rank_info, model, config, data, say)
-        if config is None:
-            device = next((param.device for param in model.parameters()), torch.device("cpu"))
-            return form_group(store, rank, world_size, device, "cpu", is_crowded=False, machines=machines)
-        return form_ranks(store, rank_info.roster, rank, config, self.is_crowded(rank_info.devices))
 
     def _refuse_second_group(self) -> None:
         if self._rank_info is not None and not self.is_alone:
@@ -308,15 +313,11 @@ class ProcessContext:
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
-
-        def read() -> dict[str, Any]:
-            return {**self._show(), **read_status()}
-
         store = self.environment.connect("")
         sigterm = self.sigterm
         was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
         heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, self.ranks.hear)
-        self._heartbeat = Heartbeat(store, self.member, read, *heard)
+        self._heartbeat = Heartbeat(store, self.member, lambda: {**self._show(), **read_status()}, *heard)
 
     def _show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""

@@ -1,8 +1,9 @@
-"""The leader's first part: wait at the door until enough machines are there whose facts fit.
+"""The leader at its door: wait until enough machines are there whose facts fit; later, take in those that join.
 
 A machine that joins says who it is, gets the order (script, arguments, settings), answers with its facts, and is
 compared before either side has loaded torch. The first one that does not fit ends the run on all machines with the
-same line: half a cluster that waits for somebody who will not come helps nobody.
+same line: half a cluster that waits for somebody who will not come helps nobody. Once the run is on, a machine that
+does not fit is refused alone.
 """
 
 import queue
@@ -31,7 +32,7 @@ STARTED = "the run has started already; wait for its end, or start another with 
 
 
 class Gathering:
-    """Life cycle: from its construction machines may join; `wait` once; later ones are refused."""
+    """Life cycle: from its construction machines may join; `wait` once; later ones are refused until `open_again`."""
 
     def __init__(
         self,
@@ -52,6 +53,8 @@ class Gathering:
         self._arrived: queue.SimpleQueue[RemoteNode | RefusedError] = queue.SimpleQueue()
         self.sessions: list[Session] = []  # of all machines that have come, and are told about the end
         self._has_ended = False
+        self._check_late: Callable[[RemoteNode], None] | None = None
+        self._late: queue.SimpleQueue[RemoteNode] = queue.SimpleQueue()
         self._seen_strangers: set[str] = set()
         door.handlers["node"] = self._receive
 
@@ -77,7 +80,20 @@ class Gathering:
 
     def close(self) -> None:
         """Whoever comes from now on is refused."""
-        self._has_ended = True
+        self._has_ended, self._check_late = True, None
+
+    def open_again(self, check: Callable[[RemoteNode], None]) -> None:
+        """The run is on: who comes from now on joins it. `check` raises RefusedError where it cannot; on any thread."""
+        self._check_late = check
+
+    def arrived(self) -> list[RemoteNode]:
+        """Machines that have come since the last call, and fit a run that is on."""
+        self._show_strangers()
+        found: list[RemoteNode] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._late.get_nowait())
+        return found
 
     def _take(self, found: "RemoteNode | RefusedError") -> None:
         if isinstance(found, RefusedError):
@@ -126,19 +142,27 @@ class Gathering:
         """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
         session = Session(connection)
         host = str(first.get("host", ""))[:64] or session.address
-        if self._has_ended:
-            session.send(refused=STARTED)
-            session.wait_closed(1.0)
-            session.close()
+        check = self._check_late
+        if self._has_ended and check is None:
+            refuse(session, STARTED)
             return
         self.sessions.append(session)
         try:
             if (version := str(first.get("version"))[:40]) != __version__:
                 fix = f"pip install uneven=={__version__} there"
                 raise RefusedError(f"{host}: uneven is {version}, the leader's is {__version__}; {fix}")
-            self._arrived.put(self._compare(session, host, bool(first.get("allow_ship"))))
+            node = self._compare(session, host, bool(first.get("allow_ship")))
+            if check is None:
+                self._arrived.put(node)
+            else:
+                check(node)
+                self._late.put(node)
         except RefusedError as error:
-            self._arrived.put(error)
+            if check is None:
+                self._arrived.put(error)
+            else:
+                self._say(f"  {host} ({session.address}) was refused, the run goes on: {error}")
+                refuse(session, str(error))
         except (WireError, KeyError, TypeError, ValueError):
             session.close()  # it has gone again, or speaks another language: nobody waits for it
 
@@ -198,3 +222,10 @@ class Gathering:
         session.send(archive=len(pieces))
         for piece in pieces:
             session.send(piece=piece)
+
+
+def refuse(session: Session, why: str) -> None:
+    """Send it away in words."""
+    session.send(refused=why)
+    session.wait_closed(1.0)
+    session.close()

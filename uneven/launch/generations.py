@@ -1,8 +1,9 @@
-"""Who is in a run, as its launcher knows it: the rosters that follow one another when ranks are lost.
+"""Who is in a run, as its launcher knows it: the rosters that follow one another when ranks are lost or join.
 
 Used by launch/watch.py, which sees what happens to the processes, and tells the ranks what is decided here. No
 process, store or clock in this file. Invariants: a generation's number grows by one; a member that has left is never
-in a roster again; ranks keep their order, so rank 0 stays on the leader's machine, where results are written.
+in a roster again; ranks keep their order, so rank 0 stays on the leader's machine, where results are written; who
+joins is the last rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
+from uneven.launch.local_ranks import Newcomer
 from uneven.train.membership import Generation
 
 MOST_REPEATS = 5  # generations of the same members, one after the other, without a step
@@ -24,6 +26,8 @@ class Generations:
         self._members = tuple(members)
         self.present = Generation(0, roster, self._members)
         self.given_up: set[int] = set()  # processes whose end does not matter any more
+        self.waiting: dict[int, Newcomer] = {}  # processes that are to join, and are in no roster yet
+        self.joining: set[int] = set()  # those that are in one, and have not settled with the others
         self._raised: set[tuple[str, str, int]] = set()
         self._repeats, self._slot = 0, -1
 
@@ -32,14 +36,39 @@ class Generations:
         """The processes of the present generation, in rank order."""
         return [self._members.index(member) for member in self.present.members]
 
+    @property
+    def aside(self) -> set[int]:
+        """Processes that the run neither waits for nor loses by their end."""
+        return self.given_up | self.waiting.keys()
+
+    def expect(self, newcomer: Newcomer) -> int:
+        """A process was started that is to join; its number."""
+        self._members += (newcomer.member,)
+        self.waiting[len(self._members) - 1] = newcomer
+        return len(self._members) - 1
+
+    def admit(self, numbers: Sequence[int]) -> Generation:
+        """The next generation, with these processes as its last ranks."""
+        self._repeats = 0
+        roster, members, names = self.present.roster, self.present.members, []
+        for number in numbers:
+            newcomer = self.waiting.pop(number)
+            self.joining.add(number)
+            names.append(f"rank {len(members)} ({newcomer.device} on {newcomer.member.split('/')[0]})")
+            roster, members = roster.with_rank(newcomer.device, newcomer.host), (*members, newcomer.member)
+        joins = "joins" if len(names) == 1 else "join"
+        why = f"{', '.join(names)} {joins}: {count_ranks(len(members), 'goes on', 'go on')}"
+        return self._publish(roster, members, why)
+
     def refusal(self, statuses: Sequence[Mapping[str, Any]], lost: Collection[int]) -> str | None:
         """Why these processes cannot be lost without ending the run; None where the others go on.
 
         `statuses`: the last heartbeat of every process. One without "min_ranks" is of a rank that cannot go on, or not
         yet: then the reason is empty, and the loss itself is the cause.
         """
-        left = [number for number in self.numbers if number not in lost]
-        needed = [int(statuses[number].get("min_ranks", 0)) for number in self.numbers]
+        settled = [number for number in self.numbers if number not in self.joining]  # who joins has no state yet
+        left = [number for number in settled if number not in lost]
+        needed = [int(statuses[number].get("min_ranks", 0)) for number in settled]
         if 0 in needed:
             return ""
         if not left:

@@ -35,6 +35,11 @@ def suspicion_key(generation: int, member: str) -> str:
     return f"suspect/{generation}/{member}"
 
 
+def ready_key(member: str) -> str:
+    """Where somebody who joins writes that it is warmed up and measured."""
+    return f"ready/{member}"
+
+
 def settled_key(generation: int, member: str) -> str:
     """Where a member writes when it trains in a generation."""
     return f"settled/{generation}/{member}"

@@ -50,7 +50,8 @@ def run_ranks(
 ) -> T:
     """Run on one process per device, then `collect` from the folder they wrote to (rank r: `result-r`).
 
-    In place of `content` it may be a user's script: its path, args and the settings of the command line.
+    In place of `content` it may be a user's script: its path, args and the settings of the command line. Ranks that
+    are lost may be started again, unless a program of the caller's own trains.
     """
     check_slices(devices)
     folder = make_private_folder()
@@ -62,7 +63,9 @@ def run_ranks(
         if content is not None:
             _write_content(content, folder)
         with local_ranks(folder, placement, script, reporter.say) as processes:
-            Watch(processes, store, folder, members, roster, reporter).wait(requests)
+            watch = Watch(processes, store, folder, members, roster, reporter, processes)
+            watch.keeps_payload = content is not None and content[1].restarts > 0
+            watch.wait(requests)
             return collect(folder)
     finally:
         remove(folder)

@@ -6,15 +6,17 @@ of life, exit codes and the end. However the run ends, every machine is told, an
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError, RefusedError, Terminated
 from uneven.hardware.device import Device, parse_device, parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.environment import new_member_id
 from uneven.launch.gathering import Gathering
-from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
+from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_devices
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
@@ -29,6 +31,9 @@ from uneven.machines.options import LeadOptions
 from uneven.machines.session import RUNNING_S
 from uneven.machines.wire import WireError
 from uneven.results.progress import Reporter
+
+if TYPE_CHECKING:
+    from uneven.train.membership import Generation  # imports torch
 
 REACH_S = 20.0
 CHECKED = "all checks are passed; nothing was trained"
@@ -65,7 +70,7 @@ def lead_script(
         if is_check:
             reason = CHECKED
         else:
-            leader.run(gathering.nodes, devices)
+            leader.run(gathering, devices)
         return leader.found
     except BaseException as error:
         reason, code = describe_end(error)
@@ -127,9 +132,9 @@ class Leader:
         self._reporter.say([f"  {line}" for line in table.lines(facts, reports)])
         self._reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
 
-    def run(self, nodes: Sequence[RemoteNode], own: tuple[Device, ...]) -> None:
+    def run(self, gathering: Gathering, own: tuple[Device, ...]) -> None:
         """Roster, store, start; returns when all ranks have ended well."""
-        hosts = self.hosts
+        hosts, nodes = self.hosts, gathering.nodes
         counts = [len(own), *(len(node.devices) for node in nodes)]
         machines = tuple(number for number, count in enumerate(counts) for _ in range(count))
         devices = (*own, *(parse_device(name) for node in nodes for name in node.devices))
@@ -137,7 +142,9 @@ class Leader:
         names = "  ".join(f"{host}: {count}" for host, count in zip(hosts, counts, strict=True))
         self._reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
         self._script["settings"]["devices"] = ",".join(map(str, devices))
-        run_stoppable(lambda requests: self._train(nodes, roster, requests), self._script, len(devices), self._reporter)
+        run_stoppable(
+            lambda requests: self._train(gathering, roster, requests), self._script, len(devices), self._reporter
+        )
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""
@@ -156,10 +163,9 @@ class Leader:
             raise RefusedError(str(differences[0]))
         return reports
 
-    def _train(self, nodes: Sequence[RemoteNode], roster: Roster, requests: Requests) -> int:
+    def _train(self, gathering: Gathering, roster: Roster, requests: Requests) -> int:
         """Start all ranks and watch them; returns how many never called uneven."""
-        from uneven.launch.environment import new_member_id
-
+        nodes = gathering.nodes
         # The ranks may knock before the store answers: all processes load torch at the same time, this one too.
         listener = listen(self._door.address, self._options.ports)
         members = tuple(
@@ -184,12 +190,56 @@ class Leader:
                 for node in nodes:
                     node.session.send(watched=1)
                     node.session.limit_s = RUNNING_S
-                ranks = AllRanks(processes, nodes, folder, requests)
-                Watch(ranks, store, folder, members, roster, self._reporter).wait(requests)
+                late = Late(self._options, place, self._script["settings"], self._reporter)
+                ranks = AllRanks(processes, nodes, folder, requests, gathering.arrived, late.start)
+                gathering.open_again(partial(self._check_late, place))
+                Watch(ranks, store, folder, members, roster, self._reporter, ranks).wait(requests)
                 return unused_ranks(folder)
         finally:
             remove(folder)
             del store
+
+    def _check_late(self, place: tuple[str, int], node: RemoteNode) -> None:
+        """RefusedError where a machine cannot join the run that is on; on a thread of the door."""
+        from uneven.comm.store import reach_store  # imports torch
+        from uneven.launch.newcomer import CANNOT_BE_JOINED, why_closed
+
+        if (why := why_closed(reach_store(*place))) is not None:
+            raise RefusedError(f"{CANNOT_BE_JOINED}: {why}")
+        self._reach_all([node], (self._own, node.host))
+
+
+class Late:
+    """Machines that join a run that is on; `start` is called by the watch's thread (launch/remote.py)."""
+
+    def __init__(
+        self, options: LeadOptions, place: tuple[str, int], settings: Mapping[str, Any], reporter: Reporter
+    ) -> None:
+        self._options, self._place, self._settings, self._reporter = options, place, settings, reporter
+        self._nodes: list[RemoteNode] = []
+
+    def start(self, node: RemoteNode, number: int, present: "Generation") -> list[Newcomer]:
+        """Have its ranks started, as processes from this number on; none where the run has machines enough."""
+        waiting = [other.host for other in self._nodes if other.session.why_lost is None]
+        labels = list(dict.fromkeys([*present.roster.hosts, *waiting]))
+        if len(labels) >= self._options.most:
+            node.session.send(refused=f"the run has its {self._options.most} machines (--nodes)")
+            self._reporter.say([f"  {node.name} was refused: the run has its {self._options.most} machines (--nodes)"])
+            return []
+        node.host = unique_labels([*labels, node.host])[-1]
+        roster, newcomers = present.roster, list[Newcomer]()
+        for device in parse_devices(list(node.devices)):
+            roster = roster.with_rank(device, node.host)
+            newcomers.append(Newcomer(new_member_id(str(device), node.host), device, node.host))
+        members = (*present.members, *(newcomer.member for newcomer in newcomers))
+        plan = RunPlan(roster, members, self._place, roster.machines[-1], joins=present.number)
+        node.place(range(number, number + len(newcomers)))
+        node.session.send(go=plan.to_json(), settings=self._settings)
+        node.session.send(watched=1)
+        node.session.limit_s = RUNNING_S
+        self._nodes.append(node)
+        self._reporter.say([f"  {node.name} is here with {','.join(node.devices)}, and joins when it is ready"])
+        return newcomers
 
 
 def _reached(node: RemoteNode) -> dict[str, Any]:

@@ -6,19 +6,23 @@ its own. A node's launcher never loads torch: its ranks do.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from uneven.hardware.cores import assign_cores, available_cores, check_count
+from uneven.hardware.cores import CorePlan, assign_cores, available_cores, check_count
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.mps import check_slices, oversubscribed, sliced
 from uneven.hardware.preflight import check_device
 from uneven.hardware.roster import Roster
+from uneven.launch.environment import new_member_id
 from uneven.launch.processes import RankProcesses
 from uneven.machines.addresses import interface_of
+
+if TYPE_CHECKING:
+    from uneven.train.membership import Generation  # imports torch
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class RunPlan:
     machine: int = 0
     door: tuple[str, int, str] | None = None  # address, port and token of the leader's door
     address: str | None = None  # this machine's own, where there are several: Gloo and NCCL use its interface alone
+    joins: int | None = None  # its ranks join a run that is on: the generation that they were added to
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -49,6 +54,7 @@ class RunPlan:
             "members": list(self.members),
             "store": list(self.store),
             "machine": self.machine,
+            "joins": self.joins,
         }
 
     @classmethod
@@ -57,7 +63,16 @@ class RunPlan:
     ) -> "RunPlan":
         roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
         host, port = found["store"]
-        return cls(roster, tuple(found["members"]), (host, port), found["machine"], door, address)
+        return cls(roster, tuple(found["members"]), (host, port), found["machine"], door, address, found["joins"])
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A process that was started to join a run: its identity, its device, and its machine's name in the roster."""
+
+    member: str
+    device: Device
+    host: str
 
 
 def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
@@ -70,30 +85,76 @@ def own_devices(facts: Mapping[str, Any]) -> tuple[Device, ...]:
     return devices
 
 
+class LocalRanks(RankProcesses):
+    """The ranks of this machine. A launcher may start them again one by one (see Recruits in launch/joining.py)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        placement: RunPlan,
+        cores: CorePlan,
+        script: Mapping[str, Any] | None,
+        variables: Sequence[Mapping[str, str]],
+    ) -> None:
+        self._placement, self._script = placement, script
+        self._places: dict[int, tuple[Device, tuple[int, ...], int]] = {}  # device, cores and threads by process
+        places = zip(placement.devices, cores.cores, cores.threads, strict=True)
+        for number, (rank, place) in enumerate(zip(placement.ranks, places, strict=True)):
+            self._places[number] = place
+            self._write_plan(folder, number, placement, rank)
+        super().__init__(folder, list(cores.threads), variables)
+
+    def restart(self, lost: int, number: int, present: "Generation") -> Newcomer | None:
+        """Start a lost process again, as another member that is to join; None where it is not of this machine."""
+        if lost not in self._places:
+            return None
+        device, host = self._places[lost][0], present.roster.hosts[0]
+        member = new_member_id(str(device), None if len(present.roster.hosts) == 1 else host)
+        roster, members = present.roster.with_rank(device, host), (*present.members, member)
+        self._places[number] = self._places[lost]
+        plan = replace(self._placement, roster=roster, members=members, joins=present.number)
+        self._write_plan(self._folder, number, plan, len(members) - 1)
+        self.start_again(number, like=lost)
+        return Newcomer(member, device, host)
+
+    def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
+        """None: machines come by a leader's door."""
+        del number, present
+        return []
+
+    def turn_away(self, number: int, why: str) -> None:
+        """It has ended."""
+        del number, why
+
+    def _write_plan(self, folder: Path, number: int, placement: RunPlan, rank: int) -> None:
+        _, cores, threads = self._places[number]
+        plan = {
+            **placement.to_json(),
+            "rank": rank,
+            "door": placement.door,
+            "address": placement.address,
+            "launcher_pid": os.getpid(),
+            "cores": cores,
+            "threads": threads,
+            "script": self._script,
+        }
+        (folder / f"plan-{number}.json").write_text(json.dumps(plan))
+
+
 @contextmanager
 def local_ranks(
     folder: Path, placement: RunPlan, script: Mapping[str, Any] | None, say: Callable[[list[str]], None]
-) -> Iterator[RankProcesses]:
+) -> Iterator[LocalRanks]:
     """Start the ranks of this machine, in a private folder; when the block ends none of them is left."""
     devices = placement.devices
     cores = assign_cores(devices, available_cores())
     say([f"  {note}" for note in (cores.note, oversubscribed(devices)) if note])
-    plan = {
-        **placement.to_json(),
-        "door": placement.door,
-        "address": placement.address,
-        "launcher_pid": os.getpid(),
-        "cores": cores.cores,
-        "threads": cores.threads,
-        "script": script,
-    }
-    (folder / "plan.json").write_text(json.dumps(plan))
     network = interface_variables(placement)
     for name, chosen in network.items():
         if (given := os.environ.get(name, chosen)).removeprefix("=") != chosen.removeprefix("="):
             say([f"  {name}={given} is not used: {chosen.removeprefix('=')} is on the way to the other machines"])
     with sliced(devices) as slices:
-        processes = RankProcesses(folder, list(cores.threads), [network | own for own in slices])
+        processes = LocalRanks(folder, placement, cores, script, [network | own for own in slices])
         try:
             yield processes
         finally:

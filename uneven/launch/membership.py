@@ -7,7 +7,8 @@ roster first and aborts the present group, so that the thread that trains, where
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from uneven.errors import GroupLostError, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import SILENT_S
-from uneven.launch.heartbeat import GENERATION_KEY, roster_key, settled_key, suspicion_key
+from uneven.launch.heartbeat import GENERATION_KEY, ready_key, roster_key, settled_key, suspicion_key
+from uneven.launch.newcomer import facts_key, why_closed
 from uneven.train.membership import Generation
 
 POLL_S = 0.02
@@ -33,8 +35,9 @@ class StoreMembership:
     """Life cycle: one per run and rank. `joined` with the first group; the worker calls the rest.
 
     `store` is used by the thread that trains alone, `announce` is called on the heartbeat's. `run` counts the runs of
-    the script, `number` is the generation that this one starts with. `make_group` forms a generation's group as this
-    rank of it, `on_formed` hears that it has formed.
+    the script, `number` is the generation that this one starts with: of somebody who joins, the one that it was told
+    of, in which it is not. `make_group` forms a generation's group as this rank of it, `on_formed` hears that it has
+    formed. `facts` are told to those who join; `before_enter` raises where a newcomer does not fit.
     """
 
     def __init__(
@@ -47,9 +50,12 @@ class StoreMembership:
         make_group: Callable[[Generation, int], Group],
         on_formed: Callable[[Generation, int], None] = lambda *_: None,
         on_settled: Callable[[Sequence[str]], None] = lambda _: None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        before_enter: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._member, self._run, self._limit_s = store, member, run, limit_s
         self._make_group, self._on_formed, self._on_settled = make_group, on_formed, on_settled
+        self._facts, self._before_enter = facts, before_enter
         self._first = number  # of the run's start
         self._newest: Generation | None = None  # that was announced since
         self._group: Group | None = None
@@ -67,10 +73,22 @@ class StoreMembership:
             group.abort(generation.why)
 
     def begin(self, facts: dict[str, Any]) -> None:
-        self._store.set(f"run/{self._run}/facts", json.dumps(facts))
+        self._store.set(facts_key(self._run), json.dumps({**self._facts, **facts}))
 
     def enter(self) -> Generation:
-        raise GroupLostError("no run can be joined yet")
+        self._before_enter()
+        try:
+            self._store.set(ready_key(self._member), "1")
+            while self._newest is None or self._member not in self._newest.members:
+                if (why := why_closed(self._store)) is not None:
+                    raise GroupLostError(f"this run cannot be joined any more: {why}")
+                time.sleep(POLL_S)
+                self._read()
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise GroupLostError("the launcher of the run to join is gone") from error
+        return self._newest
 
     def is_stale(self, number: int) -> bool:
         return self._newest is not None and self._newest.number > number

@@ -97,7 +97,10 @@ class Node:
             listener.close()
         placement = RunPlan.from_json(go["go"], self._door, self._session.own_address)
         names = ", ".join(f"{rank} ({placement.roster.devices[rank]})" for rank in placement.ranks)
-        self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
+        if placement.joins is None:
+            self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
+        else:
+            self._say(f"rank {names} joins the run that is on when it is ready; progress is shown on the leader")
         order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
         self._train(placement, order)
 
@@ -179,6 +182,8 @@ class Node:
                 ranks.give_up(int(message["give_up"]))
             if message is not None and "watched" in message:
                 self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
+            if message is not None and "refused" in message:
+                raise RefusedError(f"refused by {self._leader}: {message['refused']}")
             if message is not None and "end" in message:
                 return message
 

@@ -21,8 +21,10 @@ from uneven.comm.store import Store, get_text
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
+from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
 from uneven.launch.lines import Line, LineKeeper
+from uneven.train.rank_info import RankInfo
 
 FAILED_KEY = "failed"
 HEARD_KEY = "heard"
@@ -164,6 +166,16 @@ class PeerWatch:
         if self._speaks:
             print(f"uneven: error: {message}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def watch_peers(
+    environment: LaunchEnvironment, run: int, rank_info: RankInfo, read_status: Callable[[], dict[str, Any]]
+) -> PeerWatch:
+    """Of a run whose group has formed; the store is served by rank 0's machine."""
+    roster, store = rank_info.roster, environment.connect(f"run/{run}/watch")
+    place = f"rank 0 ({roster.hosts[0]}, {environment.host}:{environment.port})"
+    own = environment.address
+    return PeerWatch(store, rank_info.rank, roster, read_status, store_place=place, address=own)
 
 
 def _keep_lines(address: str, rank: int) -> LineKeeper | None:

@@ -62,6 +62,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     """Check a task, print its configuration; InputError or MachineError where it cannot be trained here."""
     refuse_unsupported()
     check_task(task)
+    if context.ranks.is_newcomer:
+        return _prepare_newcomer(task, config, context)
     devices = context.devices(config.devices)
     local = context.of_this_machine(devices)
     roster = context.roster_of(devices)
@@ -112,6 +114,15 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         reporter.say([*describe(axis, config, devices, found), *notes])
     reporter.say(context.notes)
     return Prepared(config, devices, reporter, finished)
+
+
+def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) -> Prepared:
+    """Of a rank that joins a run that is on: its settings are settled, and its model and data are compared later."""
+    devices = context.devices(config.devices)
+    check_device(devices[context.environment.rank])
+    config = context.settings_of_run(config)
+    check_batch(task, config, make_order(task, config))
+    return Prepared(config, devices, Reporter("off"))
 
 
 def settle(

@@ -16,31 +16,48 @@ INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked
 
 
 class RankProcesses:
-    """The processes of one run, in rank order. `end()` leaves none behind, whatever state they are in."""
+    """The processes of one run on this machine, by their numbers. `end()` leaves none behind, whatever their state.
+
+    They are numbered from 0 in rank order; one that is started later gets the number that its launcher chooses.
+    """
 
     def __init__(self, folder: Path, threads: list[int], variables: Sequence[Mapping[str, str]] = ()) -> None:
         """`variables` go into the environment of each rank's process, beside those that every rank needs."""
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder = folder
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._environments: dict[int, Mapping[str, str]] = {}
         # The user's modules must be found there as here; "" stands for the current folder.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         try:
             for rank, count in enumerate(threads):
                 # OpenMP reads its variables once, when torch is loaded.
                 env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-                env |= variables[rank] if variables else {}
-                command = [sys.executable, "-m", "uneven.launch.rank", str(folder), str(rank)]
-                # A session of its own: the terminal's Ctrl-C is the launcher's to interpret.
-                self._processes.append(subprocess.Popen(command, env=env, start_new_session=True))
+                self._start(rank, {**env, **(variables[rank] if variables else {})})
         except BaseException:
             self.end()
             raise
 
+    def start_again(self, number: int, like: int) -> None:
+        """Start process `number` with the environment of another one, which has ended."""
+        self._start(number, self._environments[like])
+
+    def _start(self, number: int, env: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "uneven.launch.rank", str(self._folder), str(number)]
+        # A session of its own: the terminal's Ctrl-C is the launcher's to interpret.
+        self._processes[number] = subprocess.Popen(command, env=env, start_new_session=True)
+        self._environments[number] = env
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._processes)
+
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes.values()]
 
     def exit_codes(self) -> list[int | None]:
-        return [self._look(process) for process in self._processes]
+        """In the order of their numbers; None for one that runs."""
+        return [self._look(process) for process in self._processes.values()]
 
     def lost(self) -> dict[int, str]:
         """None: they are on this machine."""
@@ -54,9 +71,9 @@ class RankProcesses:
             process.kill()  # it may not lead a session of its own yet
 
     def end(self) -> None:
-        for number in range(len(self._processes)):
+        for number in self._processes:
             self.give_up(number)
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
 
     def _look(self, process: "subprocess.Popen[bytes]") -> int | None:

@@ -1,6 +1,6 @@
 """A rank process: `python -m uneven.launch.rank FOLDER NUMBER`, started by launch/processes.py.
 
-The launcher has written FOLDER (private, on this machine): plan.json and, for `fit`, the payload and its tensors. The
+The launcher has written FOLDER (private, on this machine): plan-N.json and, for `fit`, the payload and its tensors. The
 process runs one of two programs, the task of the payload or a user's script, in the same process context. It leaves
 result-N/ or error-N.json with its own traceback. It ends with os._exit: torch's Gloo threads sometimes abort a clean
 interpreter shutdown. Torch is imported only once this process runs on its own cores.
@@ -30,7 +30,7 @@ def main(folder: Path, number: int) -> None:
     # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sigterm = RankSigterm()
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = json.loads((folder / f"plan-{number}.json").read_text())
     record_pid(folder, number)
     watch_launcher(folder, plan["launcher_pid"])
     code = 0
@@ -51,7 +51,7 @@ def main(folder: Path, number: int) -> None:
         code = 1
         if isinstance(error, NotFiniteError) and context is not None:
             context.close_heartbeat()  # it carries the lines about the steps that were skipped
-        _report_error(error, folder, number, placed_rank(plan, number)[1], 0 if context is None else context.slot)
+        _report_error(error, folder, number, own_member(plan), 0 if context is None else context.slot)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -61,23 +61,23 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
     """Place the process on its cores, then load torch and say who it is."""
     from uneven.hardware.cores import pin
 
-    pin(plan["cores"][number])
+    pin(plan["cores"])
     import torch
 
     from uneven.hardware.device import parse_devices
     from uneven.hardware.roster import Roster
     from uneven.launch.context import ProcessContext
     from uneven.launch.environment import LaunchEnvironment
+    from uneven.launch.rank_place import RankPlace
 
-    torch.set_num_threads(plan["threads"][number])
+    torch.set_num_threads(plan["threads"])
     if plan["address"] is not None:
         from uneven.hardware.network import read_interfaces
         from uneven.launch.interface import keep_gloo_at
 
         keep_gloo_at(plan["address"], read_interfaces())
     roster = Roster(parse_devices(plan["devices"]), tuple(plan["machines"]), tuple(plan["hosts"]))
-    rank, member = placed_rank(plan, number)
-    host, port = plan["store"]
+    rank, (host, port) = plan["rank"], plan["store"]
     environment = LaunchEnvironment(
         "fit" if plan["script"] is None else "uneven run",
         rank=rank,
@@ -86,16 +86,18 @@ def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
         local_world_size=len(roster.local_ranks(rank)),
         host=host,
         port=port,
-        member=member,
+        member=own_member(plan),
         door=None if plan["door"] is None else tuple(plan["door"]),
     )
-    return ProcessContext(environment, roster, {} if plan["script"] is None else plan["script"]["settings"])
+    context = ProcessContext(environment, roster, {} if plan["script"] is None else plan["script"]["settings"])
+    if plan["joins"] is not None:
+        context.ranks = RankPlace(environment, roster, generation=plan["joins"], is_newcomer=True)
+    return context
 
 
-def placed_rank(plan: dict[str, Any], number: int) -> tuple[int, str]:
-    """The rank of this machine's process `number` among all ranks of the run, and its identity."""
-    rank = plan["machines"].index(plan["machine"]) + number
-    return rank, plan["members"][rank]
+def own_member(plan: dict[str, Any]) -> str:
+    """The identity of this process."""
+    return str(plan["members"][plan["rank"]])
 
 
 def _train(context: "ProcessContext", folder: Path, number: int) -> None:
@@ -110,7 +112,7 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
     from uneven.train.worker import Worker
 
     requests, devices = Requests(), context.devices("auto")
-    report = HeartbeatReport(str(devices[number]))
+    report = HeartbeatReport(str(devices[context.rank]))
     context.begin_run(requests)
     context.start_heartbeat(lambda: report.status, lambda: end_orphaned_run(folder))
     task, config, program = read_payload(folder)

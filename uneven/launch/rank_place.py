@@ -5,9 +5,11 @@ others are lost; a run settles on the new roster by its Membership, and the next
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from uneven.comm.group import Group
 from uneven.comm.store import get_text
@@ -26,9 +28,13 @@ from uneven.train.rank_info import RankInfo, Report
 class RankPlace:
     """Life cycle: one per process. `roster` is None where the ranks were not placed by a launcher of ours."""
 
-    def __init__(self, environment: LaunchEnvironment, roster: Roster | None) -> None:
+    def __init__(
+        self, environment: LaunchEnvironment, roster: Roster | None, *, generation: int = 0, is_newcomer: bool = False
+    ) -> None:
+        """`is_newcomer`: this process is to join; `roster` is that of the generation with its machine's ranks added."""
         self.environment, self.roster = environment, roster
-        self.generation = 0  # the number of that roster
+        self.generation = generation  # the number of that roster
+        self.is_newcomer = is_newcomer  # until it is in a roster
         self.slot = 0  # trained in the last run
         self.newest: Generation | None = None  # that the heartbeat has read
         self.membership: StoreMembership | None = None  # of the run that is on
@@ -54,7 +60,7 @@ class RankPlace:
 
     def catch_up(self) -> None:
         """Between runs: ranks may have been lost when this one had left the last run already."""
-        if self.environment.world_size == 1:
+        if self.environment.world_size == 1 or self.is_newcomer:
             return
         store = self.environment.connect("")
         number = int(get_text(store, GENERATION_KEY) or 0)
@@ -67,12 +73,21 @@ class RankPlace:
         if member not in generation.members:
             raise GroupLostError(f"this rank was given up, and the others go on: {generation.why}")
         rank = generation.members.index(member)
-        self.generation, self.roster = generation.number, roster
+        self.generation, self.roster, self.is_newcomer = generation.number, roster, False
         local = len(roster.local_ranks(rank))
         self.environment = replace(self.environment, rank=rank, world_size=len(roster.devices), local_world_size=local)
 
-    def join(self, run: int, rank_info: RankInfo, config: RunConfig, report: Report) -> StoreMembership:
-        """The membership of this run, which is about to form its first group."""
+    def join(
+        self,
+        run: int,
+        rank_info: RankInfo,
+        config: RunConfig,
+        report: Report,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        before_enter: Callable[[], None] = lambda: None,
+        on_entered: Callable[[], None] = lambda: None,
+    ) -> StoreMembership:
+        """The membership of this run, which is about to form its first group; `on_entered`: a newcomer has one."""
         prefix = f"run/{run}/g"
 
         def make_group(generation: Generation, rank: int) -> Group:
@@ -84,7 +99,10 @@ class RankPlace:
         def on_formed(generation: Generation, rank: int) -> None:
             if rank == 0 < self.environment.rank and isinstance(report, Reporter) and config.progress != "off":
                 report.style = "lines"  # the rank that showed the progress is lost
+            was_newcomer = self.is_newcomer
             self.adopt(generation)
+            if was_newcomer:
+                on_entered()
 
         def on_settled(lines: Sequence[str]) -> None:
             if not rank_info.roster.is_one_machine:
@@ -94,7 +112,9 @@ class RankPlace:
 
         store, limit_s = self.environment.connect(""), waiting_limit_s(config.deadline)
         membership = StoreMembership(
-            *(store, self.environment.member, run, self.generation, limit_s, make_group, on_formed, on_settled)
+            *(store, self.environment.member, run, self.generation, limit_s, make_group, on_formed, on_settled),
+            facts=facts,
+            before_enter=before_enter,
         )
         self.membership = membership
         return membership

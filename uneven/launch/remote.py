@@ -7,14 +7,17 @@ ranks of all machines into one list, so that launch/watch.py need not know where
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from uneven.launch.processes import RankProcesses
+from uneven.launch.local_ranks import LocalRanks, Newcomer
 from uneven.launch.requests import Requests
 from uneven.machines.session import Session
+
+if TYPE_CHECKING:
+    from uneven.train.membership import Generation  # imports torch
 
 ENDED_S = 5.0  # for a machine that was told to end its ranks
 
@@ -27,9 +30,10 @@ class RemoteNode:
     host: str
     facts: Mapping[str, Any]
     port: int  # of its listener for the reach test
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # the numbers of its processes
     codes: list[int | None] = field(default_factory=list)
     left: str | None = None  # why it went by itself
+    refused: set[int] = field(default_factory=set)  # of its processes, those that could not join
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -40,7 +44,7 @@ class RemoteNode:
         return f"{self.host} ({self.session.address})"
 
     def place(self, ranks: Sequence[int]) -> None:
-        """Its ranks, which are about to start."""
+        """The numbers of its processes, which are about to start."""
         self.ranks, self.codes = tuple(ranks), [None] * len(ranks)
 
     def hear(self, folder: Path, requests: Requests) -> None:
@@ -66,17 +70,50 @@ class RemoteNode:
 
 
 class AllRanks:
-    """The processes of all machines in rank order: this machine's own first."""
+    """The processes of all machines by their numbers: at the start in rank order, this machine's own first.
 
-    def __init__(self, processes: RankProcesses, nodes: Sequence[RemoteNode], folder: Path, requests: Requests) -> None:
-        self._processes, self._nodes, self._folder, self._requests = processes, nodes, folder, requests
+    `arrived` returns machines that want to join the run, and have passed all checks; `start` has their ranks started,
+    as processes from this number on, and added to this generation.
+    """
+
+    def __init__(
+        self,
+        processes: LocalRanks,
+        nodes: Sequence[RemoteNode],
+        folder: Path,
+        requests: Requests,
+        arrived: Callable[[], list[RemoteNode]] = list,
+        start: "Callable[[RemoteNode, int, Generation], list[Newcomer]] | None" = None,
+    ) -> None:
+        self._processes, self._nodes, self._folder, self._requests = processes, list(nodes), folder, requests
+        self._arrived, self._start_node = arrived, start
 
     def exit_codes(self) -> list[int | None]:
-        codes = self._processes.exit_codes()
+        codes = dict(zip(self._processes.numbers, self._processes.exit_codes(), strict=True))
         for node in self._nodes:
             node.hear(self._folder, self._requests)
-            codes += node.codes
-        return codes
+            codes |= dict.fromkeys(node.ranks) | dict(zip(node.ranks, node.codes, strict=False))
+        return [codes[number] for number in sorted(codes)]
+
+    def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
+        """Those that have come since: their processes start with these numbers, from `number` on."""
+        newcomers: list[Newcomer] = []
+        for node in self._arrived():
+            assert self._start_node is not None, "whoever lets machines in can start them"
+            newcomers += self._start_node(node, number + len(newcomers), present)
+            self._nodes += [node] if node.ranks else []
+        return newcomers
+
+    def restart(self, lost: int, number: int, present: "Generation") -> Newcomer | None:
+        return self._processes.restart(lost, number, present)
+
+    def turn_away(self, number: int, why: str) -> None:
+        """This process could not join. Its machine is told when none of its processes can."""
+        for node in self._nodes:
+            if number in node.ranks:
+                node.refused.add(number)
+                if node.refused == {*node.ranks}:
+                    node.session.send(refused=why)
 
     def lost(self) -> dict[int, str]:
         return {rank: why for node in self._nodes for rank, why in node.lost().items()}

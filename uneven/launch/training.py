@@ -46,7 +46,11 @@ def train_as_rank(
     can_lose = run is Worker.train  # other programs leave a result of every rank
     worker = context.make_worker(task, config, devices, requests, report, can_lose=can_lose)
     result = run(worker)
-    return None if result is None else worker.finish(lambda: collect(worker.group, result, worker.axis))
+    if result is None:
+        return None
+    state = worker.finish(lambda: collect(worker.group, result, worker.axis))
+    context.close_run()
+    return state
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:

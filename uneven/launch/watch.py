@@ -28,6 +28,7 @@ from uneven.launch.heartbeat import (
     roster_key,
     suspicion_key,
 )
+from uneven.launch.joining import Joining, Recruits
 from uneven.launch.payload import drop_tensors
 from uneven.launch.processes import INTERRUPTED, describe_exit
 from uneven.launch.requests import Requests
@@ -72,12 +73,16 @@ class Watch:
         members: Sequence[str],
         roster: Roster,
         reporter: Reporter,
+        recruits: Recruits | None = None,
     ) -> None:
+        """`recruits` starts processes that join the run while it is on; without it none does."""
         self._processes, self._store, self._folder, self._reporter = processes, store, folder, reporter
         now = time.monotonic()
         pairs = zip(members, roster.devices, strict=True)
         self._ranks = [RankHealth(member, device, now, now) for member, device in pairs]
         self._generations = Generations(roster, members)
+        known = (store, self._ranks, self._generations, reporter)
+        self._joining = None if recruits is None else Joining(recruits, *known)
         self._looked_s = now
         self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
         self._result_s: float | None = None  # when the result was first seen
@@ -86,6 +91,7 @@ class Watch:
         self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
+        self.keeps_payload = False  # for ranks that may be started later
 
     def wait(self, requests: Requests) -> None:
         """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
@@ -94,28 +100,52 @@ class Watch:
 
     def _look(self, requests: Requests) -> bool:
         """Once at everything; returns whether the run is over."""
+        if self._joining is not None:
+            self._joining.take_arrivals(time.monotonic())
         codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
         now = time.monotonic()
         self._read_heartbeats(now)
         ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
-        given_up = self._generations.given_up
-        if all(code in ended_well or number in given_up for number, code in enumerate(codes)) or self._is_past(now):
+        aside = self._generations.aside
+        if all(code in ended_well or number in aside for number, code in enumerate(codes)) or self._is_past(now):
             return True
-        failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in given_up]
-        gone = {number: why for number, why in self._processes.lost().items() if number not in given_up}
-        running = [n for n, code in enumerate(codes) if code is None and n not in given_up and n not in gone]
+        failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in aside]
+        gone = {number: why for number, why in self._processes.lost().items() if number not in aside}
+        running = [n for n, code in enumerate(codes) if code is None and n not in aside and n not in gone]
         if failed or gone:
             self._lose_ended(failed, gone, requests)
         elif hanging := find_lost(self._ranks, running, now):
             self._lose_hanging(hanging)
         else:
             self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
+            self._let_in(codes, now)
         self._drop_mapped_tensors()
         self._pass_on(requests, now)
         if self._stop_sent_s is not None:
             self._check_left_alone(codes, now)
             self._check_stopping(self._stop_sent_s, now, requests.grace)
         return False
+
+    def _let_in(self, codes: Sequence[int | None], now_s: float) -> None:
+        """Processes that want to join: those that are ready are in the next generation."""
+        if (joining := self._joining) is None:
+            return
+        joining.note_settled()
+        waiting, lost = self._generations.waiting, self._processes.lost()
+        errors = self._errors(list(waiting))
+        ended = {number: lost[number] for number in waiting if number in lost}
+        for number in waiting:
+            if (code := codes[number]) is not None:
+                ended[number] = _short(errors[number]) if number in errors else f"it {describe_exit(code)}"
+            elif now_s - self._ranks[number].heard_s > self._ranks[number].silence_limit_s:
+                ended[number] = "it fell silent"
+                self._processes.give_up(number)
+        joining.forget_ended(ended)
+        if self._stop_sent_s is not None or has_result(self._folder) or self._generations.joining:
+            return
+        present = [self._ranks[number].status for number in self._generations.numbers]
+        if (generation := joining.admit(present)) is not None:
+            self._publish(generation)
 
     def _is_past(self, now_s: float) -> bool:
         """Whether the result is there and ranks that may still wait for a lost one have had their time."""
@@ -131,7 +161,8 @@ class Watch:
             return
         errors = self._errors(failed)
         refusal = self._refusal([*failed, *gone])
-        is_common = any(error["kind"] in COMMON_ERRORS for error in errors.values())
+        joining = self._generations.joining  # what keeps one of them out is its own
+        is_common = any(error["kind"] in COMMON_ERRORS for n, error in errors.items() if n not in joining)
         is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
         if refusal is not None or is_common or is_bug:
             if failed:
@@ -167,6 +198,8 @@ class Watch:
         # Ended after the others know: a woken one finds that it is not in the roster any more.
         for number in lost:
             self._processes.give_up(number)
+        if self._joining is not None and self._stop_sent_s is None:
+            self._joining.restart(lost, time.monotonic())
 
     def _publish(self, generation: Generation) -> None:
         """All ranks read it by their heartbeats within a moment, and settle."""
@@ -190,6 +223,10 @@ class Watch:
             return
         self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
         if now_s - suspected_s < SUSPECT_S or any(self._ranks[n].heard_s <= suspected_s for n in {*numbers} - {*ended}):
+            return
+        if joining := self._generations.joining & {*numbers}:
+            # A machine that joins may not be reached by all others.
+            self._go_on_without(joining, [f"{self._ranks[n].name(n)} could not settle ({causes[0]})" for n in joining])
             return
         if left := [n for n in numbers if n in ended or "min_ranks" not in self._ranks[n].status]:
             if len(left) == len(numbers):
@@ -228,11 +265,12 @@ class Watch:
         self._show_ranks()
 
     def _show_ranks(self) -> None:
+        # Those of the start: who joins later is in the lines, and has no bar of its own.
         self._reporter.ranks([rank.status for rank in self._ranks], first=self._generations.numbers[0])
 
     def _statuses(self) -> list[dict[str, Any]]:
-        """Of the ranks that are not given up."""
-        return [rank.status for number, rank in enumerate(self._ranks) if number not in self._generations.given_up]
+        """Of the ranks that are in the run."""
+        return [rank.status for number, rank in enumerate(self._ranks) if number not in self._generations.aside]
 
     def _check_stopping(self, sent_s: float, now_s: float, grace_s: float) -> None:
         """StoppedError where nothing was trained yet, RankError where the ranks do not obey the stop request."""
@@ -259,8 +297,8 @@ class Watch:
         Not at the first look: a rank that stops after its very first step may have left, and the last heartbeat of one
         that still saves may be older than that step.
         """
-        given_up = self._generations.given_up
-        running = [self._ranks[n].status for n, code in enumerate(codes) if code is None and n not in given_up]
+        aside = self._generations.aside
+        running = [self._ranks[n].status for n, code in enumerate(codes) if code is None and n not in aside]
         waits = all(not status.get("slot") and status.get("phase", "setup") in BEFORE_FIRST for status in running)
         if INTERRUPTED not in codes or not running or not waits:
             self._alone_since_s = now_s
@@ -269,7 +307,9 @@ class Watch:
 
     def _drop_mapped_tensors(self) -> None:
         """Once all ranks have mapped the payload's tensors, their files need no names any more."""
-        if not self._are_tensors_mapped and all(rank.status.get("is_loaded") for rank in self._ranks):
+        if self.keeps_payload or self._are_tensors_mapped:
+            return
+        if all(rank.status.get("is_loaded") for rank in self._ranks):
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
@@ -284,7 +324,7 @@ class Watch:
             requests.on_rank_terminated()
             return StoppedError(NOTHING_TRAINED)
         end = time.monotonic() + GRACE_S
-        left = [number for number in range(len(self._ranks)) if number not in self._generations.given_up]
+        left = [number for number in range(len(self._ranks)) if number not in self._generations.aside]
         while time.monotonic() < end and any(self._processes.exit_codes()[number] is None for number in left):
             time.sleep(0.02)
         errors, codes = self._errors(left), self._processes.exit_codes()

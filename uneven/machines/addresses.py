@@ -49,11 +49,10 @@ def host_label() -> str:
 
 def unique_labels(hosts: Sequence[str]) -> tuple[str, ...]:
     """Machines may have the same name: the second is 'pc#2'."""
-    seen: dict[str, int] = {}
-    labels = []
+    labels: list[str] = []
     for host in hosts:
-        seen[host] = seen.get(host, 0) + 1
-        labels.append(host if seen[host] == 1 else f"{host}#{seen[host]}")
+        names = (host, *(f"{host}#{count}" for count in range(2, len(hosts) + 1)))
+        labels.append(next(name for name in names if name not in labels))
     return tuple(labels)
 
 

@@ -75,7 +75,8 @@ class Settler:
     def show(self) -> dict[str, Any]:
         """For the launcher: that the run can go on without ranks, and whether others may join; from any thread."""
         config = self._engine.config
-        return {"min_ranks": config.min_ranks, "admits": admits(config) and not self.is_over}
+        allowed = {"min_ranks": config.min_ranks, "restarts": config.restarts}
+        return {**allowed, "admits": admits(config) and not self.is_over}
 
     def check(self) -> None:
         """GroupLostError where a newer generation was announced: a rank may train on for long without the others."""

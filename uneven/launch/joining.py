@@ -1,0 +1,102 @@
+"""Processes that join a run that is on, as the watch sees them: from their start until they are in a roster.
+
+Held by launch/watch.py. A machine comes by the leader's door, and a rank of this machine that was lost may be started
+again (setting `restarts`). Either warms up and measures by itself while the others train on; when it says that it is
+ready, the next generation has it as a rank. Whatever happens to it before costs the run one line.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from uneven.comm.store import Store
+from uneven.launch.deadlines import RankHealth
+from uneven.launch.generations import Generations
+from uneven.launch.heartbeat import ready_key, settled_key
+from uneven.launch.local_ranks import Newcomer
+from uneven.results.progress import Reporter
+from uneven.train.membership import Generation
+
+
+class Recruits(Protocol):
+    """Starts processes that are to join the run."""
+
+    def arrivals(self, number: int, present: Generation) -> list[Newcomer]:
+        """Those of machines that have come since the last call: their processes have the numbers from this one on."""
+        ...
+
+    def restart(self, lost: int, number: int, present: Generation) -> Newcomer | None:
+        """A lost process of this machine, started again under another number; None where it is not of this one."""
+        ...
+
+    def turn_away(self, number: int, why: str) -> None:
+        """This process has not joined, and will not."""
+        ...
+
+
+class Joining:
+    """Life cycle: one per launched run, with its watch. `ranks` is the watch's list, which grows by newcomers."""
+
+    def __init__(
+        self,
+        recruits: Recruits,
+        store: Store,
+        ranks: list[RankHealth],
+        generations: Generations,
+        reporter: Reporter,
+    ) -> None:
+        self._recruits, self._store, self._ranks = recruits, store, ranks
+        self._generations, self._reporter = generations, reporter
+        self._restarts = 0  # that were used up
+
+    def take_arrivals(self, now_s: float) -> None:
+        """Machines that have come by the door; before exit codes are read, which are theirs too from now on."""
+        for newcomer in self._recruits.arrivals(len(self._ranks), self._generations.present):
+            self._expect(newcomer, now_s)
+
+    def restart(self, lost: Collection[int], now_s: float) -> None:
+        """Start those of the lost ranks again that are of this machine, as often as the setting says."""
+        allowed = max((int(self._ranks[n].status.get("restarts", 0)) for n in lost), default=0)
+        for number in sorted(lost):
+            if self._restarts >= allowed:
+                return
+            newcomer = self._recruits.restart(number, len(self._ranks), self._generations.present)
+            if newcomer is not None:
+                self._restarts += 1
+                self._expect(newcomer, now_s)
+                times = f"restart {self._restarts} of {allowed}"
+                self._reporter.say(
+                    [f"a rank on {newcomer.device} is started again, and joins when it is ready ({times})"]
+                )
+
+    def _expect(self, newcomer: Newcomer, now_s: float) -> None:
+        self._generations.expect(newcomer)
+        self._ranks.append(RankHealth(newcomer.member, newcomer.device, now_s, now_s))
+
+    def forget_ended(self, causes: Mapping[int, str]) -> None:
+        """These processes have ended, or are lost, before they were in a roster."""
+        for number, cause in causes.items():
+            newcomer = self._generations.waiting.pop(number)
+            self._generations.given_up.add(number)
+            place = f"{newcomer.device} on {newcomer.member.split('/')[0]}"
+            self._reporter.say([f"{place} has not joined: {cause}; the run goes on without it"])
+            self._recruits.turn_away(number, cause)
+
+    def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
+        """The generation with those who are ready, where the `statuses` of all present ranks say that others may join.
+
+        The ranks of a machine join together: every generation costs all others a moment.
+        """
+        waiting = self._generations.waiting
+        if not waiting or not all(status.get("admits") for status in statuses):
+            return None
+        is_ready = {number: self._store.check([ready_key(newcomer.member)]) for number, newcomer in waiting.items()}
+        late = {waiting[number].host for number, ready in is_ready.items() if not ready}
+        ready = [number for number, newcomer in waiting.items() if newcomer.host not in late]
+        return self._generations.admit(ready) if ready else None
+
+    def note_settled(self) -> None:
+        """Those who have settled with the others are ranks like them from then on."""
+        number = self._generations.present.number
+        for one in list(self._generations.joining):
+            if self._store.check([settled_key(number, self._ranks[one].member)]):
+                self._generations.joining.discard(one)
