@@ -64,13 +64,13 @@ class Generations:
         """Why these processes cannot be lost without ending the run; None where the others go on.
 
         `statuses`: the last heartbeat of every process. One without "min_ranks" is of a rank that cannot go on, or not
-        yet: then the reason is empty, and the loss itself is the cause.
+        yet: it says why, or the reason is empty and the loss itself is the cause.
         """
         settled = [number for number in self.numbers if number not in self.joining]  # who joins has no state yet
         left = [number for number in settled if number not in lost]
         needed = [int(statuses[number].get("min_ranks", 0)) for number in settled]
         if 0 in needed:
-            return ""
+            return next((str(why) for status in statuses if (why := status.get("ends_because"))), "")
         if not left:
             return "no rank is left"
         roster = self.present.roster

@@ -22,11 +22,13 @@ from uneven.policy.recorded import Round
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
 from uneven.results.state_tree import join_tree
+from uneven.train.callbacks import CallbackRunner
 from uneven.train.engine import Engine
 from uneven.train.random_state import restore_random
 from uneven.train.rank_info import RankInfo
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import param_names
+from uneven.train.synchronizer import Synchronizer
 
 # Settings of a param group that say how this device computes, not what.
 DEVICE_KEYS = ("foreach", "fused", "capturable", "differentiable")
@@ -107,6 +109,13 @@ class Resumed:
             losses = [sum(values) for values in zip(*known, strict=True)]
         engine.meter.totals.copy_(torch.tensor(losses, dtype=torch.float64))
         self.restore_random(engine)
+
+    def go_on(self, engine: Engine, synchronizer: Synchronizer, callbacks: CallbackRunner) -> list[str]:
+        """What needs the group: sharded state, and the policy's own where the devices are the same; lines to print."""
+        self.restore_rest(engine)
+        if self.is_same_group:
+            synchronizer.load_state_dict(self.record["synchronizer"])
+        return callbacks.load_state_dict(self.own.record["callbacks"])
 
     def restore_random(self, engine: Engine) -> None:
         """Once before the first slot; in a loop of the user's own again where its code goes on."""

@@ -248,7 +248,7 @@ class Worker:
         if info.rank > 0 and not self.config.is_model_parallel:
             torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
         if self.resumed is not None:
-            self._resume_rest(self.resumed, synchronizer)
+            self.report.say(self.resumed.go_on(engine, synchronizer, self.callbacks))
         self._use(synchronizer)
         self.recorder.enter("setup")
         return synchronizer
@@ -319,14 +319,6 @@ class Worker:
             synchronizer.close()
             raise
 
-    def _resume_rest(self, resumed: Resumed, synchronizer: Synchronizer) -> None:
-        """What needs the group: sharded state, and the policy's own where the devices are the same."""
-        resumed.restore_rest(self.engine)
-        if resumed.is_same_group:
-            synchronizer.load_state_dict(resumed.record["synchronizer"])
-        if lines := self.callbacks.load_state_dict(resumed.own.record["callbacks"]):
-            self.report.say(lines)
-
     def _wish(self) -> Wish:
         """What this rank wants beside what the axis asks for; a replay follows its log alone."""
         return Wish.NONE if self.config.replay is not None else self.wishes.ask(self.recorder.clock())
@@ -360,10 +352,13 @@ class Worker:
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
-        rounds = self.synchronizer.progress() if self.synchronizer is not None else {}
-        where = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
-        survives = {} if self.settler is None else self.settler.show()
-        return {**where, **survives, **self.rank_info.place, "deadline": self.config.deadline}
+        rounds = {} if self.synchronizer is None else self.synchronizer.progress()
+        where: dict[str, Any] = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
+        if self.settler is not None:
+            where |= self.settler.show()
+        elif self.membership is not None and self.synchronizer is not None:
+            where["ends_because"] = why_not_settled(self.engine)
+        return {**where, **self.rank_info.place, "deadline": self.config.deadline}
 
     def _report_notes(self) -> None:
         notes = [] if self.synchronizer is None else self.synchronizer.notes
