@@ -117,5 +117,7 @@ def test_who_joins_has_no_state_yet_and_cannot_go_on_alone() -> None:
     statuses: list[dict[str, Any]] = [{"min_ranks": 1}, {}]
     assert generations.refusal(statuses, [number]) is None
     assert generations.refusal(statuses, [0]) == "no rank is left"
-    generations.joining.clear()  # it has settled
+    generations.drop([number], "it is gone again, and holds up nobody else who joins")
+    assert generations.joining == set()
+    generations = Generations(ROSTER.without([2, 3, 4]), MEMBERS[:2])
     assert generations.refusal([{"min_ranks": 1}, {"min_ranks": 1}], [0]) is None

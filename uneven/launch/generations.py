@@ -90,6 +90,7 @@ class Generations:
     def drop(self, lost: Collection[int], why: str) -> Generation:
         """The next generation, without these processes."""
         self._repeats = 0
+        self.joining -= {*lost}
         numbers = self.numbers
         ranks = [rank for rank, number in enumerate(numbers) if number in lost]
         members = tuple(self._members[number] for number in numbers if number not in lost)
