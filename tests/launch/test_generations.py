@@ -7,7 +7,7 @@ import pytest
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.generations import MOST_REPEATS, Generations, describe_loss
+from uneven.launch.generations import MOST_REPEATS, Generations, describe_loss, steps_done
 from uneven.launch.local_ranks import Newcomer
 from uneven.train.membership import Generation
 
@@ -73,14 +73,20 @@ def test_the_same_error_at_the_same_slot_is_a_bug() -> None:
 def test_the_same_members_start_anew_a_few_times_without_a_step_and_then_the_run_ends() -> None:
     generations = Generations(ROSTER, MEMBERS)
     for number in range(1, MOST_REPEATS + 1):
-        found = generations.repeat("connection reset", slot=7)
+        found = generations.repeat("connection reset", 7)
         assert (found.number, found.members, found.roster) == (number, MEMBERS, ROSTER)
     for slot in range(8, 20):  # with steps in between there is no limit
         generations.repeat("connection reset", slot)
     for _ in range(MOST_REPEATS - 1):
-        generations.repeat("connection reset", slot=19)
+        generations.repeat("connection reset", 19)
     with pytest.raises(RankError, match=r"lost each other 6 times without a step .*: connection reset"):
-        generations.repeat("connection reset", slot=19)
+        generations.repeat("connection reset", 19)
+
+
+def test_ranks_of_a_local_policy_get_on_by_rounds_and_not_by_the_steps_between_them() -> None:
+    """Each steps up to its next round by itself: with a damaged rank that comes to nothing for the whole run."""
+    assert [steps_done({"slot": slot, "rounds": {"round": 3}}) for slot in (20, 30)] == [3, 3]
+    assert [steps_done(status) for status in ({"slot": 7, "rounds": {}}, {"slot": 7}, {})] == [7, 7, 0]
 
 
 def test_what_the_user_reads() -> None:

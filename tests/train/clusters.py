@@ -5,7 +5,7 @@ and of those who are left some may get the result and others not, as with a real
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ class Leader:
         self._rooms: list[_Room] = []
         self.generations: list[Generation] = []
         self.causes: list[str] = []
+        self.failures: dict[str, BaseException] = {}  # of members that a test expects to fail
         self._finished: set[tuple[int, str]] = set()
         self.facts: dict[str, Any] = {}  # that newcomers are told
         self.begun = 0  # the collectives of a member before its first step
@@ -246,9 +247,11 @@ def on_lossy_threads(
     losses: Sequence[Loss],
     function: Callable[[RankInfo, LossyGroup, FakeMembership], T],
     joins: Sequence[Join] = (),
+    failing: Collection[str] = (),
 ) -> tuple[dict[str, T], Leader]:
     """function(info, group, membership) on every member; the results of those who have not died.
 
+    What members raise that are `failing` is in the leader's `failures`.
     A newcomer's group is of no use to it: its worker forms its first one when it is admitted.
     """
     members = [f"m{number}" for number in range(size)]
@@ -269,7 +272,10 @@ def on_lossy_threads(
             leader.lose(members[rank])
             return None
         except BaseException as error:
+            leader.failures[members[rank]] = error
             leader.lose(members[rank], f"failed: {error!r}")
+            if members[rank] in failing:
+                return None
             raise
 
     with ThreadPoolExecutor(len(members)) as pool:

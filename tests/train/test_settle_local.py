@@ -69,6 +69,7 @@ def train(
     act_on_record: Callable[[str, int], None] = lambda *_: None,
     is_evaluated: bool = False,
     joins: Sequence[Join] = (),
+    failing: Sequence[str] = (),
     **changes: Any,
 ) -> tuple[Found, Any]:
     """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round."""
@@ -108,7 +109,7 @@ def train(
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
 
-    return on_lossy_threads(size, losses, rank, joins)
+    return on_lossy_threads(size, losses, rank, joins, failing)
 
 
 @pytest.fixture(autouse=True)

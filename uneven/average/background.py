@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from uneven.average.buffers import AveragedBuffers, BufferAverage
 from uneven.average.replica import Flat, Replica, is_finite
 from uneven.average.transport import Transport, make_transport
-from uneven.comm.gather import gather_checksums, own_row
+from uneven.average.verify import CHANGED_BEFORE, CHANGED_SINCE, ODD_AVERAGE, judge
+from uneven.comm.gather import checksum, gather_rows, own_row
 from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
-from uneven.errors import NotFiniteError, RankError
+from uneven.errors import GroupLostError, NotFiniteError, RankError
 
 EXTRA = 2  # numbers at the end of a rank's row: its weight, and whether its snapshot was not finite
 
@@ -81,8 +82,10 @@ class BackgroundAverage:
     Or `abandon`, where a rank is lost: then the group is of no use, and another BackgroundAverage goes on with the same
     replica, transport and buffers. `before_sending` is called by the averaging thread before anything is sent.
 
-    `verify` compares checksums on the way: the snapshot taken is the one sent, every rank has the same average, and
-    the average received is the one merged. A difference raises RankError and names the stage.
+    `verify` compares checksums on the way: the snapshot taken is the one sent and, after the sum, still the same, every
+    rank has the same average, and the average received is the one merged. Until then nobody counts the round. A
+    difference raises and names rank and stage: RankError on the rank that is wrong, GroupLostError on the others
+    (average/verify.py).
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class BackgroundAverage:
         self.phase = "idle"
         self.before_sending: Callable[[], None] | None = None
         self._round: _Round | None = None
+        self._late: _Round | None = None  # abandoned; its snapshot may be merged yet
         self._is_abandoned = False
         self._committing = threading.Lock()
         self._queue: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
@@ -138,7 +142,8 @@ class BackgroundAverage:
         result = _result_of(round_)
         if round_.total_weight:
             if self._verify and self._merge_checksums() != round_.merge_checksums:
-                raise RankError("verify: the average changed between its arrival and its merge")
+                stage = "the average changed between its arrival and its merge"
+                raise RankError(f"verify: rank {self._group.rank}: {stage}")
             self._merge(is_unchanged)
         assert round_.averaged_buffers is not None, "they came with the rows"
         self._buffers.load(round_.averaged_buffers)
@@ -149,7 +154,7 @@ class BackgroundAverage:
 
         Such a round is merged by `finish`, like any other. One that was not may still be committed elsewhere, and then
         `roll_forward` merges it; its snapshot is kept for that. Ends the thread, or leaves it to itself where it is
-        stuck in a sum. May be called again.
+        stuck in a sum. May be called again. RankError where this rank itself is what `verify` found to be wrong.
         """
         self._queue.put(None)
         self._is_abandoned = True
@@ -161,7 +166,9 @@ class BackgroundAverage:
         if is_committed:
             self.wait()
         elif round_ is not None:
-            self._round = None
+            if isinstance(round_.error, RankError) and not isinstance(round_.error, GroupLostError):
+                raise round_.error  # the others may have begun a new generation with this rank before it could fail
+            self._round, self._late = None, round_
             self.transport.renew()
             self.phase = "idle"
         return is_committed
@@ -174,6 +181,8 @@ class BackgroundAverage:
         self.transport.wait_for_snapshot()
         with self.transport.stream():
             snapshot = self.transport.snapshot.buffer
+            if self._late is not None and self._has_changed(self._late, snapshot):
+                raise RankError("verify: " + CHANGED_SINCE.format(odd=self._group.rank))
             torch.sub(self.transport.average.buffer, snapshot, out=snapshot)
             self.transport.copy_to_device()
         self._merge(is_unchanged)
@@ -246,12 +255,12 @@ class BackgroundAverage:
     def _all_reduce_params(self, round_: _Round, snapshot: Tensor) -> None:
         """The weighted sum of all ranks' snapshots; with verify all ranks have compared it."""
         average = round_.average.buffer
-        if round_.checksum is not None and round_.checksum() != _checksum(snapshot).cpu():
-            raise RankError("verify: the snapshot changed between its taking and its sending")
+        if self._has_changed(round_, snapshot):
+            raise RankError("verify: " + CHANGED_BEFORE.format(odd=self._group.rank))
         torch.mul(snapshot, round_.weight / round_.total_weight, out=average)
         self._group.all_reduce(average).wait()
         if self._verify:
-            self._compare_averages(average)
+            self._compare_averages(average, self._has_changed(round_, snapshot))
 
     def _make_delta(self, round_: _Round, snapshot: Tensor) -> None:
         """Turn this rank's snapshot into the delta to the average."""
@@ -263,11 +272,15 @@ class BackgroundAverage:
         if self._verify:
             round_.merge_checksums = [int(_checksum(buffer)) for buffer in (average, snapshot)]
 
-    def _compare_averages(self, average: Tensor) -> None:
-        checksums = gather_checksums(self._group, [average])
-        for rank, checksum in enumerate(checksums):
-            if checksum != checksums[0]:
-                raise RankError(f"verify: rank {rank} has another average than rank 0")
+    def _has_changed(self, round_: _Round, snapshot: Tensor) -> bool:
+        """With verify: whether this rank's snapshot has other bits than when it was taken."""
+        return round_.checksum is not None and bool(round_.checksum() != _checksum(snapshot).cpu())
+
+    def _compare_averages(self, average: Tensor, is_suspect: bool) -> None:
+        """`is_suspect`: this rank's snapshot has changed since it was sent, so the delta would be wrong, too."""
+        rows = gather_rows(self._group, [float(checksum([average])), float(is_suspect)])
+        suspects = [rank for rank, (_, has_changed) in enumerate(rows) if has_changed]
+        judge([int(row[0]) for row in rows], self._group.rank, ODD_AVERAGE, suspects, can_redo=True)
 
     def _merge_checksums(self) -> list[int]:
         return [int(_checksum(flat.buffer)) for flat in (self.transport.device_average, self.transport.delta)]

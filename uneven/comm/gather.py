@@ -40,10 +40,15 @@ def gather_rows(group: Group, row: Sequence[float]) -> list[list[float]]:
     return rows
 
 
-def gather_checksums(group: Group, tensors: Iterable[Tensor]) -> list[int]:
-    """A checksum of each rank's tensors, in rank order: equal exactly when their bits are."""
-    checksum = 0
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of all bits and their order."""
+    found = 0
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().flatten()
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
-    return [int(value) for (value,) in gather_rows(group, [float(checksum)])]
+        found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+    return found
+
+
+def gather_checksums(group: Group, tensors: Iterable[Tensor]) -> list[int]:
+    """A checksum of each rank's tensors, in rank order: equal exactly when their bits are."""
+    return [int(value) for (value,) in gather_rows(group, [float(checksum(tensors))])]

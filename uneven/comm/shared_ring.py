@@ -19,7 +19,7 @@ from torch import Tensor
 from uneven.comm.segment import Segment
 from uneven.comm.semaphores import BYTES as SEMAPHORE_BYTES
 from uneven.comm.semaphores import Semaphore
-from uneven.errors import RankError
+from uneven.errors import GroupLostError, RankError
 
 PAGE = 4096
 ALIGN = 64  # of every message: a cache line, and what vector instructions like
@@ -291,7 +291,9 @@ class Inbox:
             )
         message = self._views.get(dtype, start, count)
         if self._verify and _checksum(message) != checksum:
-            raise RankError(f"verify: chunk {number} of rank {writer} arrived with another checksum than it was sent")
+            # Its memory, the ring or this rank's may be wrong: nothing was made of it, and a new group does it again.
+            why = f"verify: chunk {number} of rank {writer} arrived with another checksum than it was sent"
+            raise GroupLostError(why)
         return message
 
     def free(self, lane: int) -> None:

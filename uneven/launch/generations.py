@@ -29,7 +29,7 @@ class Generations:
         self.waiting: dict[int, Newcomer] = {}  # processes that are to join, and are in no roster yet
         self.joining: set[int] = set()  # those that are in one, and have not settled with the others
         self._raised: set[tuple[str, str, int]] = set()
-        self._repeats, self._slot = 0, -1
+        self._repeats, self._done = 0, -1
 
     @property
     def numbers(self) -> list[int]:
@@ -96,24 +96,29 @@ class Generations:
         members = tuple(self._members[number] for number in numbers if number not in lost)
         return self._publish(self.present.roster.without(ranks), members, why)
 
-    def repeat(self, cause: str, slot: int) -> Generation:
+    def repeat(self, cause: str, done: int) -> Generation:
         """The next generation, of the same members: all of them live, and one has lost its group.
 
-        `slot`: the furthest one that any of them has trained. RankError where this has happened too often without a
-        step in between.
+        `done`: the steps or rounds of the furthest one. RankError where this has happened too often without
+        one in between.
         """
-        self._repeats = self._repeats + 1 if slot <= self._slot else 1
-        self._slot = slot
+        self._repeats = self._repeats + 1 if done <= self._done else 1
+        self._done = done
         if self._repeats > MOST_REPEATS:
             raise RankError(
-                f"the ranks have lost each other {self._repeats} times without a step in between, though all of them "
-                f"run: {cause}"
+                f"the ranks have lost each other {self._repeats} times without a step or round in between, though "
+                f"all of them run: {cause}"
             )
         return self._publish(self.present.roster, self.present.members, f"{cause}: all ranks start a new group")
 
     def _publish(self, roster: Roster, members: tuple[str, ...], why: str) -> Generation:
         self.present = Generation(self.present.number + 1, roster, members, why)
         return self.present
+
+
+def steps_done(status: Mapping[str, Any]) -> int:
+    """How far a rank is, by its heartbeat: its steps or, in a local policy, which steps between them, its rounds."""
+    return int((status.get("rounds") or {}).get("round", status.get("slot", 0)))
 
 
 def describe_loss(causes: Sequence[str], left: int, is_local: bool) -> str:

@@ -17,7 +17,7 @@ from uneven.comm.store import Store, get_text
 from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, RefusedError, StoppedError
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import RankHealth, find_lost
-from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss
+from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, steps_done
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     SAVE_KEY,
@@ -235,8 +235,8 @@ class Watch:
             rest = count_ranks(len(numbers) - len(left), "goes on", "go on")
             self._publish(self._generations.drop(left, f"{names} had finished already: {rest}"))
             return
-        slot = max(int(self._ranks[number].status.get("slot", 0)) for number in numbers)
-        self._publish(self._generations.repeat(causes[0], slot))
+        done = max(steps_done(self._ranks[number].status) for number in numbers)
+        self._publish(self._generations.repeat(causes[0], done))
 
     def _pass_on(self, requests: Requests, now_s: float) -> None:
         """Requests of this process to the ranks, and a rank's SIGTERM to this process: one of them stops the run."""

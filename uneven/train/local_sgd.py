@@ -11,6 +11,7 @@ from typing import Any
 
 from uneven.average.background import BackgroundAverage, make_average
 from uneven.average.buffers import BufferAverage
+from uneven.average.verify import ODD_REPLICA, judge
 from uneven.comm.gather import gather_checksums
 from uneven.comm.group import Group, SoloGroup
 from uneven.data.feed import Micros
@@ -213,7 +214,7 @@ class LocalSGD:
         self.close()
         if self.engine.config.verify:
             tensors = [*self.engine.model.parameters(), *self.engine.model.buffers()]
-            check_agreement(gather_checksums(self.group, tensors), "in its params or buffers at the end")
+            judge(gather_checksums(self.group, tensors), self.group.rank, ODD_REPLICA, can_redo=False)
 
     def close(self) -> None:
         self.claims.close()

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from uneven.comm.gather import gather_bytes
+from uneven.average.verify import ODD_AVERAGE, judge
+from uneven.comm.gather import gather_bytes, gather_checksums
 from uneven.comm.group import Group
 from uneven.policy.axis import Axis
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
@@ -65,8 +66,9 @@ def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settle
     held = [Held.from_json(json.loads(data)) for data in told]
     own = _agree(local, held, members).to_bytes() if group.rank == source else b""
     agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
-    buffers = _send_average(local, group, source) if settlement.is_uneven or settlement.has_newcomers else None
     is_behind = settlement.standings[group.rank].progress < furthest.progress
+    is_sent = settlement.is_uneven or settlement.has_newcomers
+    buffers = _send_average(local, group, source, is_behind) if is_sent else None
     lineage = Lineage(agreed.eras, local.engine.rank_info.generation, members)
     _apply(local, agreed, lineage, buffers if is_behind else None)
     if group.world_size == 1:
@@ -142,16 +144,19 @@ def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...]) -> Local
     return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
 
 
-def _send_average(local: LocalSGD, group: Group, source: int) -> torch.Tensor:
+def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -> torch.Tensor:
     """The last average and its buffers, from the furthest to those that have it still in flight; returns the latter.
 
-    A rank that has merged it takes part without a use for it.
+    A rank that has merged it takes part without a use for it. With `verify` all compare what they have then.
     """
     transport, buffers = local.average.transport, local.buffers.agreed.clone()
     try:
         group.broadcast((transport.agreed if group.rank == source else transport.average).buffer, source).wait()
         if len(buffers):
             group.broadcast(buffers, source).wait()
+        if local.engine.config.verify:
+            average = transport.average if is_behind else transport.agreed
+            judge(gather_checksums(group, [average.buffer]), group.rank, ODD_AVERAGE, can_redo=True)
     except BaseException:
         transport.renew()  # what was abandoned may still be written to
         raise
