@@ -21,8 +21,7 @@ from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import context as context_module
-from uneven.launch import preflight
+from uneven.launch import first_group, membership, preflight
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.requests import Requests
@@ -97,7 +96,11 @@ class Lab:
         door = None if self.door is None else self.door.door
         local = 0 if rank == 0 else rank - 1
         environment = LaunchEnvironment(
-            *("uneven run", rank, 3, local, 1 if rank == 0 else 2), host="127.0.0.1", port=port, door=door
+            *("uneven run", rank, 3, local, 1 if rank == 0 else 2),
+            host="127.0.0.1",
+            port=port,
+            door=door,
+            address="127.0.0.1",
         )
         context = ProcessContext(environment, roster)
         if self.door is not None:
@@ -108,7 +111,8 @@ class Lab:
 @pytest.fixture
 def make_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Lab]]:
     """Labs with or without a door; `is_shared`: lab-b sees the folder of lab-a."""
-    monkeypatch.setattr(context_module, "form_group", lambda *_, **__: _local.group)
+    for module in (first_group, membership):
+        monkeypatch.setattr(module, "form_group", lambda *_, **__: _local.group)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     with plain_door() as door:
 

@@ -63,16 +63,16 @@ class Generations:
     def refusal(self, statuses: Sequence[Mapping[str, Any]], lost: Collection[int]) -> str | None:
         """Why these processes cannot be lost without ending the run; None where the others go on.
 
-        `statuses`: the last heartbeat of every process. One without "min_ranks" is of a rank that cannot go on, or not
-        yet: it says why, or the reason is empty and the loss itself is the cause.
+        `statuses`: the last heartbeat of every process. One of those who are left without "min_ranks" is of a rank
+        that cannot go on, or not yet: it says why, or the reason is empty and the loss itself is the cause.
         """
         settled = [number for number in self.numbers if number not in self.joining]  # who joins has no state yet
         left = [number for number in settled if number not in lost]
-        needed = [int(statuses[number].get("min_ranks", 0)) for number in settled]
+        needed = [int(statuses[number].get("min_ranks", 0)) for number in left]
+        if not left:
+            return "no rank is left" if any("min_ranks" in status for status in statuses) else ""
         if 0 in needed:
             return next((str(why) for status in statuses if (why := status.get("ends_because"))), "")
-        if not left:
-            return "no rank is left"
         roster = self.present.roster
         if roster.machines[self.numbers.index(left[0])] != 0:
             return f"no rank is left on {roster.hosts[0]}, which leads the run and has its files"

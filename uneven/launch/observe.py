@@ -42,7 +42,7 @@ def _is_settled(store: Store, generation: int) -> bool:
 
 def main(folder: Path) -> None:
     parent = os.getppid()
-    plan = json.loads((folder / "plan.json").read_text())
+    plan = json.loads((folder / "plan-0.json").read_text())
     host, port = plan["store"]
     store = reach_store(host, port)
     told: dict[str, Any] = {}

@@ -87,6 +87,7 @@ class Watch:
         self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
         self._result_s: float | None = None  # when the result was first seen
         self._stop_sent_s: float | None = None
+        self._unsure_s: float | None = None  # since when a loss is known of which nobody says what it means
         self._was_rank_terminated = False
         self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
@@ -159,8 +160,10 @@ class Watch:
         if has_result(self._folder):
             self._generations.given_up |= {*failed, *gone}
             return
-        errors = self._errors(failed)
         refusal = self._refusal([*failed, *gone])
+        if refusal == "" and self._may_say_more([*failed, *gone]):
+            return
+        errors = self._errors(failed)
         joining = self._generations.joining  # what keeps one of them out is its own
         is_common = any(error["kind"] in COMMON_ERRORS for n, error in errors.items() if n not in joining)
         is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
@@ -175,6 +178,14 @@ class Watch:
             if number in failed
         ]
         self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
+
+    def _may_say_more(self, lost: Sequence[int]) -> bool:
+        """Whether to look again: ranks that have just begun to train say a moment later that they can go on."""
+        now = time.monotonic()
+        self._unsure_s = now if self._unsure_s is None else self._unsure_s
+        codes = self._processes.exit_codes()
+        runs = any(code is None and number not in lost for number, code in enumerate(codes))
+        return runs and self._stop_sent_s is None and now - self._unsure_s < GRACE_S
 
     def _lose_hanging(self, hanging: Mapping[int, tuple[str, str]]) -> None:
         """These processes run and are silent, or one of them is stuck: it is ended, and the others go on, or raise."""

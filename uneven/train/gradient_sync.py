@@ -265,7 +265,6 @@ class GradientSync:
 
     def close(self) -> None:
         self.engine.eager.close()
-        self.engine.eager.reducer = None
 
     def expect_losses(self) -> None:
         self.guard = StepGuard(self.engine)

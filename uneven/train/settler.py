@@ -178,6 +178,7 @@ class Settler:
         if self.is_over:
             return
         kept = [old_members.index(member) for member in generation.members if member in old_members]
+        engine.eager.reducer = None  # of the lost group
         engine.follow_ranks(config_of(engine.config, kept))
         leave_shards(engine)
         self._go_on(before, cost, settlement.event_loss)

@@ -57,7 +57,7 @@ class DisturbedRun:
                     place = words.index(RANK)
                     folder, number = Path(words[place + 1]), int(words[place + 2])
                     self.ranks[number] = child
-            if self.ranks and len(self.ranks) == len(json.loads((folder / "plan.json").read_text())["cores"]):
+            if self.ranks and len(self.ranks) == len(json.loads((folder / "plan-0.json").read_text())["members"]):
                 return folder
         return None
 
