@@ -11,6 +11,9 @@ from pathlib import Path
 # As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
 # in those that tests start. It is read when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch looks up a name for the address of every connection. Where the name server does not answer, or not so many
+# questions at once, each of them would wait for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # A shell ignores Ctrl-C for what it runs in the background, and so would all processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
@@ -33,6 +36,7 @@ LONGEST = (
     "api/test_entry_points.py",
     "launch/test_rank_processes.py",
     "test_readme.py",
+    "faults/test_storm.py",
     "train/test_local_sgd_processes.py",
     "launch/test_resume_kills.py",
     "parallel/test_strategies.py",

@@ -31,6 +31,7 @@ def start(folder: Path, epochs: int, *options: str) -> "ForkedPopen":
     return ForkedPopen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.soak
 def test_a_run_that_survives_is_reported_as_json_and_its_files_are_not_kept(tmp_path: Path) -> None:
     faults = ("--at", "50ms:pause:0", "--pause-for", "300ms", "--at", "500ms:kill:1", "--at", "501ms:kill:0")
     with start(tmp_path, 120, *faults, "--json") as process:

@@ -75,6 +75,7 @@ def test_a_firewall_that_drops_one_direction_is_named_on_all_machines(tmp_path: 
     assert all(line in one for one in found), found
 
 
+@pytest.mark.soak
 def test_another_data_file_is_refused_on_all_machines(tmp_path: Path) -> None:
     with network(tmp_path, 2) as machines:
         processes = start(machines, tmp_path, "run", "train.py")
