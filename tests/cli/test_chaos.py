@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.faults import alive
 from tests.forked import ForkedPopen

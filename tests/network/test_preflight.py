@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.network.namespaces import Machine, needs_namespaces, network
 
 pytestmark = needs_namespaces
