@@ -58,6 +58,7 @@ def train(policy: str, folder: Path, **settings: Any) -> TrainedState:
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_as_by_one_process(tmp_path: Path) -> None:
     state = train("sync", tmp_path)
     assert [len(segment["devices"]) for segment in state.segments] == [2, 1, 2]

@@ -164,7 +164,7 @@ def test_a_newcomer_joins_at_some_collective(size: int, step: int, alone: Traine
         check(found, alone)
 
 
-@pytest.mark.parametrize("step", [pytest.param(9, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(23, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_a_rank_is_lost_while_a_newcomer_joins(step: int, alone: TrainedState) -> None:
     _, leader = train(3, [], policy="sync")
