@@ -19,7 +19,7 @@ from uneven.comm.group import Group, SoloGroup
 from uneven.comm.store import Store, open_store, reach_store, under
 from uneven.errors import GroupLostError
 
-# The stopped rank of a group of Gloo alone, continued, has once not ended within 100 s after it had raised (docs/log.md).
+# A stopped rank over Gloo alone, continued, has once not ended within 100 s after it had raised (docs/log.md).
 GLOO = pytest.param("gloo", "0,0,0,0", marks=pytest.mark.soak)
 KINDS = [GLOO, ("shm", "0,0,0,0"), ("cpu", "0,0,1,1")]
 FORMED = {
