@@ -16,6 +16,14 @@ class Terminated(SystemExit):
         super().__init__(TERMINATED)
 
 
+class Left(SystemExit):
+    """Raised in a rank that was asked to leave and has handed in what it trained: its process ends well."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(0)
+        self.why = why
+
+
 NOTHING_TRAINED = "the run was stopped before its first step: nothing was trained, nothing was saved"
 
 
@@ -29,6 +37,16 @@ class MachineError(RuntimeError):
     """The input is right but this machine or cluster cannot do it: no space, no data, no driver, unsupported system."""
 
     exit_code = 3
+
+
+class TorchMissingError(MachineError, ImportError):
+    """torch is not installed: uneven comes without it, so that `uneven setup` can choose the build.
+
+    Also an ImportError, because `from uneven import fit` raises it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch is not installed: `uneven setup` chooses and installs the build for this machine")
 
 
 class RankError(RuntimeError):
@@ -46,6 +64,10 @@ class GroupLostError(RankError):
 
     Raised by whatever waits for the group (comm/). The worker settles with whoever is left, or the run ends with it.
     """
+
+
+class LeftLoopError(RankError):
+    """A rank's script has left the loop that the others are still in, and does not come back: a wrong use, no fault."""
 
 
 class NotFiniteError(RankError):

@@ -86,6 +86,7 @@ def test_balanced_twins_train_the_params_of_the_plain_scripts(
     assert "loss" in capsys.readouterr().out
 
 
+@pytest.mark.soak  # async between processes: test_the_sentences_on_two_devices... and train/test_local_sgd_processes.py
 def test_async_twins_end_well(tmp_path: Path) -> None:
     first, second = run_twins(tmp_path, "async")
     for name in TWINS:

@@ -37,7 +37,12 @@ EXPECTED = {
     "sequence": {"allreduce_": 4 * CUT_BLOCKS + 2 + 1, "broadcast_": (4 * CUT_BLOCKS + 3) * OWNERS},
 }
 HARD, TIED = Case(3, "zero", 2, "unused", "adamw"), Case(3, "unequal", 1, "tied", "sgd")
-CELLS = [(HARD, name) for name in WRAPS] + [(TIED, name) for name in ("bucketed", "zero2 by elements", "fsdp, uneven")]
+# One of each kind of shards and buckets; on threads test_strategies.py has them all.
+WIRED = (
+    *("flat", "bucketed, small", "flat, sharded by tensors, uneven", "bucketed, sharded by elements, uneven"),
+    *("zero2 by elements, uneven", "zero2 by tensors", "fsdp", "fsdp, uneven"),
+)
+CELLS = [(HARD, name) for name in WIRED] + [(TIED, name) for name in ("bucketed", "zero2 by elements", "fsdp, uneven")]
 EQUAL = Case(3, "equal", 1, "frozen", "adamw")
 REFERENCES = {
     "ddp": TorchReplicated,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.parity import OPTIMIZERS, assert_same_state
+from tests.parallel.parity import OPTIMIZERS, all_pairs, assert_same_state
 from tests.ranks import ThreadGroup, on_threads
 from uneven.comm.group import Group, SoloGroup
 from uneven.parallel.strategy import FullState
@@ -119,11 +120,27 @@ def train(
     return strategy.full_state(), norms
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("shares", [(1,), None, (5, 2), (3, 1, 0), (0, 2, 5)])
-def test_what_one_process_trains(kind: str, optimizer: str, is_tied: bool, shares: Any) -> None:
+FACTORS: dict[str, Any] = {
+    "shares": [(1,), None, (5, 2), (3, 1, 0), (0, 2, 5)],
+    "kind": list(KINDS),
+    "optimizer": list(OPTIMIZERS),
+    "is_tied": [False, True],
+}
+
+
+@pytest.mark.parametrize("cell", all_pairs(**FACTORS), ids=lambda cell: "-".join(map(str, cell.values())))
+def test_what_one_process_trains(cell: dict[str, Any]) -> None:
+    """All pairs of what may differ; the whole grid by `-m grid`."""
+    check(**cell)
+
+
+@pytest.mark.grid
+def test_the_whole_grid() -> None:
+    for values in itertools.product(*FACTORS.values()):
+        check(**dict(zip(FACTORS, values, strict=True)))
+
+
+def check(kind: str, optimizer: str, is_tied: bool, shares: Any) -> None:
     ranks = 2 if shares is None else len(shares)
     expected, norms = dense(optimizer, is_tied)
     for found, clipped in on_threads(ranks, lambda group: train(group, kind, optimizer, is_tied, shares)):

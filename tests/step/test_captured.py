@@ -25,6 +25,7 @@ from uneven.policy.exact import Balanced
 from uneven.step.capture import Capture, InputMicros
 from uneven.step.captured import GRID, MAX_GRAPHS, CapturedBackward
 from uneven.step.eager import EagerStep
+from uneven.step.finite import OwnCheck
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
@@ -108,7 +109,9 @@ class Pair:
         model = Net(dtype).to(on)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16, momentum=0.9, weight_decay=1e-2)
         eager = EagerStep(model, optimizer, step, Precision(precision, on), LossMeter(on), 1.0)
-        eager.reducer = Reducer(model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=4)
+        eager.reducer = Reducer(
+            model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
+        )
         return eager
 
     @staticmethod
@@ -240,7 +243,9 @@ def test_a_rehearsal_leaves_no_reducer_and_no_graph(captures: list[list[int]]) -
         assert captures == [[4]]
     assert pair.other.reducer is None
     assert not pair.captured._graphs
-    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=4)
+    pair.other.reducer = Reducer(
+        pair.other.model.parameters(), SoloGroup(), UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields)
+    )
     pair.other.sum_gradients([pair._draw(4)], 8, lambda: (), pair.captured)
     assert captures == [[4], [4]], "its kernels are known: captured at once, for the new reducer"
 
@@ -248,7 +253,7 @@ def test_a_rehearsal_leaves_no_reducer_and_no_graph(captures: list[list[int]]) -
 def test_nothing_may_be_sent_while_backward_runs(captures: list[list[int]]) -> None:
     pair = Pair(mean_loss, CPU)
     pair.other.reducer.close()
-    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, num_stats=4)
+    pair.other.reducer = Reducer(pair.other.model.parameters(), SoloGroup(), UNLIMITED, num_stats=len(OwnCheck._fields))
     with pytest.raises(AssertionError, match="cannot hold what is sent"):
         pair.other.sum_gradients([pair._draw(4)], 4, lambda: (), pair.captured)
 
@@ -296,9 +301,13 @@ def test_shares_move_at_the_same_slot_where_only_one_rank_captures(
     monkeypatch.setattr("uneven.train.engine.can_capture", lambda _: next(first, False))
     note = Balanced.note
 
+    slow: list[int] = []
+
     def third_as_fast(self: Balanced, slot: int, samples: int, busy_ms: Any) -> Any:
-        slow, fast = self.shares(slot, samples)
-        return note(self, slot, samples, [3.0 * slow, 1.0 * fast] if all(busy_ms) else busy_ms)
+        shares = self.shares(slot, samples)
+        slow.append(int(shares[0] < shares[1]))  # whoever has more at first: by chance it may be right already
+        made_up = [(3.0 if rank == slow[0] else 1.0) * share for rank, share in enumerate(shares)]
+        return note(self, slot, samples, made_up if all(busy_ms) else busy_ms)
 
     monkeypatch.setattr(Balanced, "note", third_as_fast)
     data = TensorData(torch.randn(640, 6).double(), torch.arange(640) % 3)

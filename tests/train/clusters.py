@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.ranks import ThreadGroup, _Room
+from tests.ranks import Silent, ThreadGroup, _Room
 from uneven.comm.work import Work
-from uneven.errors import GroupLostError
+from uneven.errors import GroupLostError, Left
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.train.membership import Generation
@@ -63,7 +63,10 @@ class Leader:
         self.causes: list[str] = []
         self.failures: dict[str, BaseException] = {}  # of members that a test expects to fail
         self._finished: set[tuple[int, str]] = set()
+        self._arrived: set[tuple[int, str]] = set()  # who waits for the generation after this one
+        self.left: dict[str, int] = {}  # on purpose, with the samples that each has handed in
         self.facts: dict[str, Any] = {}  # that newcomers are told
+        self.defers_joins = False  # who joins waits for an epoch's start
         self.begun = 0  # the collectives of a member before its first step
         self.collectives: list[int] = []  # of each generation, by the member that ran most
         self.store = MemoryStore()
@@ -71,7 +74,8 @@ class Leader:
 
     def _announce(self, members: tuple[str, ...], why: str) -> None:
         roster = Roster.on_one_machine(parse_devices(["cpu"] * len(members)))
-        self.generations.append(Generation(len(self.generations), roster, members, why))
+        left = tuple(member for member in self.left if member not in members)
+        self.generations.append(Generation(len(self.generations), roster, members, why, left))
         self.collectives.append(0)
         self._rooms.append(_Room(len(members)))
 
@@ -83,12 +87,13 @@ class Leader:
         with self._changed:
             if member not in self.newest.members:
                 return
-            broken = self._rooms[-1]
+            broken = list(self._rooms)  # also of one that was announced, and is not trained in yet
             left = tuple(other for other in self.newest.members if other != member)
             if left:
                 self._announce(left, f"{member} {why}")
             self._changed.notify_all()
-        broken.fail()
+        for room in broken:
+            room.fail()
 
     def admit(self, join: Join) -> None:
         with self._changed:
@@ -97,7 +102,24 @@ class Leader:
             broken = self._rooms[-1]
             self._announce((*self.newest.members, join.member), f"{join.member} joins")
             self._changed.notify_all()
-        broken.fail()
+        if not self.defers_joins:
+            broken.fail()
+
+    def arrive(self, number: int, member: str, handed_in: int | None = None) -> Generation:
+        """A member waits for the next generation. Once all do, those who have handed everything in are not in it."""
+        with self._changed:
+            self._arrived.add((number, member))
+            if handed_in is not None and self.newest.number == number:
+                self.left[member] = handed_in
+            members = self.generations[number].members
+            stay = tuple(other for other in members if other not in self.left)
+            if self.newest.number == number and stay != members and {(number, one) for one in members} <= self._arrived:
+                self._announce(stay, "leaves")
+                self._changed.notify_all()
+        found = self.wait_after(number)
+        if member in found.members:
+            self.left.pop(member, None)
+        return found
 
     def wait_for(self, member: str) -> Generation:
         with self._changed:
@@ -195,8 +217,11 @@ class MemoryStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -211,6 +236,35 @@ class FakeMembership:
     def __init__(self, leader: Leader, member: str) -> None:
         self._leader, self._member = leader, member
         self.settled_in: list[int] = []
+        self.is_asked = False  # to leave
+        self._let_in = 0  # up to this generation
+        self.lines: list[str] = []  # for the user
+
+    def is_leaving(self) -> bool:
+        return self.is_asked
+
+    def must_leave(self) -> bool:
+        return self.is_asked
+
+    def leave(self, number: int, samples: int) -> Generation:
+        found = self._leader.arrive(number, self._member, samples)
+        if self._member not in found.members:
+            raise Left(found.why)
+        return found
+
+    def defer_joins(self, members: tuple[str, ...]) -> None:
+        self._leader.defers_joins = True
+
+    @property
+    def deferred(self) -> int:
+        newest = self._leader.newest
+        if not self._leader.defers_joins or newest.number <= self._let_in:
+            return 0
+        grows = {*self._leader.generations[newest.number - 1].members} < {*newest.members}
+        return newest.number if grows else 0
+
+    def let_in(self) -> None:
+        self._let_in = self._leader.newest.number
 
     def begin(self, facts: dict[str, Any]) -> None:
         self._leader.facts = facts
@@ -219,16 +273,16 @@ class FakeMembership:
         return self._leader.wait_for(self._member)
 
     def is_stale(self, number: int) -> bool:
-        return self._leader.newest.number > number
+        return self._leader.newest.number > number and not self.deferred
 
     def await_next(self, number: int, cause: str) -> Generation:
         self._leader.causes.append(cause)
-        found = self._leader.wait_after(number)
+        found = self._leader.arrive(number, self._member)
         if self._member not in found.members:
             raise GroupLostError(cause)
         return found
 
-    def form(self, generation: Generation) -> LossyGroup:
+    def form(self, generation: Generation, *, is_own_loop: bool = False) -> LossyGroup:
         return self._leader.group(generation, self._member)
 
     def record_store(self) -> Any:
@@ -238,8 +292,8 @@ class FakeMembership:
         self._leader.finish(number, self._member)
 
     def settled(self, number: int, lines: list[str]) -> None:
-        del lines
         self.settled_in.append(number)
+        self.lines += lines
 
 
 def on_lossy_threads(
@@ -271,6 +325,8 @@ def on_lossy_threads(
         except DiedError:
             leader.lose(members[rank])
             return None
+        except Left:
+            return None
         except BaseException as error:
             leader.failures[members[rank]] = error
             leader.lose(members[rank], f"failed: {error!r}")
@@ -285,6 +341,25 @@ def on_lossy_threads(
         raise error
     found: dict[str, Any] = dict(zip(members, (future.result() for future in futures), strict=True))
     return {member: result for member, result in found.items() if result is not None}, leader
+
+
+class Begun(Silent):
+    """Notes when training has begun: a loss before that ends the run."""
+
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def started(self, *_: Any) -> None:
+        self._group.leader.begun = self._group.started[0]
+
+
+def fill(model: nn.Module) -> None:
+    """From a generator of its own, since threads share torch's global one; in double precision."""
+    own = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=own) * 0.3)
+    model.double()
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Strategies inside the core: whoever holds what, a run ends with the params, state and metrics of one process."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,28 @@ def assert_same_optimizer(ours: TrainedState, dense: TrainedState) -> None:
     assert json.dumps(ours.param_groups) == json.dumps(dense.param_groups)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"accumulate": 3}, {"step": loss_and_count}])
-@pytest.mark.parametrize("size", [2, 3])
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "clipped": {"max_grad_norm": 0.1}, "accumulated": {"accumulate": 3},
+    "counted": {"step": loss_and_count},
+}  # fmt: skip
+ADAMW: dict[str, Any] = {
+    "optimizer": "adamw",
+    "global_batch_size": 24,
+    "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
+}
+
+
+@cache
+def dense_run(variant: str) -> Any:
+    return train(1, **ADAMW, **VARIANTS[variant])[0]
+
+
+@pytest.mark.parametrize(("size", "variant"), [(2, "plain"), (2, "accumulated"), *((3, name) for name in VARIANTS)])
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "sequence"])
-def test_equals_one_process(name: str, size: int, options: dict[str, Any]) -> None:
+def test_equals_one_process(name: str, size: int, variant: str) -> None:
     """Samples by one ratio, bytes by another, a zero in both; a schedule, an unused layer and a tail slot."""
-    common: dict[str, Any] = {
-        "optimizer": "adamw",
-        "global_batch_size": 24,
-        "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
-        **options,
-    }
-    dense = train(1, **common)[0]
+    common = {**ADAMW, **VARIANTS[variant]}
+    dense = dense_run(variant)
     if name in BY_SAMPLES:
         common["shares"] = (5, 0, 2)[:size] if size == 3 else (5, 2)
     if name in SHARDED:
@@ -74,11 +84,16 @@ def test_equals_one_process(name: str, size: int, options: dict[str, Any]) -> No
     assert ours[0].state.history[-1]["train_loss"] == pytest.approx(dense.state.history[-1]["train_loss"], rel=1e-9)
 
 
+@cache
+def sgd_run() -> Any:
+    return train(1, global_batch_size=24, optimizer="sgd")[0]
+
+
 @pytest.mark.parametrize("policy", ["sync", "balanced"])
 @pytest.mark.parametrize("name", BY_SAMPLES)
 def test_goes_with_both_exact_policies(name: str, policy: str) -> None:
     """Without shares: bytes go by memory, samples equally or by what is measured as it trains."""
-    dense = train(1, global_batch_size=24, optimizer="sgd")[0]
+    dense = sgd_run()
     ours = train(3, strategy=name, policy=policy, global_batch_size=24, optimizer="sgd")
     assert_exact(ours, dense, "sgd", torch.float64)
 

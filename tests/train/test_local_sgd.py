@@ -23,7 +23,7 @@ from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
 from uneven.policy.finish import Cost
 from uneven.policy.scale import ramp
-from uneven.policy.windows import Windows
+from uneven.policy.slot_times import SlotTimes
 from uneven.train.engine import Engine
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
@@ -313,7 +313,7 @@ def test_the_guard_shrinks_the_window_of_replicas_that_drift_apart(monkeypatch: 
 
     # Ranks of one speed: on a busy machine one of them may look so slow that there are too few rounds.
     monkeypatch.setattr(Engine, "measure", lambda engine: Cost(0.0, 1.0))
-    monkeypatch.setattr(Windows, "_update_speeds", lambda windows, reports: None)
+    monkeypatch.setattr(SlotTimes, "update", lambda *_: 1.0)
 
     class Coordinates(nn.Module):
         def __init__(self) -> None:

@@ -118,8 +118,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("policy", list(SAME))
+@pytest.mark.parametrize(("policy", "optimizer"), [("sync", "adam"), ("balanced", "sgd"), ("cadence", "adam")])
 def test_the_same_devices_go_on_bit_by_bit(policy: str, optimizer: str, tmp_path: Path) -> None:
     options = {**SAME[policy], "optimizer": optimizer, "scheduler": one_cycle, "evaluation": EVALUATION}
     whole = train(2, save_every="4 steps", out=tmp_path / "whole", **options)
@@ -150,8 +149,10 @@ def test_a_finished_run_goes_on_for_more_epochs(policy: str, tmp_path: Path) -> 
     assert [segment["slot"] for segment in again.segments] == [0, 2 * whole.slot // 3]
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2)])
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [("balanced", (1, 2)), *((policy, sizes) for policy in POLICIES for sizes in ((2, 3), (3, 1)))],
+)
 def test_another_number_of_devices_trains_the_rest_exactly_once(
     policy: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -194,13 +195,13 @@ def test_gaps_of_a_local_policy_can_be_trained_by_an_exact_one(tmp_path: Path) -
 STRATEGIES = ["zero1", "zero2", "fsdp", "tensor", None]
 
 
-@pytest.mark.parametrize("target", STRATEGIES)
 @pytest.mark.parametrize("source", ["zero1", "fsdp", None])
-def test_a_state_moves_into_any_strategy(source: str | None, target: str | None, tmp_path: Path) -> None:
+def test_a_state_moves_into_any_strategy(source: str | None, tmp_path: Path) -> None:
     options = {**EXACT, "make_model": partial(PlainNet, torch.float64), "optimizer": "adam", "epochs": 2}
     whole = train(2, save_every="2 steps", out=tmp_path, strategy=source, **options)
-    again = train(2, resume=tmp_path / "step-2", strategy=target, **options)
-    assert_same(again, whole, tolerance=1e-10)
+    for target in STRATEGIES:
+        again = train(2, resume=tmp_path / "step-2", strategy=target, **options)
+        assert_same(again, whole, tolerance=1e-10)
 
 
 def request_a_save(worker: Worker, at: int, ranks: tuple[int, ...]) -> None:

@@ -7,16 +7,16 @@ ledger that lies is found out by a count in the params themselves.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import Silent
-from tests.train.clusters import DiedError, FakeMembership, Join, Loss, LossyGroup, on_lossy_threads
+from tests.train.clusters import Begun, DiedError, FakeMembership, Join, Loss, LossyGroup, on_lossy_threads
 from uneven.config import Evaluation, Task, resolve
 from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
@@ -53,14 +53,6 @@ def level(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
     return {"level": model.w.sum() * len(batch[1])}, len(batch[1])  # type: ignore[union-attr, operator]
 
 
-class Begun(Silent):
-    def __init__(self, group: LossyGroup) -> None:
-        self._group = group
-
-    def started(self, *_: Any) -> None:
-        self._group.leader.begun = self._group.started[0]
-
-
 def train(
     size: int,
     losses: Sequence[Loss],
@@ -70,9 +62,13 @@ def train(
     is_evaluated: bool = False,
     joins: Sequence[Join] = (),
     failing: Sequence[str] = (),
+    leaves: Mapping[str, int] = MappingProxyType({}),
     **changes: Any,
 ) -> tuple[Found, Any]:
-    """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round."""
+    """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round.
+
+    `leaves`: members that are asked to leave in this step of theirs.
+    """
     settings = {"batch_size": 4, "epochs": 3, "seed": SEED, "anchor": 2, "max_anchor": 2, "lr_scale": 1.0} | changes
     config = resolve(settings)
     data = TensorData(torch.arange(SAMPLES), torch.zeros(SAMPLES))
@@ -84,13 +80,14 @@ def train(
 
         def step(model: nn.Module, batch: Any) -> Tensor:
             if is_training:
-                act(str(info.member), next(steps))
+                act(str(info.member), number := next(steps))
+                membership.is_asked |= leaves.get(str(info.member)) == number
             return count_step(model, batch)
 
         task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, data, None, evaluation)
         worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
         worker.membership = membership
-        prepare = worker._prepare_for_losses
+        prepare = worker.prepare_for_losses
 
         def prepared() -> None:
             nonlocal is_training
@@ -105,7 +102,7 @@ def train(
 
             info.records.write = watched  # type: ignore[method-assign]
 
-        worker._prepare_for_losses = prepared  # type: ignore[method-assign]
+        worker.prepare_for_losses = prepared  # type: ignore[method-assign]
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
 

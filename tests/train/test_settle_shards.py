@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.clusters import FakeMembership, Loss, LossyGroup, flat, on_lossy_threads
+from tests.train.clusters import Begun, FakeMembership, Loss, LossyGroup, fill, flat, on_lossy_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
-from tests.train.test_settle import Begun, ways
+from tests.train.test_settle import ways
 from uneven.config import Task, resolve
 from uneven.data.tensors import TensorData
 from uneven.launch.training import collect
@@ -25,18 +25,14 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 3)])
-        own = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randn(param.shape, generator=own) * 0.3)
-        self.double()
+        fill(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.blocks
         return second(torch.tanh(first(x)))  # type: ignore[no-any-return]
 
 
-def train(size: int, losses: list[Loss], **changes: Any) -> tuple[dict[str, Any], Any]:
+def train(size: int, losses: list[Loss], leaver: str = "", **changes: Any) -> tuple[dict[str, Any], Any]:
     settings = {"batch_size": 12, "epochs": 1, "seed": 3, "global_batch_size": 30, "max_grad_norm": 0.5} | changes
     config = resolve({**settings, "policy": "balanced" if size > 1 else "sync"})
     scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)  # noqa: E731
@@ -45,6 +41,7 @@ def train(size: int, losses: list[Loss], **changes: Any) -> tuple[dict[str, Any]
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
         worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
         worker.membership = membership
+        membership.is_asked = info.member == leaver  # from the first step on
         result = worker.train()
         return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker
 
@@ -72,6 +69,8 @@ def check(found: dict[str, Any], alone: TrainedState) -> None:
                 torch.testing.assert_close(state.optimizer[name], value, rtol=0, atol=1e-10)
         assert state.finished
         assert state.samples == alone.samples
+        for entry, right in zip(state.history, alone.history, strict=True):
+            assert abs(entry["train_loss"] - right["train_loss"]) < 1e-10, (entry, right)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +104,12 @@ def test_another_one_is_lost_while_the_others_settle_or_later(name: str, step: i
 def test_one_rank_is_left(name: str, alone: TrainedState) -> None:
     begin = places(name, 2)
     check(train_sharded(name, 2, Loss("m0", begin[len(begin) // 2]))[0], alone)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_leaves_and_its_shards_come_from_their_copies(name: str, alone: TrainedState) -> None:
+    shares = (3.0, 2.0, 1.0)
+    given = {"shares": shares, "memory_shares": shares[::-1], "strategy": name, "redundancy": 1}
+    found, leader = train(3, [], leaver="m1", **given)
+    check(found, alone)
+    assert ({*found}, {*leader.left}) == ({"m0", "m2"}, {"m1"})

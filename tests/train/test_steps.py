@@ -178,7 +178,8 @@ def test_an_entry_tells_of_the_steps_since_the_last_one() -> None:
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 @pytest.mark.parametrize("anchor", [2, 40])
 def test_an_evaluation_in_steps_is_an_event_of_the_local_policies(policy: str, anchor: int) -> None:
-    options = LOCAL | {"policy": policy, "anchor": anchor}
+    # Given shares: where a rank that stalls leaves its slots to the other, a round more ends the window in between.
+    options = LOCAL | {"policy": policy, "anchor": anchor, "shares": (0.5, 0.5)}
     results = train(2, epochs=3, eval_every="6 steps", evaluation=EVALUATION, **options)
     for result in results:
         evaluated = {entry["step"]: entry["loss"] for entry in result.state.history if "loss" in entry}

@@ -55,6 +55,8 @@ class BatchSteps:
         self.is_last = False  # whether that is the last of its step
         self._due: _Due | None = None
         self._is_dropped = False  # the batch in the user's hands is not trained: further steps by it do nothing
+        self.is_void = False  # likewise, since ranks were lost: the samples of its step come again
+        self._parts: int | None = None  # that this rank had trained when it was handed out
         self._loss: Any = None
 
     def connect(self, worker: Worker) -> None:
@@ -70,7 +72,8 @@ class BatchSteps:
         return loss
 
     def hand_out(self, part: Part, micros: Micros, place: int) -> Batch:
-        self._due, self._is_dropped = _Due(part, micros, place), False
+        self._due, self._is_dropped, self.is_void = _Due(part, micros, place), False, False
+        self._parts = len(self._worker.engine.log)
         self.samples, self.is_last = self._due.samples, self._due.is_last
         self.began_ns = self._worker.recorder.enter("compute")
         return micros[place][0]
@@ -128,6 +131,15 @@ class BatchSteps:
         """Forget the batch, and what was accumulated for its step."""
         self._due, self._is_dropped = None, True
         self._worker.engine.eager.cancel()
+
+    def take_back(self) -> bool:
+        """Ranks were lost and the rest has settled: whether the batch in the user's hands has become void."""
+        self.is_void = self._parts == len(self._worker.engine.log)
+        self._parts, self._due, self._is_dropped, self._loss = None, None, True, None
+        eager = self._worker.engine.eager
+        eager.is_further_loss = False
+        eager.cancel()
+        return self.is_void
 
     def train(self, part: Part, micros: Micros) -> bool:
         return self._worker.train_part(self._synchronizer, part, micros)

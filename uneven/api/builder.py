@@ -3,17 +3,18 @@
 `fit` is the same in one call. The methods of single settings are in api/settings.py, made from the fields of RunConfig.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.settings import SettingMethods
-from uneven.config import EvalStep, Loading, Task, TrainStep, read_every, resolve
+from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, read_every, resolve
 from uneven.config.every import ALLOWED
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
-from uneven.launch.context import command_line_settings
+from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.run import Run, launch
+from uneven.plan.choose import choose
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,5 +113,13 @@ class Builder(SettingMethods):
             callbacks=tuple(self._callbacks),
             before_step=self._before_step,
         )
-        config = resolve(settings, overrides)
-        return launch(task, config, on_epoch=self._on_epoch)
+        choice = choose(task, resolve_here(settings))
+        return launch(task, choice.config, on_epoch=self._on_epoch, plan=choice.plan, notes=choice.notes)
+
+
+def resolve_here(settings: Mapping[str, Any]) -> RunConfig:
+    """The settings that the script passes, checked; those that `uneven run` was given take precedence."""
+    context = process_context()
+    if context.on_settings is not None:
+        context.on_settings(settings)
+    return resolve(settings, context.settings)

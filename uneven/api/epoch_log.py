@@ -21,10 +21,16 @@ Sums = dict[int, dict[str, list[Any]]]  # epoch -> name -> [sum of value x weigh
 
 
 class EpochLog:
-    """`add` on any rank at any time, `collect` on all ranks together."""
+    """`add` on any rank at any time, `collect` on all ranks together.
+
+    What was logged for the batch in the user's hands counts when it is known to be trained: `keep`, else `forget`.
+    """
 
     def __init__(self) -> None:
+        self._of_batch: list[tuple[int, str, Any, float]] = []
         self._new: Sums = {}  # of this rank, since the last collect
+        self._taken: set[int] = set()  # epochs whose totals came from another rank, and are in no entry here yet
+        self.collected = 0  # how often
         self._totals: Sums = {}  # of all ranks
 
     def add(self, epoch: int, values: Mapping[str, Any], weight: float, metrics: Collection[str] = ()) -> None:
@@ -41,16 +47,25 @@ class EpochLog:
                 value = value.detach().double()
             if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
                 raise InputError(f"ddp.log({name}=...) takes one number, got {type(value).__name__}")
+            self._of_batch.append((epoch, name, value, weight))
+
+    def keep(self) -> None:
+        for epoch, name, value, weight in self._of_batch:
             entry = self._new.setdefault(epoch, {}).setdefault(name, [0.0, 0.0])
             entry[0] = entry[0] + value * weight
             entry[1] += weight
+        self.forget()
+
+    def forget(self) -> None:
+        self._of_batch = []
 
     def collect(self, group: Group, history: Sequence[dict[str, Any]], epoch: int | None = None) -> dict[str, float]:
         """The means of an epoch that ends here; new numbers of earlier ones go into their entries. A collective."""
+        self.keep()
         own = {e: {n: [float(total), weight] for n, (total, weight) in v.items()} for e, v in self._new.items()}
-        self._new = {}
         texts = [json.dumps(own).encode()] if group.world_size == 1 else gather_bytes(group, json.dumps(own).encode())
-        changed = set()
+        self._new, self.collected = {}, self.collected + 1
+        changed, self._taken = self._taken, set()
         for text in texts:
             for key, values in json.loads(text).items():
                 changed.add(int(key))
@@ -68,6 +83,13 @@ class EpochLog:
             if not past.get("is_inside_epoch"):
                 past.update(means.get(past["epoch"] - 1, {}))
         return ending
+
+    def catch_up(self, collected: int, totals: Mapping[str, Any]) -> None:
+        """Another rank has collected so often. Where it was once more than here, this rank's numbers are in it."""
+        if collected > self.collected:
+            self._new, self.collected = {}, collected
+            self.load_state_dict(totals)
+            self._taken = set(self._totals)
 
     def state_dict(self) -> dict[str, Any]:
         """After `collect`, the same on all ranks."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from uneven.api.builder import Builder
+from uneven.api.builder import Builder, resolve_here
 from uneven.api.loop import Loop
 from uneven.api.loop_inputs import as_module, check_loop, optimizer_factory, scheduler_factory
 from uneven.api.manual import Wrapped
 from uneven.api.settings import Settings
-from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, check_evaluate, check_list, resolve
+from uneven.config import EvalStep, Loading, Task, TrainStep, check_evaluate, check_list
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.files import release_out_folder
@@ -27,10 +27,13 @@ from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.hardware.inventory import usable_devices
 from uneven.launch.context import command_line_settings, process_context
+from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.preflight import prepare
-from uneven.launch.run import Start, save_interrupted, save_results, starting
+from uneven.launch.run import starting
 from uneven.launch.signals import SIGNALS
+from uneven.launch.start import Start
 from uneven.launch.training import collect
+from uneven.plan.choose import Choice, choose
 from uneven.results.state import TrainedState
 from uneven.train.worker import Worker
 
@@ -135,7 +138,7 @@ class Ddp:
         overrides = command_line_settings()
         given = Loading(collate_fn=collate_fn, sampler=sampler, batch_sampler=batch_sampler)
         dataset, loading, taken = take_apart(dataset, given, cast("dict[str, Any]", settings), overrides)
-        config, own = resolve(taken, overrides), check_list(callbacks)
+        config, own = resolve_here(taken), check_list(callbacks)
         module = as_module(model)
         evaluation = None
         if evaluate is not None:
@@ -145,9 +148,11 @@ class Ddp:
         make_scheduler = scheduler_factory(scheduler, optimizer, config)
         objects = (dataset, make_scheduler, evaluation, loading)
         task = Task(lambda: module, make_optimizer, lambda *_: None, *objects, callbacks=own, before_step=before_step)
+        choice = choose(task, config, is_own_loop=True)
+        config = choice.config
         try:
             with starting(process_context(), config, signal.SIGINT) as start:
-                return _start_loop(task, optimizer, config, start)
+                return _start_loop(task, optimizer, choice, start)
         except BaseException:
             if config.out is not None and process_context().rank == 0:
                 release_out_folder(config.out)
@@ -174,8 +179,8 @@ class Ddp:
         return process_context().rank
 
 
-def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> Loop:
-    context, loading = process_context(), task.loading
+def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loop:
+    context, loading, config = process_context(), task.loading, choice.config
     script = Path(sys.argv[0]).name if sys.argv and sys.argv[0].endswith(".py") else "train.py"
     unused: list[Device] = []
     if context.is_alone and config.devices == "auto":
@@ -184,6 +189,7 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> 
     prepared = prepare(task, config, context)
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
     check_loop(config, len(devices), optimizer)
+    reporter.say(choice.notes)
     if unused:
         reporter.say([f"  {len(unused)} more CUDA devices are here: 'uneven run {script}' trains on all of them"])
     has_own_order = not config.shuffle and loading.sampler is None and loading.batch_sampler is None
@@ -196,6 +202,8 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> 
             f"or start it by: uneven run {script} --devices {','.join(str(device) for device in devices)}"
         )
     requests, stoppable = start.requests, start.stoppable
+    ended: dict[str, TrainedState] = {}
+    start.list_run(context, reporter, devices)
     begin = read_counters(context.tree_pid)
 
     def make_worker(task: Task) -> Worker:
@@ -203,17 +211,24 @@ def _start_loop(task: Task, optimizer: Any, config: RunConfig, start: Start) -> 
         return context.make_worker(task, config, devices, requests, reporter, is_own_loop=True)
 
     def save(worker: Worker, was_interrupted: bool) -> TrainedState:
-        is_lead = worker.rank_info.rank == 0
         interference = Interference.between(begin, read_counters(context.tree_pid))
-        state = collect(worker.group, worker.result(), worker.axis)
-        state = save_results(state, config, reporter, interference, is_lead)
+        result = worker.surviving(worker.result)
+        state = worker.finish(lambda: collect(worker.group, result, worker.axis))
+        context.close_run()
+        is_lead = worker.rank_info.rank == 0
+        has_page = not requests.is_terminated
+        state = ended["state"] = save_results(
+            state, config, reporter, interference, is_lead, plan=choice.plan, has_page=has_page
+        )
+        start.tell_saved(context, state.folder)
         if was_interrupted and is_lead:
-            save_interrupted(state, reporter)
+            start.tell_saved(context, save_interrupted(state, reporter))
         return state
 
     def end_run() -> None:
         reporter.close()
         context.end_run()
+        start.end_listing(ended.get("state"), None)
         SIGNALS.discard(stoppable)
         if requests.is_terminated or stoppable.received == signal.SIGTERM or context.ranks.was_peer_terminated():
             SIGNALS.leave()  # Terminated, unless it is on its way already

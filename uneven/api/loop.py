@@ -10,30 +10,31 @@ its step) sends its status in one last collective, and all ranks raise: none wai
 
 import atexit
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from uneven.api.batch_steps import BatchSteps
-from uneven.api.epoch_log import EpochLog, common_metric
-from uneven.api.loop_resume import CheckpointCalls, LoopResume
-from uneven.comm.group import SoloGroup
-from uneven.config import EvalStep, Task
-from uneven.data.feed import make_feed
+from uneven.api.epoch_log import EpochLog
+from uneven.api.loop_calls import LoopCalls
+from uneven.api.loop_resume import LoopResume
+from uneven.api.loop_survival import LoopSurvival
+from uneven.config import Task
+from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
-from uneven.data.user_loader import take_test_set
-from uneven.errors import InputError, RankError
+from uneven.errors import GroupLostError, InputError, LeftLoopError, RankError
+from uneven.policy.axis import Part
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state import TrainedState
-from uneven.step.evaluation import evaluate
 from uneven.train.status import RankStatus
+from uneven.train.synchronizer import Synchronizer
 from uneven.train.worker import UNMEASURED, Worker
 
 Save = Callable[[Worker, bool], TrainedState]  # (worker whose run is over, whether it was interrupted)
 
 
-class Loop(CheckpointCalls):
+class Loop(LoopCalls):
     """Made by `Ddp.setup`. Life cycle: `batches` and `step` for each epoch in turn, `finish()` once.
 
     As a context manager it finishes by itself, and when the process ends after the last epoch. Leaving it by an
@@ -59,10 +60,15 @@ class Loop(CheckpointCalls):
         worker.events.epoch_metrics = lambda epoch: self._log.collect(worker.group, worker.history, epoch)
         self._iterated: int | None = None  # the epoch inside whose batches the user is
         self._skipped = 0  # epochs that were left out in part
-        self._broken: str | None = None
+        self._broken = None
         self._is_stopped = False  # by a callback: no more batches, and the state is there
         self._state: TrainedState | None = None
         self._resume = LoopResume(worker, self._log)
+        self._survival = LoopSurvival(worker, self._steps, self._log, self._resume)
+        self._stream: Iterator[tuple[Part, Micros]] | None = None
+        self._stream_of: Synchronizer | None = None  # whose parts are in it
+        self._taken: tuple[Part, Micros] | None = None  # from it, and not handed out
+        self._was_interrupted = False  # where the run ends
         worker.events.loop_state = lambda: self._resume.state_dict(is_between=self._iterated is None)
         self._asked = 0  # iterators that `__iter__` has given
         self._is_completing = False
@@ -71,12 +77,14 @@ class Loop(CheckpointCalls):
         if finished is not None:
             self._show_finished(finished)
             return
+        joins = worker.rank_info.is_newcomer
         self._open.enter_context(worker.recording())
         try:
             if worker.config.compile == "default":
                 worker.engine.model.compile()
             self._steps.connect(worker)
-            self._synchronizer = worker.initialize(UNMEASURED)
+            worker.initialize(UNMEASURED)
+            worker.prepare_for_losses()
         except BaseException:
             self._open.close()
             end_run()
@@ -84,10 +92,11 @@ class Loop(CheckpointCalls):
         self._resume.start(self._synchronizer.epoch)
         worker.report.started(worker.axis, worker.engine.feed.place)
         worker.wishes.start(worker.recorder.clock())
-        self._stream = worker.engine.feed.stream(self._synchronizer.parts())
         self._user_since_ns = worker.recorder.enter("user")  # the user's own code runs, outside the epochs
         atexit.register(self._finish_at_exit)
-        if worker.callbacks.is_active:
+        if joins:
+            self._join_others()
+        elif worker.callbacks.is_active:
             self._start_callbacks()
 
     @property
@@ -136,15 +145,6 @@ class Loop(CheckpointCalls):
         """
         self._run(lambda: self._steps.backward(loss, optimizer))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, `step(loss)` is only `backward(loss)`; the batches of one step are set by `accumulate`, not here."""
-        self._steps.no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._steps.no_sync_depth -= 1
-
     def skip_rest(self) -> None:
         """Leave out the rest of this epoch, on all ranks: a batch without its step, and all that follow.
 
@@ -158,86 +158,44 @@ class Loop(CheckpointCalls):
         if self.worker.config.replay is not None or isinstance(self.worker.axis, StreamAxis):
             raise InputError("ddp.skip_rest() needs a data set with a length, and no replay=...")
         self._run(self._steps.end_slot)
-        if self._synchronizer.epoch > epoch:
-            return  # the epoch's last step is done, on every rank
-        self._steps.drop()
-        self._run(self._synchronizer.skip_rest)
-
-    def log(self, **values: Any) -> None:
-        """Numbers for this epoch's entry in the history: means over all ranks, weighted by the samples of the batch.
-
-        Between epochs they belong to the last one, and the ranks that log them count alike.
-        """
-        if self._is_stopped:
-            return
-        self._check_usable()
-        if self._iterated is None and self._resume.counts("log"):
-            self._log.add(max(0, self._synchronizer.epoch - 1), values, 1.0, self.worker.callbacks.metrics)
-        elif self._iterated is not None:
-            self._log.add(self._iterated, values, float(self._steps.samples), self.worker.callbacks.metrics)
-
-    def scheduler_step(self, metric: Any = None) -> float:
-        """Between epochs, on all ranks: feed an evaluated metric to the run's ReduceLROnPlateau; returns the metric.
-
-        A rank that has not evaluated it passes None. All ranks use the mean of what was passed, so that their learning
-        rates stay the same. What a resumed run was fed before its checkpoint is not fed again.
-        """
-        if self._is_stopped:
-            return float("nan") if metric is None else float(metric)
-        self._check_usable()
-        if self._iterated is not None:
-            self._fail("ddp.scheduler_step(metric) belongs between epochs, where all ranks call it together")
-        value = common_metric(self.worker.group, metric)
-        if self._resume.counts("scheduler_step"):
-            self.worker.engine.schedule.step_metric(value)
-        return value
-
-    def evaluate(self, dataset: Any, eval_step: EvalStep, batch_size: int | None = None) -> dict[str, float]:
-        """Metrics of this rank's model by itself, at any moment and on any rank, without communication.
-
-        Inside an epoch of cadence or async the replicas differ, and this is this rank's own. To share a test set over
-        the devices after every epoch, pass `evaluate=` to Ddp.setup.
-        """
-        worker, config = self.worker, self.worker.config
-        test = take_test_set(dataset, eval_step, 1, batch_size, None, worker.task.loading.collate_fn)
-        size = test.batch_size or config.batch_size
-        feed = make_feed(test.dataset, self.device, config.seed, size, loading=test.loading)
-        with self.pause("evaluation"):
-            return evaluate(self.model, eval_step, feed, worker.engine.eager.precision, SoloGroup())
-
-    @contextmanager
-    def pause(self, what: str = "user code") -> Iterator[None]:
-        """Around long work of your own inside an epoch, such as an evaluation: no training time, no deadline."""
-        recorder = self.worker.recorder
-        if self._iterated is None or recorder.state == "user":  # between epochs all time is the user's already
-            yield
-            return
-        before = recorder.state
-        began_ns = recorder.enter("user")
-        recorder.event("pause", what=what)
-        try:
-            yield
-        finally:
-            spent_ns = recorder.enter(before) - began_ns
-            self._synchronizer.note_user_time(spent_ns)
-            self._steps.began_ns += spent_ns
+        while self._synchronizer.epoch <= epoch and not self._is_stopped:  # else the last step is done, on every rank
+            self._steps.drop()
+            self._run(lambda: self._synchronizer.skip_rest())
 
     def finish(self) -> TrainedState:
         """The trained state, the same on every rank; at an epoch's end, after the last or earlier on all ranks."""
         if self._state is not None:
             return self._state
         self._check_usable()
-        worker = self.worker
         if self._iterated is not None:
             self._fail("ddp.finish() was called inside an epoch: take its batches to the end first")
+        while (state := self._end()) is None:
+            pass  # ranks were lost meanwhile: the others begin it again
+        return state
+
+    def _end(self) -> TrainedState | None:
+        try:
+            self._end_together()
+            return self._complete(was_interrupted=False)
+        except GroupLostError as lost:
+            self._go_on(lost)
+            return self._state
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _end_together(self) -> None:
+        """All ranks have passed their last epoch together: who waits here waits for code of the user's own."""
+        worker = self.worker
         if self._synchronizer.epoch < worker.config.epochs and self.world_size > 1:
             statuses = self._synchronizer.exchange_status(RankStatus.FINISHED)
             training = [rank for rank, status in enumerate(statuses) if status != RankStatus.FINISHED]
             if training:
-                self._raise_for_all(f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains")
-        # All ranks have passed their last epoch together: who waits here waits for code of the user's own.
+                why = f"rank {self.rank} called ddp.finish() while rank {training[0]} still trains"
+                self._raise_for_all(why, LeftLoopError)
+        elif self._survival.started < worker.config.epochs:
+            self._survival.start(worker.config.epochs)
         self._log.collect(worker.group, worker.history)
-        return self._complete(was_interrupted=False)
 
     def __enter__(self) -> "Loop":
         return self
@@ -256,15 +214,21 @@ class Loop(CheckpointCalls):
             self._synchronizer.note_user_time(worker.recorder.clock() - self._user_since_ns)
             self._synchronizer.reset_timer()
             while self._synchronizer.epoch <= epoch:
-                part, micros = next(self._stream)
+                self._run(self._take)
+                if self._has_ended():
+                    return
+                if self._taken is None:
+                    continue  # ranks were lost: other parts are due
+                part, micros = self._taken
                 if not micros:  # a mean over no samples is NaN, so the user gets no empty batch
                     self._run(partial(self._steps.train, part, []))
                     if self._is_stopped:
                         return
                     continue
-                self._synchronizer.set_lr(part.slot.index)
+                self._synchronizer.begin(part)
                 worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
                 for place in range(len(micros)):
+                    self._log.keep()
                     yield self._steps.hand_out(part, micros, place)
                     if self._has_ended():
                         return
@@ -278,26 +242,33 @@ class Loop(CheckpointCalls):
                     if self._has_ended():
                         return
                     worker.recorder.enter("data")
-                    if self._synchronizer.epoch > epoch:
-                        break  # the rest was left out, in the middle of a step's batches
+                    if self._synchronizer.epoch > epoch or self._stream_of is not self._synchronizer:
+                        break  # the rest was left out, or ranks were lost, in the middle of a step's batches
         except GeneratorExit:
             # Nothing can be raised out of a break: the next call on this loop raises, on the other ranks their step.
             with suppress(InputError, RankError, KeyboardInterrupt):
                 self._run(self._steps.end_slot)
             if self._synchronizer.epoch <= epoch:
-                self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}")
+                # By an exception of the user's own, perhaps: where the others can go on without this rank, they do.
+                is_sent = worker.settler is None
+                self._leave_epoch(f"rank {self.rank} left epoch {epoch} at slot {worker.engine.trained}", is_sent)
             return
         finally:
             self._iterated = None
         self._user_since_ns = worker.recorder.enter("user")  # what the user does between epochs is no training time
 
     def _run(self, action: Callable[[], Any]) -> None:
-        """Run what may train, or end an epoch; a wrong use or a lost rank becomes an error on every rank."""
+        """Run what may train, or end an epoch; a wrong use becomes an error on every rank.
+
+        Where a rank is lost meanwhile, and the others can go on, they have settled when it returns.
+        """
         self._check_usable()
         try:
-            is_stopped = action()
+            is_stopped = bool(action())
             if is_stopped:
                 self._complete(was_interrupted=True)
+        except GroupLostError as lost:
+            is_stopped = self._go_on(lost)
         except InputError as error:
             self._fail(str(error))
         except RankError as error:
@@ -306,9 +277,47 @@ class Loop(CheckpointCalls):
         if skipped > self._skipped and not is_stopped:  # what the feed has read ahead was left out
             self._skipped = skipped
             self._steps.drop()
-            self._stream = self.worker.engine.feed.stream(self._synchronizer.parts())
+            self._stream = None
         if is_stopped and not self._is_stopped:
             raise KeyboardInterrupt
+
+    def _take(self) -> None:
+        """The next part of this rank, from the feed of the present generation."""
+        self._taken = None
+        self._survival.check()
+        if self._iterated is not None and self._survival.started < self._iterated:
+            self._survival.start(self._iterated)
+        synchronizer = self._synchronizer
+        if self._stream is None or self._stream_of is not synchronizer:
+            self._stream, self._stream_of = self.worker.engine.feed.stream(synchronizer.parts()), synchronizer
+        self._taken = next(self._stream)
+
+    def _go_on(self, lost: GroupLostError) -> bool:
+        """Settle with the ranks that are left; returns whether the run is over, because it was stopped before."""
+        while True:
+            self._is_completing = False
+            try:
+                is_stopped = self._survival.settle(lost)
+            except RankError as error:
+                self._raise_for_all(str(error), type(error))
+            try:
+                if self._survival.is_over:
+                    self._take_result()
+                elif is_stopped:
+                    self._complete(was_interrupted=True)
+                elif self._iterated is None:
+                    self._user_since_ns = self.worker.recorder.enter("user")
+                return self._state is not None and self._was_interrupted
+            except GroupLostError as error:
+                lost = error
+
+    def _join_others(self) -> None:
+        """They have settled with this rank, and reach the next event, if one was interrupted."""
+        self.worker.callbacks.run("on_start", 0, self.worker.history)
+        self._run(self._survival.reach)
+        if self._state is None:
+            self._resume.join(self._synchronizer.epoch, self._survival.calls)
+            self._user_since_ns = self.worker.recorder.enter("user")
 
     def _has_ended(self) -> bool:
         return self._is_stopped
@@ -331,38 +340,16 @@ class Loop(CheckpointCalls):
         self._state, self._is_stopped = state, True
         self._end_run()
 
-    def _leave_epoch(self, why: str) -> None:
-        if self._broken is not None or self._state is not None:
-            return
-        self._steps.drop()
-        self._broken = f"{why}: take all batches of ddp.batches(epoch), with one ddp.step(loss) each, or skip_rest()"
-        if self.world_size > 1:
-            with suppress(RuntimeError):  # the other ranks may have ended already
-                self._synchronizer.exchange_status(RankStatus.LEFT_EPOCH)
-        self._leave()
-
-    def _fail(self, message: str) -> NoReturn:
-        """A wrong use on this rank: raise here, and send the status so that the other ranks do not wait."""
-        self._leave_epoch(f"rank {self.rank}: {message}")
-        raise InputError(message)
-
-    def _raise_for_all(self, message: str, kind: type[RankError] = RankError) -> NoReturn:
-        self._broken = message
-        self._leave()
-        raise kind(message)
-
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise RankError(self._broken)
-        if self._state is not None:
-            raise InputError("this loop is finished; call Ddp.setup again to train on")
-
     def _complete(self, was_interrupted: bool) -> TrainedState:
-        worker, self._is_completing = self.worker, True
-        worker.end(self._synchronizer, was_interrupted)
+        self._is_completing, self._was_interrupted = True, was_interrupted
+        self.worker.end(was_interrupted)
+        return self._take_result()
+
+    def _take_result(self) -> TrainedState:
+        """All ranks have ended their training: collect the result."""
         self._open.close()
-        self._is_stopped = worker.stopped is not None
-        self._state = self._save(worker, was_interrupted and not self._is_stopped)
+        self._is_stopped = self.worker.stopped is not None
+        self._state = self._save(self.worker, self._was_interrupted and not self._is_stopped)
         self._leave()
         return self._state
 
@@ -371,6 +358,8 @@ class Loop(CheckpointCalls):
             with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
                 self.finish()
                 return
+        if self._is_untold:
+            self._tell_left()
         self._leave_interrupted()
 
     def _leave_interrupted(self) -> None:

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from uneven.api.epoch_log import EpochLog
-from uneven.api.loop_view import LoopView
+from uneven.api.loop_leave import LoopLeaving
 from uneven.comm.gather import gather_bytes
 from uneven.errors import InputError
 from uneven.train.user_state import register
@@ -26,9 +26,32 @@ class LoopResume:
         self.passed = 0  # epochs that were done at the checkpoint
         self._is_after_calls = False  # the checkpoint was taken when the user's code after them had run
         self._done: Calls = {}  # made after the last of them, before the checkpoint
+        self._has_joined = False  # it has begun in the middle, with the state of the others
         self._epoch = -1  # that the user asked for last
         self._calls: Calls = {}  # since then
         self._calls_before: Calls = {}  # between that epoch and the one before it
+
+    @property
+    def asked(self) -> int:
+        """The epoch that the user asked for last."""
+        return self._epoch
+
+    @property
+    def calls(self) -> Calls:
+        """Made since the last epoch that is done."""
+        synchronizer = self._worker.synchronizer
+        is_inside = synchronizer is not None and self._epoch == synchronizer.epoch
+        return self._calls_before if is_inside else self._calls
+
+    def join(self, epoch: int, calls: Calls) -> None:
+        """This rank joins others in this epoch, who have made these calls since the one before."""
+        self.passed, self._is_after_calls, self._done, self._has_joined = epoch, True, calls, True
+
+    def is_past(self, call: str) -> bool:
+        """Whether the others have made this call already, together, when this rank joined them."""
+        if not self._has_joined or self._epoch >= self.passed:
+            return False
+        return self._epoch < self.passed - 1 or self._calls.get(call, 0) < self._done.get(call, 0)
 
     def start(self, epoch: int) -> None:
         """The run begins in this epoch."""
@@ -68,12 +91,11 @@ class LoopResume:
         worker = self._worker
         assert worker.synchronizer is not None, "saved after round 0"
         self._log.collect(worker.group, worker.history)
-        own = self._calls_before if self._epoch == worker.synchronizer.epoch else self._calls
-        calls = [json.loads(text) for text in gather_bytes(worker.group, json.dumps(own).encode())]
+        calls = [json.loads(text) for text in gather_bytes(worker.group, json.dumps(self.calls).encode())]
         return {"calls": calls, "log": self._log.state_dict(), "is_between": is_between}
 
 
-class CheckpointCalls(LoopView):
+class CheckpointCalls(LoopLeaving):
     """The part of Loop (api/loop.py) by which the user says what is saved, and when."""
 
     _is_stopped: bool
@@ -101,7 +123,3 @@ class CheckpointCalls(LoopView):
         if self.worker.saves.why_not is not None:
             raise InputError(f"ddp.checkpoint(): {self.worker.saves.why_not}")
         self.worker.wishes.requested.set()
-
-    def _check_usable(self) -> None:
-        """InputError or RankError where this loop is over."""
-        raise NotImplementedError

@@ -19,8 +19,13 @@ class LoopView:
 
     worker: Worker
     _steps: BatchSteps
-    _synchronizer: Synchronizer
     _state: TrainedState | None
+
+    @property
+    def _synchronizer(self) -> Synchronizer:
+        """Of the present generation of ranks."""
+        assert self.worker.synchronizer is not None, "made when the group has formed"
+        return self.worker.synchronizer
 
     @property
     def model(self) -> nn.Module:

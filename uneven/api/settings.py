@@ -16,7 +16,7 @@ from uneven.config import (
     MonitorMode,
     OnFault,
     OptimizerState,
-    Policy,
+    PolicySetting,
     Precision,
     Progress,
     Strategy,
@@ -33,7 +33,7 @@ class Settings(TypedDict, total=False):
     epochs: int
     num_epochs: int
     max_steps: int | None
-    policy: Policy
+    policy: PolicySetting
     devices: str
     backend: Backend
     seed: int
@@ -70,6 +70,7 @@ class Settings(TypedDict, total=False):
     save_every: int | str | None
     keep_last: int | None
     keep_best: int | None
+    checkpoint_copies: int
     resume: str | Path | None
     out: str | Path | None
     overwrite: bool
@@ -110,8 +111,8 @@ class SettingMethods:
         """The run ends after so many steps, or after its epochs, whichever comes first."""
         return self.settings(max_steps=max_steps)
 
-    def policy(self, policy: Policy) -> "Self":
-        """Sum gradients in every step (sync, balanced) or average params in rounds (cadence, async)."""
+    def policy(self, policy: PolicySetting) -> "Self":
+        """Sum gradients (sync, balanced), average params (cadence, async), or auto: as planned."""
         return self.settings(policy=policy)
 
     def devices(self, devices: str) -> "Self":
@@ -257,6 +258,10 @@ class SettingMethods:
     def keep_best(self, keep_best: int | None) -> "Self":
         """Keep this many checkpoints with the best value of monitor; monitor_mode says which is the best."""
         return self.settings(keep_best=keep_best)
+
+    def checkpoint_copies(self, checkpoint_copies: int) -> "Self":
+        """Machines that keep every checkpoint."""
+        return self.settings(checkpoint_copies=checkpoint_copies)
 
     def resume(self, resume: str | Path | None) -> "Self":
         """Go on from a checkpoint: a run's folder, one checkpoint in it, or auto: the newest whole one in out."""

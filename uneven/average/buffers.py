@@ -5,7 +5,7 @@ through E[x^2], because the variance of a mixture is not the mean of the varianc
 mask, a table of positions) keeps its bits. The payload always has the same layout on every rank.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
 
@@ -44,6 +44,7 @@ class BufferAverage:
         self._last = self.snapshot_async()()  # as they were when they were last averaged
         self._last_integers = [b.detach().clone() for b in self._integers]
         self._are_integers_known = True  # that those which look unchanged here are equal on all ranks
+        self.averages = 0  # how many collectives of its own have changed the buffers here, in the lineage of this run
 
     @property
     def agreed(self) -> Tensor:
@@ -51,14 +52,21 @@ class BufferAverage:
         return self._last
 
     def run(self, group: Group, samples: float) -> None:
-        """A collective. `samples` is this rank's weight: what it has trained since the last time."""
+        """A collective. `samples` is this rank's weight: what it has trained since the last time.
+
+        Everything is received before anything is changed: where a rank is lost, whoever is left has all of it or
+        nothing, and `averages` tells which (train/settle_buffers.py).
+        """
         if group.world_size == 1 or not (self._floats or self._integers):
             return
         weight = float(samples)
         payload = torch.cat([self.pack(self.snapshot_async()(), weight), torch.tensor([weight], dtype=torch.float64)])
         group.all_reduce(payload).wait()
-        self.load(self.unpack(payload[:-1], payload[-1].item()))
-        self.all_reduce_max_integers(group)
+        averaged = self.unpack(payload[:-1], payload[-1].item())
+        largest = self._largest_integers(group)
+        self.load(averaged)
+        self._load_integers(largest)
+        self.averages += 1
 
     def snapshot_async(self) -> Callable[[], Tensor]:
         """Copy the float buffers to one host tensor; the function returned waits for the copy."""
@@ -114,6 +122,18 @@ class BufferAverage:
         averages = [None if torch.equal(new, old) else new.to(b.device, b.dtype).view(b.shape) for b, new, old in pairs]
         self.load(AveragedBuffers(averages, agreed))
 
+    @property
+    def agreed_integers(self) -> list[Tensor]:
+        """All integer buffers as they were when ranks last took their maximum."""
+        return self._last_integers
+
+    @torch.no_grad()
+    def take_integers(self, agreed: Sequence[Tensor]) -> None:
+        """Load another rank's `agreed_integers`, of a maximum that this rank could not take."""
+        for buffer, value in zip(self._integers, agreed, strict=True):
+            buffer.copy_(value)
+        self._last_integers = [b.detach().clone() for b in self._integers]
+
     def doubt_integers(self) -> None:
         """The ranks have changed while integers may have been on their way: next time all of them are sent."""
         self._are_integers_known = False
@@ -133,18 +153,33 @@ class BufferAverage:
 
     def all_reduce_max_integers(self, group: Group) -> None:
         """Element by element, and only of buffers that have changed on some rank: a large mask is not sent."""
+        if self._integers:
+            self._load_integers(self._largest_integers(group))
+            self.averages += 1
+
+    def _largest_integers(self, group: Group) -> list[Tensor | None]:
+        """The maxima over all ranks; None for buffers that have changed on no rank. Changes nothing."""
         if not self._integers:
-            return
+            return []
         pairs = zip(self._integers, self._last_integers, strict=True)
         flags = torch.tensor([int(not (self._are_integers_known and torch.equal(b, old))) for b, old in pairs])
         group.all_reduce_max(flags).wait()
         changed = [b for b, flag in zip(self._integers, flags.tolist(), strict=True) if flag]
         if not changed:
-            return  # and so nobody is in doubt
+            return [None] * len(self._integers)
         together = torch.cat([b.detach().flatten().to("cpu", torch.int64) for b in changed])
         group.all_reduce_max(together).wait()
-        for buffer, part in zip(changed, together.split([b.numel() for b in changed]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+        parts = iter(together.split([b.numel() for b in changed]))
+        pairs = zip(self._integers, flags.tolist(), strict=True)
+        return [next(parts).view(b.shape) if flag else None for b, flag in pairs]
+
+    @torch.no_grad()
+    def _load_integers(self, largest: Sequence[Tensor | None]) -> None:
+        if all(part is None for part in largest):
+            return  # and so nobody is in doubt
+        for buffer, part in zip(self._integers, largest, strict=True):
+            if part is not None:
+                buffer.copy_(part)
         self._are_integers_known = True
         self._last_integers = [b.detach().clone() for b in self._integers]
 

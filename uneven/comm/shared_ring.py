@@ -19,6 +19,7 @@ from torch import Tensor
 from uneven.comm.segment import Segment
 from uneven.comm.semaphores import BYTES as SEMAPHORE_BYTES
 from uneven.comm.semaphores import Semaphore
+from uneven.comm.wrong_message import describe_wrong
 from uneven.errors import GroupLostError, RankError
 
 PAGE = 4096
@@ -292,8 +293,7 @@ class Inbox:
         message = self._views.get(dtype, start, count)
         if self._verify and _checksum(message) != checksum:
             # Its memory, the ring or this rank's may be wrong: nothing was made of it, and a new group does it again.
-            why = f"verify: chunk {number} of rank {writer} arrived with another checksum than it was sent"
-            raise GroupLostError(why)
+            raise GroupLostError(describe_wrong(number, writer))
         return message
 
     def free(self, lane: int) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, overload
 
 from uneven.data import cache, fetch
 from uneven.data.arrays import Arrays, ImageArrays, TextArrays
@@ -59,6 +60,22 @@ def names() -> tuple[str, ...]:
     return tuple(CATALOG)
 
 
+@overload
+def load(
+    name: Literal["mnist-mini", "mnist", "cifar10"],
+    folder: Folder = None,
+    download: bool = False,
+    progress: Progress | None = None,
+) -> ImageArrays: ...
+@overload
+def load(
+    name: Literal["shakespeare", "shakespeare-plays"],
+    folder: Folder = None,
+    download: bool = False,
+    progress: Progress | None = None,
+) -> TextArrays: ...
+@overload
+def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays: ...
 def load(name: str, folder: Folder = None, download: bool = False, progress: Progress | None = None) -> Arrays:
     """The arrays of a set, verified by checksum.
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
@@ -30,7 +29,7 @@ from uneven.parallel.strategy import (
     scale_all,
     sync_initial_state,
 )
-from uneven.parallel.survivors import Survived, surviving_state, use_own_memory
+from uneven.parallel.survivors import SurvivesLosses
 from uneven.policy.redundancy import Copies
 
 
@@ -146,7 +145,7 @@ class DDPBucketed(Replicated):
         )
 
 
-class Zero1(Replicated):
+class Zero1(Replicated, SurvivesLosses):
     """Optimizer state sharded, gradients and params whole. `shares`: each rank's part of the state; None is equal.
 
     `flat` sums gradients in one bucket after backward, as DDPFlat does; otherwise they leave in buckets during it.
@@ -182,18 +181,8 @@ class Zero1(Replicated):
             init_sync=init_sync,
         )
 
-    @property
-    def updates(self) -> int:
-        return self._sharded.updates
-
-    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
-        """See CanSurvive."""
-        return surviving_state(self.module, self._sharded, self._sharded.flat_shards, group, old_ranks)
-
-    def leave(self, state: FullState) -> None:
-        """See CanSurvive."""
+    def _remove_hooks(self) -> None:
         self.close()
-        use_own_memory(self.module, state)
 
     def _applied(self, optimizer: Optimizer) -> Optimizer:
         self._sharded = ShardedOptimizer(
@@ -202,7 +191,7 @@ class Zero1(Replicated):
         return super()._applied(self._sharded)
 
 
-class Zero2(TakesOptimizer):
+class Zero2(TakesOptimizer, SurvivesLosses):
     """Gradients and optimizer state sharded, params whole. `shares`: each rank's part of both; None is equal parts.
 
     Gradients are reduced from the moment that the strategy has its optimizer.
@@ -259,18 +248,8 @@ class Zero2(TakesOptimizer):
         if self._sums is not None:
             self._sums.close()
 
-    @property
-    def updates(self) -> int:
-        return self._sharded.updates
-
-    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
-        """See CanSurvive."""
-        return surviving_state(self.module, self._sharded, self._sharded.flat_shards, group, old_ranks)
-
-    def leave(self, state: FullState) -> None:
-        """See CanSurvive."""
+    def _remove_hooks(self) -> None:
         self.close()
-        use_own_memory(self.module, state)
 
     @property
     def _reducer(self) -> ShardedReducer:

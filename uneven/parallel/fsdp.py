@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
@@ -35,12 +34,12 @@ from uneven.parallel.strategy import (
     sync_initial_state,
     tensors_by_name,
 )
-from uneven.parallel.survivors import Survived, gatherer, surviving_state, use_own_memory
+from uneven.parallel.survivors import SurvivesLosses, gatherer
 from uneven.parallel.units import Unit, UnshardOrder, blocks_of, params_by_unit
 from uneven.policy.redundancy import Copies
 
 
-class FSDP(TakesOptimizer):
+class FSDP(TakesOptimizer, SurvivesLosses):
     """`group` is a torch process group or one of ours; None is torch's default group. `shares`: how much each rank
     holds. `units`: modules in the order in which they are called, by default the entries of the model's ModuleLists.
     `compute_dtype`: of unsharded params and of floating inputs; shards and summed gradients keep the dtype that the
@@ -137,18 +136,8 @@ class FSDP(TakesOptimizer):
         for param in self.module.parameters():
             param.data = self._gathered(param)
 
-    @property
-    def updates(self) -> int:
-        return self._sharded.updates
-
-    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
-        """See CanSurvive."""
-        return surviving_state(self.module, self._sharded, list(self._unit_of), group, old_ranks)
-
-    def leave(self, state: FullState) -> None:
-        """See CanSurvive."""
-        self._remove_hooks()
-        use_own_memory(self.module, state)
+    def _shards_to_survive(self) -> Sequence[FlatShards]:
+        return list(self._unit_of)
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

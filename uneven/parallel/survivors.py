@@ -4,6 +4,7 @@ Called on all survivors, in a new group of theirs, and again where one of them i
 used. A strategy made anew for the survivors then loads the state, by the memory of who is left.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -50,6 +51,32 @@ class CanSurvive(HasFullState, Protocol):
     def leave(self, state: FullState) -> None:
         """Give the model whole params of its own with these values, and remove all hooks; no collective."""
         ...
+
+
+class SurvivesLosses:
+    """CanSurvive for strategies with a ShardedOptimizer; those whose params are whole hold its shards alone."""
+
+    module: nn.Module
+    _sharded: ShardedOptimizer
+
+    @property
+    def updates(self) -> int:
+        return self._sharded.updates
+
+    def surviving_state(self, group: Group, old_ranks: Sequence[int]) -> Survived | None:
+        """See CanSurvive."""
+        return surviving_state(self.module, self._sharded, self._shards_to_survive(), group, old_ranks)
+
+    def leave(self, state: FullState) -> None:
+        """See CanSurvive."""
+        self._remove_hooks()
+        use_own_memory(self.module, state)
+
+    def _shards_to_survive(self) -> Sequence[FlatShards]:
+        return self._sharded.flat_shards
+
+    @abstractmethod
+    def _remove_hooks(self) -> None: ...
 
 
 def surviving_state(

@@ -6,6 +6,7 @@ gradients over them between backward and update.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -144,13 +145,13 @@ class EagerStep:
             own = self._host_check(counts, sums.largest_gradient())  # own work: before `stats` takes the time
             return split_checks(sums.finalize(lambda: [*stats(), *own]))
         return split_checks(
-            sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: self.own_check(counts, sums.largest_gradient()))
+            sums.finalize(lambda: [*stats(), *OwnCheck()], lambda: self.sent_check(counts, sums.largest_gradient()))
         )
 
     def first_half(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Tensor:
         """Everything before the sum over ranks: gradients in the reducer's buckets; returns this rank's OwnCheck."""
         counts = self._backward_once(batches, slot_samples)
-        return self.own_check(counts, self._sums.largest_gradient())
+        return self.sent_check(counts, self._sums.largest_gradient())
 
     def mark_begun(self) -> None:
         """A step has begun by the replay of a CUDA graph, which holds `first_half`."""
@@ -163,14 +164,19 @@ class EagerStep:
         """
         fault = self.fault_of(checks)
         if fault is None:
+            self.meter.known = [own.losses for own in checks]
             total = total_count(checks)
             (update or self.update)(None if total is None else torch.tensor(total, dtype=torch.float64))
         else:
             self.skip()
         return fault
 
+    def sent_check(self, counts: Tensor | None, largest: Tensor | float | None) -> Tensor:
+        """This rank's OwnCheck for the others, as a tensor on its device: with what its loss meter holds."""
+        return torch.cat([self.own_check(counts, largest), self.meter.halves()])
+
     def own_check(self, counts: Tensor | None, largest: Tensor | float | None) -> Tensor:
-        """This rank's OwnCheck as a tensor on its device."""
+        """What can go wrong in this rank's OwnCheck, as a tensor on its device."""
         totals = self.meter.totals
         none = totals.new_zeros(())
         count = [none, none] if counts is None else [torch.ones_like(none), counts]
@@ -180,9 +186,11 @@ class EagerStep:
 
     def _host_check(self, counts: Tensor | None, largest: Tensor | float | None) -> OwnCheck:
         """The same where the host can read the numbers at once: without a dozen operations on single numbers."""
-        total = self.meter.totals.tolist()[0]
+        total, count = self.meter.totals.tolist()
         loss = 0.0 if math.isfinite(total) else total
-        return OwnCheck(float(counts is not None), float(counts or 0.0), loss, float(largest or 0.0))
+        rounded = array("f", (total, count))
+        halves = (*rounded, total - rounded[0], count - rounded[1])
+        return OwnCheck(float(counts is not None), float(counts or 0.0), loss, float(largest or 0.0), *halves)
 
     @property
     def _is_on_host(self) -> bool:

@@ -48,12 +48,25 @@ class Cause(IntEnum):
 
 
 class OwnCheck(NamedTuple):
-    """One rank's part of a step, as far as it can go wrong; before the sum over ranks."""
+    """One rank's part of a step, as far as it can go wrong; before the sum over ranks.
+
+    With it comes what the rank's loss meter holds by then: whoever is left knows it when the rank is lost.
+    """
 
     has_count: float = 0.0  # 1 where the train step returned (loss_sum, count)
     counts: float = 0.0
     loss: float = 0.0  # not finite if a loss is not
     largest: float = 0.0  # the largest absolute value of the rank's gradient
+    # LossMeter.halves: sum and count as fp32 holds them, and what that leaves of them.
+    meter_sum: float = 0.0
+    meter_count: float = 0.0
+    rest_of_sum: float = 0.0
+    rest_of_count: float = 0.0
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        """Sum and count of the rank's losses since the last epoch's entry, this step's among them."""
+        return self.meter_sum + self.rest_of_sum, self.meter_count + self.rest_of_count
 
 
 class Fault(NamedTuple):
@@ -61,6 +74,11 @@ class Fault(NamedTuple):
 
     rank: int
     cause: Cause
+
+    @classmethod
+    def from_json(cls, data: Sequence[int]) -> "Fault":
+        rank, cause = data
+        return cls(rank, Cause(cause))
 
     def __str__(self) -> str:
         return self.cause.describe(self.rank)
@@ -93,7 +111,7 @@ def judge(checks: Tensor, largest_sum: float) -> tuple[Tensor, Tensor]:
 
     The total is 1 where no rank has a count.
     """
-    has_count, counts, loss, largest = checks.double().unbind(1)
+    has_count, counts, loss, largest = checks[:, :4].double().unbind(1)
     is_counted = has_count != 0
     total = torch.where(is_counted, counts, 0.0).sum()
     is_good = loss.isfinite().all() & (~is_counted | (counts.isfinite() & (counts >= 0))).all()

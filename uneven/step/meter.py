@@ -1,4 +1,8 @@
-"""The loss meter: adds up losses on the device, so that reading a loss does not stall training."""
+"""The loss meter: adds up losses on the device, so that reading a loss does not stall training.
+
+Ranks of an exact policy tell each other with every step what their meters hold (finite.py, OwnCheck), so that the
+losses of a lost rank count in its epoch (train/settle_losses.py).
+"""
 
 from collections.abc import Callable
 
@@ -11,11 +15,12 @@ from uneven.errors import GroupLostError
 
 
 class LossMeter:
-    """Sum and count of the losses since the last `take`."""
+    """Sum and count of the losses since the last `take`; `known` are every rank's, after the last step that counts."""
 
     def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._loss_sum, self._count = self.totals.unbind()  # views: `totals[0] += loss` would run four operations
+        self.known: list[tuple[float, float]] = []
         self._latest = float("nan")
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -23,6 +28,11 @@ class LossMeter:
         """Add a sum of losses with its count; or the mean loss of so many `samples`."""
         self._loss_sum.add_(loss, alpha=samples)
         self._count.add_(count)
+
+    def halves(self) -> Tensor:
+        """Sum and count for a sum in fp32: rounded to it, and the rest. Both together have 48 bits."""
+        rounded = self.totals.float().double()
+        return torch.cat([rounded, self.totals - rounded])
 
     def glance(self) -> float:
         """The mean loss so far, without waiting for the device: on CUDA it may lag by one glance."""
@@ -55,10 +65,12 @@ class LossMeter:
         """The mean loss of all ranks since the last take; waits for the device and resets the meter."""
         own = torch.tensor(self.pop_async()(), dtype=torch.float64)
         try:
-            return self._mean(group.all_reduce(own.clone()).wait())
+            found = self._mean(group.all_reduce(own.clone()).wait())
         except GroupLostError:
             self.totals += own.to(self.totals.device)  # for the next take, with whoever is left
             raise
+        self.known = [(0.0, 0.0)] * len(self.known)
+        return found
 
     def _mean(self, totals: Tensor) -> float:
         loss_sum, count = totals.tolist()

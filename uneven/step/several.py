@@ -133,6 +133,7 @@ class SeveralSteps(EagerStep):
         self._begun: set[str] = set()  # members with gradients of this slot that are not used yet
         self._counts: dict[str, Tensor] = {}
         self._fault: Fault | None = None  # of this slot
+        self._losses: list[tuple[float, float]] = []  # of every rank's meter, by the last update
         self._group: Group | None = None
         self._reducers: dict[str, Reducer] = {}
 
@@ -202,6 +203,8 @@ class SeveralSteps(EagerStep):
         """The end of a slot, whose updates are done; returns why one of them was skipped, with all that followed."""
         del checks, update
         fault, self._fault = self._fault, None
+        if fault is None and self._losses:
+            self.meter.known = self._losses
         self._has_begun = False
         self.cancel()
         return fault
@@ -232,10 +235,11 @@ class SeveralSteps(EagerStep):
             reducer = self._reducers[name]
             self._enter("communication")
             rows = reducer.finalize(
-                lambda: list(OwnCheck()), lambda: self.own_check(counts, reducer.largest_gradient())
+                lambda: list(OwnCheck()), lambda: self.sent_check(counts, reducer.largest_gradient())
             )
             self._enter("compute")
             checks = [OwnCheck(*row) for row in rows]
+            self._losses = [own.losses for own in checks]
         else:
             grads = [param.grad for param in self._params[name] if param.grad is not None]
             checks = [OwnCheck(*self.own_check(counts, largest_of(grads)).tolist())]

@@ -52,7 +52,7 @@ class StrategyStep(EagerStep):
         counts = self._backward_once(batches, slot_samples)
         is_counted = self._group.rank == 0 or not self._is_model_parallel
         # Gradients are sharded by now: this rank's own were looked at while backward computed them.
-        own = self.own_check(counts if is_counted else None, self._watch.take())
+        own = self.sent_check(counts if is_counted else None, self._watch.take())
         return split_checks(gather_rows(self._group, [*stats(), *own.tolist()]))
 
     def prepare_update(self, counts: Tensor | None) -> Tensor | None:

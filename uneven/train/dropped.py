@@ -61,6 +61,11 @@ class DroppedSteps:
         return found
 
     @property
+    def last_fault(self) -> Fault | None:
+        """Why the last step was skipped; None where it was not."""
+        return self.last.fault if self.last is not None and self.in_a_row else None
+
+    @property
     def last_fields(self) -> dict[str, float]:
         """The last bad step as fields of a RoundReport."""
         return {} if self.last is None else {"bad_slot": self.last.part.slot.index, "bad_cause": self.last.fault.cause}

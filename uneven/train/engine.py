@@ -4,7 +4,7 @@ The worker makes one engine, the synchronizer drives it. Only the engine's own m
 compiled or measured before the group forms happens here and is undone afterwards (step/warmup.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +27,7 @@ from uneven.policy.axis import Part, Slot
 from uneven.policy.events import find_events
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
+from uneven.policy.packed import pack_log, pack_rounds
 from uneven.policy.recorded import Round
 from uneven.policy.scale import lr_scale, ramp
 from uneven.policy.stream_axis import expected_samples
@@ -109,11 +110,12 @@ class Engine:
         self.load_full_state: Callable[[FullState], None] | None = None  # likewise
         self.strategy: HasFullState | None = None  # likewise
         self.whole_state: FullState | None = None  # after a loss, until it is divided anew: see settle_shards.py
+        self.rolled_back = 0  # likewise, where it is that of a checkpoint: which one
         self.ledger = Ledger()  # what was trained before this run began or was resumed
         # (slot, first, samples) of every part, in order; those that were not finite are in `dropped`, too.
-        self.log: list[tuple[int, int, int]] = []
+        self.log = pack_log()
         self.dropped = DroppedSteps()
-        self.rounds: list[Round] = []  # of a local policy; the first entry is round 0
+        self.rounds = pack_rounds()  # of a local policy; the first entry is round 0
         self.caps = config.caps(rank_info.world_size)  # samples that each rank may hold at once
         self._seen_sizes: set[tuple[int, ...]] = set()  # micro-batch sizes that this device has run before
         self.trained = self.samples = 0  # the slot after the last one trained; samples of this rank
@@ -295,10 +297,13 @@ class Engine:
         is_sharded = self.config.strategy in SHARDED or isinstance(self.optimizer, MuonAdamW)
         return is_sharded and self.rank_info.world_size > 1
 
-    def go_on_from(self, ledger: Ledger, log: list[tuple[int, int, int]], rounds: list[Round]) -> None:
-        """Before the first slot of a resumed run: this rank's log of earlier segments, and all that is trained."""
+    def go_on_from(self, ledger: Ledger) -> None:
+        """What is trained, by whichever rank."""
         self.ledger, self.trained = ledger, ledger.trained
-        self.log, self.rounds = log, rounds
+
+    def restore_log(self, log: Iterable[tuple[int, int, int]], rounds: Iterable[Round]) -> None:
+        """Before the first slot of a resumed run: what this rank has trained in earlier segments."""
+        self.log, self.rounds = pack_log(log), pack_rounds(rounds)
 
     def restore_left_out(self, skipped: list[tuple[int, int]], skipped_slots: int) -> None:
         """What the user's loop left out before the checkpoint."""

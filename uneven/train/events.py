@@ -1,14 +1,12 @@
 """What LocalSGD starts from: window settings and slot schedule, with the events on the axis; and what it prints."""
 
 import json
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig
-from uneven.data.replay import read_log
 from uneven.policy.events import Events
 from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
@@ -20,6 +18,7 @@ from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
 from uneven.step.costs import measure_sum_ms
 from uneven.train.claims import SlotClaims
 from uneven.train.engine import Engine
+from uneven.train.recorded_schedule import make_recorded_schedule
 from uneven.train.synchronizer import Wish, wished
 
 
@@ -45,13 +44,7 @@ def make_slot_schedule(
     next_event = engine.events.next_event
     speeds = [1.0 / cost.time_ms(axis.slot_size) for cost in costs]
     if config.replay is not None:
-        info = engine.rank_info
-        log = read_log(config.replay, axis, info.world_size, config.to_json(), True, machines=info.roster.machines)
-        recorded = RecordedWindows(
-            log.rounds[rank], engine.rank_info.world_size, next_event, [float(len(parts)) for parts in log.parts]
-        )
-        recorded.stop_rounds = log.stop_rounds
-        return recorded, RecordedSchedule(recorded, deque(slot for slot, _, _ in log.parts[rank]), axis.total)
+        return make_recorded_schedule(engine)
     is_measured = engine.can_warm_up and config.shares is None
     slot_ms = [1.0 / speed for speed in speeds] if is_measured else None
     ranks, may_end = engine.rank_info.world_size, isinstance(axis, StreamAxis)
@@ -114,16 +107,18 @@ def pass_epoch(
     return end, [row._replace(next_slot=max(row.next_slot, float(end)), returned=0.0, kept=0.0) for row in rows]
 
 
-def follow_wish(engine: Engine, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> None:
+def follow_wish(engine: Engine, windows: Windows | RecordedWindows, rows: Sequence[RoundReport]) -> Wish:
     """Where a rank wants to save or evaluate, make the first slot at which all ranks can still meet an event.
 
-    Call it on all ranks before `windows` notes the round. A wish is repeated until that slot is reached.
+    Returns what any rank wants. Call it on all ranks before `windows` notes the round. A wish is repeated until that
+    slot is reached.
     """
     wish = wished(row.wish for row in rows)
     if wish and isinstance(windows, Windows):
         slot = first_free_slot(rows, windows.event)
         if request(engine.events, slot, wish, windows.passed):
             windows.learn_event(slot)
+    return wish
 
 
 def request(events: Events, slot: int, wish: Wish, passed: int) -> bool:

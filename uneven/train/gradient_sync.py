@@ -47,7 +47,7 @@ class GradientSync:
         self.after_round: AfterSlot = no_callback
         self.wish: Callable[[], Wish] = no_wish
         self.before_change: Callable[[], None] = no_wait
-        self._wished = Wish.NONE  # by any rank, in the last step
+        self.wished = Wish.NONE  # by any rank, in the last step
         self.notes: list[str] = []
         self.policy: ExactPolicy = Fixed.even(engine.rank_info.world_size)
         self.buffers = BufferAverage(engine.model, synced_buffers(engine.model))
@@ -56,8 +56,8 @@ class GradientSync:
         self._dummies = DummyBatches(engine, self._is_model_parallel)
         self.busy_ms: list[float] = []  # every rank's own work in the last step
         self._has_advised = False
-        self._lr_scale = 1.0
-        self._weight = 0  # samples since the buffers were last averaged
+        self.lr_scale = 1.0
+        self.weight = 0  # samples since the buffers were last averaged
         self._is_skipping = False  # a rank leaves out the rest of the epoch, from the present slot on
         self._free_ns = 0  # when this rank's last collective ended
         self._waited_s = 0.0  # that this rank had waited in collectives until then
@@ -75,7 +75,7 @@ class GradientSync:
         """Set the first shares from every rank's measured cost, and apply the strategy."""
         engine, config = self.engine, self.engine.config
         if engine.rank_info.world_size == 1:
-            self._lr_scale = engine.lr_scale(1.0, [1.0])
+            self.lr_scale = engine.lr_scale(1.0, [1.0])
             engine.connect_batchnorm(self.group)  # of ranks that are gone, where it was left alone
             return
         if config.compile == "graph":
@@ -87,7 +87,7 @@ class GradientSync:
         self.policy = make_exact_policy(engine, costs, self._is_model_parallel)
         first = engine.axis.slot(0).samples
         shares = list(self.policy.shares(0, first))
-        self._lr_scale = engine.lr_scale(1.0, shares)
+        self.lr_scale = engine.lr_scale(1.0, shares)
         self._stragglers = Stragglers(engine.recorder, engine.rank_info, shares)
         is_measured = engine.can_warm_up and not config.has_fixed_shares
         alone = [1e3 * config.batch_size / cost.time_ms(config.batch_size) for cost in costs]
@@ -144,23 +144,24 @@ class GradientSync:
 
     def train(self, part: Part, micros: Micros) -> bool:
         """Train one slot and, after an epoch's last one, end the epoch; returns whether the run stops here."""
-        engine = self.engine
-        is_stopped = self.step(part, micros)
+        engine, is_stopped = self.engine, self.step(part, micros)
         if self._is_skipping:
             return self._end_event(self.epoch)
         self._free_ns += self.after_step(engine.trained)
         if engine.rank_info.world_size == 1:
             is_stopped = self._is_stopping()  # also where a callback has just asked for it
-            self._wished = self.wish()
-        if self._wished:
-            request(engine.events, engine.trained, self._wished, engine.trained - 1)
+            self.wished = self.wish()
+        if self.wished:
+            request(engine.events, engine.trained, self.wished, engine.trained - 1)
         is_stopped |= self.reach_event(engine.trained - 1)
         if is_stopped:
             engine.recorder.event("stop", slot=engine.trained)
         return is_stopped
 
-    def set_lr(self, slot: int) -> None:
-        self.engine.set_lr(slot, self._lr_scale)
+    def begin(self, part: Part) -> None:
+        self.engine.set_lr(part.slot.index, self.lr_scale)
+        if self.guard is not None:
+            self.guard.begin(part)
 
     def skip_rest(self) -> bool:
         """The status takes the place of the next step's sum: the other ranks then do not update in that step."""
@@ -179,11 +180,13 @@ class GradientSync:
         engine = self.engine
         if self._is_skipping:
             self._is_skipping = False
+            if self.guard is not None:
+                self.guard.leave_out(engine.axis.epoch_end(epoch))
             engine.skip_epoch(epoch, engine.axis.samples_before(engine.trained) - epoch * engine.axis.samples)
         engine.recorder.enter("compute")
         self._follow_speeds()
         engine.run_ahead.drain()
-        self._note_bad_steps(engine.settle_steps())
+        self.note_bad_steps(engine.settle_steps())
         engine.recorder.enter("communication" if engine.rank_info.world_size > 1 else "other")
         if self.event_loss is None:
             self.event_loss = engine.meter.take(self.group) if engine.events.has_entry(engine.trained) else float("nan")
@@ -200,9 +203,7 @@ class GradientSync:
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
-        engine.set_lr(part.slot.index, self._lr_scale)
-        if self.guard is not None:
-            self.guard.begin(part)
+        self.begin(part)
         if engine.rank_info.world_size > 1:
             is_stopped, verdict = self._synced_step(part, micros + self._dummies.of(part, self.policy.shares))
         else:
@@ -219,8 +220,8 @@ class GradientSync:
         if self.guard is not None:
             self.guard.done()
         # Only one rank alone learns of a bad step later, and it averages no buffers.
-        self._weight += 0 if bad_steps else part.samples
-        self._note_bad_steps(bad_steps)
+        self.weight += 0 if bad_steps else part.samples
+        self.note_bad_steps(bad_steps)
         return is_stopped
 
     def exchange_status(self, status: RankStatus) -> list[RankStatus]:
@@ -243,8 +244,8 @@ class GradientSync:
             broadcast_params(
                 self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal))
             )
-        self.buffers.run(self.group, self._weight)
-        self._weight = 0
+        self.buffers.run(self.group, self.weight)
+        self.weight = 0
 
     @property
     def epoch(self) -> int:
@@ -259,7 +260,7 @@ class GradientSync:
     def finalize(self) -> None:
         self.engine.recorder.enter("compute")
         self.engine.run_ahead.drain()
-        self._note_bad_steps(self.engine.settle_steps())
+        self.note_bad_steps(self.engine.settle_steps())
         self.engine.recorder.enter("communication" if self.engine.rank_info.world_size > 1 else "other")
         self.average_buffers()
 
@@ -273,9 +274,10 @@ class GradientSync:
         """What this rank's steps cost by now; None where it was not measured."""
         return self.policy.current_costs()[self.engine.rank_info.rank] if isinstance(self.policy, Balanced) else None
 
-    def go_on_after(self, before: "GradientSync", event_loss: float | None) -> None:
-        """In a new generation: what belongs to this rank's replica and not to the group. Before `initialize`."""
-        self.buffers, self._weight, self.event_loss = before.buffers, before._weight, event_loss
+    def go_on_after(self, before: "GradientSync | None", event_loss: float | None) -> None:
+        self.event_loss = event_loss
+        if before is not None:
+            self.buffers, self.weight = before.buffers, before.weight
 
     def reach_event(self, done: int) -> bool:
         """Reach the event at the present slot, if there is one after slot `done`; returns whether the run stops."""
@@ -364,13 +366,13 @@ class GradientSync:
     def _read(self, slot: Slot, stats: Sequence[StepStats]) -> None:
         """What all ranks said with the sum; raises where one differs from the others."""
         self.busy_ms = [rank.busy_ms for rank in stats]
-        self._wished = wished(rank.wish for rank in stats)
+        self.wished = wished(rank.wish for rank in stats)
         check_agreement([int(rank.fingerprint) for rank in stats], f"before slot {slot.index}")
         self._unnoted = None if self._is_skipping else (slot, stats)
         if self.engine.captured is None:
             self._follow_speeds()
 
-    def _note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
+    def note_bad_steps(self, bad_steps: Sequence[BadStep]) -> None:
         """Steps that all ranks skipped: say so, and end the run where too many came in a row."""
         if bad_steps:
             self.notes += count_skipped(self.engine.dropped, bad_steps, self.engine.config.max_bad_steps)

@@ -13,7 +13,7 @@ from uneven.average.background import BackgroundAverage, make_average
 from uneven.average.buffers import BufferAverage
 from uneven.average.verify import ODD_REPLICA, judge
 from uneven.comm.gather import gather_checksums
-from uneven.comm.group import Group, SoloGroup
+from uneven.comm.group import Group
 from uneven.data.feed import Micros
 from uneven.policy.axis import Part
 from uneven.policy.finish import Cost
@@ -55,6 +55,7 @@ class LocalSGD:
         self.after_round: AfterSlot = no_callback
         self.wish: Callable[[], Wish] = no_wish
         self.before_change: Callable[[], None] = no_wait
+        self.wished = Wish.NONE
         self.notes: list[str] = []
         self.epochs = EpochEnds(engine, end_epoch)
         self.tally = RoundTally(engine)
@@ -86,7 +87,7 @@ class LocalSGD:
         """
         engine, agreed = self.engine, self.agreed
         # A group of its own: an average on its way must not queue before the main thread's collectives.
-        self.average = self._new_average(self.group.new_group(), None if agreed is None else self.average)
+        self.average = self.new_average(self.group.new_group(), None if agreed is None else self.average)
         self._has_thread = True
         self.windows: Windows | RecordedWindows
         self.slot_schedule: SlotSchedule | RecordedSchedule
@@ -166,9 +167,9 @@ class LocalSGD:
                 self.merge()
                 # A rank far slower than the others may have no slot in the next epoch. In the user's own loop it must
                 # not pass that epoch here, inside the iteration of this one; held by tests/api/test_loop.py.
-                if self.engine.is_own_loop and self.epoch > epoch:
+                if Wish.LEAVE in self.wished or (self.engine.is_own_loop and self.epoch > epoch):
                     break
-            elif self._stops or self._skips or self.slot_schedule.is_due():
+            elif self._hurries or self.slot_schedule.is_due():
                 self._enter(self._status)
             else:
                 break
@@ -177,8 +178,8 @@ class LocalSGD:
             self.engine.recorder.event("stop", slot=self.engine.trained)
         return self.is_stopped
 
-    def set_lr(self, slot: int) -> None:
-        self.engine.set_lr(slot, self.scale.value)
+    def begin(self, part: Part) -> None:
+        self.engine.set_lr(part.slot.index, self.scale.value)
 
     def skip_rest(self) -> bool:
         """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
@@ -221,18 +222,13 @@ class LocalSGD:
         if self._has_thread:
             self.average.close()
 
-    def _new_average(self, group: Group, before: BackgroundAverage | None) -> BackgroundAverage:
+    def new_average(self, group: Group, before: BackgroundAverage | None) -> BackgroundAverage:
         """With the memory of the one before, where there was one."""
         engine, config = self.engine, self.engine.config
         if before is not None:
             return before.in_group(group)
         is_whole, is_nccl = config.optimizer_state == "average", config.backend == "nccl"
         return make_average(engine.model, engine.optimizer, self.buffers, group, is_whole, is_nccl, config.verify)
-
-    def begin_blank(self) -> None:
-        """Of a newcomer: settle with ranks that have trained, from nothing."""
-        self.is_blank, self.average = True, self._new_average(SoloGroup(), None)
-        self.average.close()
 
     def expect_losses(self) -> None:
         if not self.tally.lineage.members:
@@ -242,10 +238,11 @@ class LocalSGD:
         rank, slot_size = self.engine.rank_info.rank, self.engine.axis.slot_size
         return Cost(0.0, self.windows.slot_time_ms(rank) / slot_size, self.engine.caps[rank])
 
-    def go_on_after(self, before: "LocalSGD", event_loss: float | None) -> None:
+    def go_on_after(self, before: "LocalSGD | None", event_loss: float | None) -> None:
         del event_loss  # it is with the events that are pending
-        self.average, self.buffers, self.tally = before.average, before.buffers, before.tally
-        self.agreed, self.epochs, self.others_stop = before.agreed, before.epochs, before.others_stop
+        if before is not None:
+            self.average, self.buffers, self.tally = before.average, before.buffers, before.tally
+            self.agreed, self.epochs, self.others_stop = before.agreed, before.epochs, before.others_stop
 
     def reach_event(self, done: int) -> bool:
         """Events that a loss has interrupted, and those of a round that was merged without them."""
@@ -266,6 +263,11 @@ class LocalSGD:
         return self._has_failed or self.others_stop or self._is_stopping()
 
     @property
+    def _hurries(self) -> bool:
+        """Rounds follow at once. A rank that leaves trains nothing after the round that it hands its work in with."""
+        return self._stops or self._skips or Wish.LEAVE in self.wish()
+
+    @property
     def _has_failed(self) -> bool:
         return self.engine.dropped.in_a_row >= self.engine.config.max_bad_steps
 
@@ -277,7 +279,7 @@ class LocalSGD:
         return RankStatus.STOP_REQUESTED if self._stops else going
 
     def _may_merge(self) -> bool:
-        must = self._stops or self._skips or self.windows.is_blocking
+        must = self._hurries or self.windows.is_blocking
         return must or self.slot_schedule.may_merge(self.average.is_done())
 
     def _step(self, part: Part, micros: Micros) -> float:
@@ -363,7 +365,7 @@ class LocalSGD:
         passed = self.windows.passed
         if is_skipped:
             due, rows = pass_epoch(self.engine, self.windows, self.slot_schedule, self.epoch, self.epochs.samples, rows)
-        follow_wish(self.engine, self.windows, rows)
+        self.wished = follow_wish(self.engine, self.windows, rows)
         decisions = self.windows.note(rows)
         staleness = self.slot_schedule.staleness
         self.slot_schedule.merged()

@@ -32,6 +32,8 @@ class LocalState:
     saves: list[int]  # slots that were asked for ...
     evaluations: list[int]  # ... while the run was on
     dropped: tuple[int, int]
+    skipped: list[tuple[int, int]]  # (epoch, samples) that a loop of the user's own left out ...
+    skipped_slots: int  # ... and the steps that they would have been
     epoch_sizes: list[int] = field(default_factory=list)  # of a stream without length
     # Of this settlement:
     ledger: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +48,7 @@ class LocalState:
         read = json.loads(data)
         read["eras"] = [Era(generation, rounds, tuple(members)) for generation, rounds, members in read["eras"]]
         read["pending"] = [EventCall(*call) for call in read["pending"]]
+        read["skipped"] = [(epoch, samples) for epoch, samples in read["skipped"]]
         for name in ("members", "lr_scale", "dropped"):
             read[name] = tuple(read[name])
         return cls(**read)
@@ -63,8 +66,10 @@ class LocalState:
         self, windows: Windows | RecordedWindows, scale: LocalScale, members: tuple[str, ...], position: int
     ) -> None:
         """Windows that were just made for these members go on from here, where so many slots are trained."""
-        assert isinstance(windows, Windows), "a replay does not settle"
-        assert self.windows is not None, "as above"
+        if isinstance(windows, RecordedWindows):
+            windows.resume_at(position, self.passed)
+            return
+        assert self.windows is not None, "of a run that is no replay"
         windows.go_on(self.windows, self.places(members))
         windows.resume_at(position, self.passed)
         scale.value, scale.is_known = self.lr_scale

@@ -23,6 +23,7 @@ class Generation:
     roster: Roster
     members: tuple[str, ...]  # one identity per rank, in rank order; an identity is never used again
     why: str = ""  # one line for the user: who has left or joined, and why
+    left: tuple[str, ...] = ()  # members of earlier ones that have left on purpose, and had handed in everything
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -32,12 +33,14 @@ class Generation:
             "hosts": list(self.roster.hosts),
             "members": list(self.members),
             "why": self.why,
+            "left": list(self.left),
         }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Generation":
         roster = Roster(parse_devices(found["devices"]), tuple(found["machines"]), tuple(found["hosts"]))
-        return cls(int(found["number"]), roster, tuple(found["members"]), str(found["why"]))
+        left = tuple(found.get("left", ()))
+        return cls(int(found["number"]), roster, tuple(found["members"]), str(found["why"]), left)
 
 
 class Membership(Protocol):
@@ -49,6 +52,19 @@ class Membership(Protocol):
 
     def begin(self, facts: dict[str, Any]) -> None:
         """What somebody who joins later must know before it builds its model and axis; told by rank 0, once."""
+        ...
+
+    def defer_joins(self, members: tuple[str, ...]) -> None:
+        """From now on a generation that only adds to these members, or to those after them, waits for `let_in`."""
+        ...
+
+    @property
+    def deferred(self) -> int:
+        """The number of the generation that waits; 0 where none does."""
+        ...
+
+    def let_in(self) -> None:
+        """The generation that waits, if there is one, counts as announced."""
         ...
 
     def enter(self) -> Generation:
@@ -66,8 +82,26 @@ class Membership(Protocol):
         """
         ...
 
-    def form(self, generation: Generation) -> Group:
-        """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile."""
+    def is_leaving(self) -> bool:
+        """Whether this rank was asked to leave. From memory, so it may be asked before every step."""
+        ...
+
+    def must_leave(self) -> bool:
+        """The same, as the leader has it now."""
+        ...
+
+    def leave(self, number: int, samples: int) -> Generation:
+        """All that this rank has trained, so many samples, is with the others: tell the leader, and go (errors.Left).
+
+        Returns the next generation where it has this member: somebody was lost at the same moment, or it is to stay.
+        """
+        ...
+
+    def form(self, generation: Generation, *, is_own_loop: bool = False) -> Group:
+        """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile.
+
+        `is_own_loop`: members may be in code of the user's own, and come when that ends, however long it takes.
+        """
         ...
 
     def record_store(self) -> Store:

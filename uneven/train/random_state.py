@@ -1,38 +1,60 @@
 """The state of every random generator that training draws from: Python's, numpy's, torch's and the device's.
 
-Each rank has its own (dropout masks differ), and a checkpoint keeps each rank's. Used by train/saves.py and resume.py.
+Each rank has its own (dropout masks differ). A checkpoint keeps each rank's (train/saves.py and resume.py), and a step
+that may have to be done again those from before it (train/step_guard.py).
 """
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
+class RandomStates(NamedTuple):
+    """As the generators give them; cheap enough for every step."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor  # torch's
+    cuda: Tensor | None  # None where the device is another
+
+    @classmethod
+    def read(cls, device: torch.device) -> "RandomStates":
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self, device: torch.device) -> None:
+        """Set all generators; that of a kind of device that is not among them goes on as it is."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if device.type == "cuda" and self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
 def capture_random(device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(JSON, tensors by name) of all generators, as they are now."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
+    states = RandomStates.read(device)
+    version, numbers, gauss = states.python
+    kind, keys, *rest = states.numpy
     record = {"python": [version, gauss], "numpy": [kind, *rest]}
     tensors = {
         "random.python": torch.tensor(numbers, dtype=torch.int64),
         "random.numpy": torch.from_numpy(np.array(keys, dtype=np.int64)),
-        "random.torch": torch.get_rng_state(),
+        "random.torch": states.cpu,
     }
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    if states.cuda is not None:
+        tensors["random.cuda"] = states.cuda
     return record, tensors
 
 
 def restore_random(record: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set all generators; that of a kind of device that the checkpoint did not have goes on as it is."""
+    """Set all generators to what `capture_random` returned."""
     version, gauss = record["python"]
-    random.setstate((version, tuple(tensors["random.python"].tolist()), gauss))
     kind, *rest = record["numpy"]
-    np.random.set_state((kind, tensors["random.numpy"].numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(tensors["random.torch"])
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)
+    python = (version, tuple(tensors["random.python"].tolist()), gauss)
+    numpy = (kind, tensors["random.numpy"].numpy().astype(np.uint32), *rest)
+    RandomStates(python, numpy, tensors["random.torch"], tensors.get("random.cuda")).restore(device)

@@ -7,7 +7,7 @@ states. On other devices, or another number of them, the data order and every sl
 that the checkpoint does not have takes rank 0's optimizer state and random numbers of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from uneven.errors import InputError
 from uneven.parallel.strategy import FullState
 from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
-from uneven.policy.recorded import Round
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
 from uneven.results.state_tree import join_tree
@@ -68,8 +67,7 @@ class Resumed:
         run.train_seconds = record["train_seconds"]
         run.monitored = record.get("monitored")
         # On every rank: the first one, which reports them, may be lost.
-        gone = [*record["earlier_logs"], *(part.record for part in self.checkpoint.ranks[len(self._devices) :])]
-        run.earlier_logs = [{name: log[name] for name in ("log", "dropped")} for log in gone]
+        run.earlier_logs = self.logs(len(self._devices))
         if (kept := record.get("kept")) is not None and self.checkpoint.best is not None:
             best = self.checkpoint.best
             fields: dict[str, Any] = {
@@ -77,6 +75,15 @@ class Resumed:
                 for kind in ("params", "buffers", "optimizer")
             }
             run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
+
+    def logs(self, first: int) -> list[dict[str, Any]]:
+        """What ranks of earlier segments have trained, and those of the checkpoint from this one on."""
+        gone = [*self.record["earlier_logs"], *(part.record for part in self.checkpoint.ranks[first:])]
+        return [{name: log[name] for name in ("log", "dropped")} for log in gone]
+
+    def logs_of(self, members: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What these members, in rank order, have taken over as their own: with one that is lost it would be, too."""
+        return dict(zip(members, self.logs(0)[len(self.record["earlier_logs"]) :], strict=False))
 
     def restore_engine(self, engine: Engine) -> None:
         """Before the warm-up."""
@@ -88,10 +95,9 @@ class Resumed:
         scaler = engine.eager.precision.scaler
         if scaler.is_enabled() and own["scaler"]:
             scaler.load_state_dict(own["scaler"])
-        log = [(slot, first, samples) for slot, first, samples in own["log"]] if self._is_known else []
         dropped = [(slot, first, samples) for slot, first, samples in own["dropped"]] if self._is_known else []
-        rounds = [Round(int(due), int(e), int(m), scale) for due, e, m, scale in own["rounds"]]
-        engine.go_on_from(self.ledger, log, rounds if self._is_known else [])
+        engine.go_on_from(self.ledger)
+        engine.restore_log(*((own["log"], own["rounds"]) if self._is_known else ((), ())))
         engine.restore_left_out([(epoch, samples) for epoch, samples in record["skipped"]], record["skipped_slots"])
         in_a_row = own["dropped_in_a_row"] if self._is_known else 0
         engine.dropped.restore(dropped, record["dropped_samples"], in_a_row)
@@ -100,14 +106,23 @@ class Resumed:
         """When the group has formed, just before the first slot."""
         if self._is_late(engine):
             assert engine.load_full_state is not None, "a strategy that shards can load"
-            engine.load_full_state(FullState(self._model_state(engine), self._optimizer_state(engine)))
+            engine.load_full_state(self.full_state(engine))
+        self.restore_progress(engine)
+
+    def full_state(self, engine: Engine) -> FullState:
+        """Params, buffers and optimizer state as one process would have them."""
+        return FullState(self._model_state(engine), self._optimizer_state(engine))
+
+    def restore_progress(self, engine: Engine) -> None:
+        """Schedule, losses since the last entry of the history, and random numbers; no collective."""
         engine.schedule.load_state_dict(self.record["schedule"])
-        losses = self.own.record["losses"] if self.is_same_group else [0.0, 0.0]
-        if not self.is_same_group and self._rank == 0:  # those of all ranks, in the sums of a local policy too
-            known = [part.record["losses"] for part in self.checkpoint.ranks]
-            known.append(self.record["synchronizer"].get("losses", [0.0, 0.0]))
-            losses = [sum(values) for values in zip(*known, strict=True)]
-        engine.meter.totals.copy_(torch.tensor(losses, dtype=torch.float64))
+        losses = [tuple(part.record["losses"]) for part in self.checkpoint.ranks]
+        if not self.is_same_group:  # rank 0 has those of all ranks, in the sums of a local policy too
+            losses.append(tuple(self.record["synchronizer"].get("losses", [0.0, 0.0])))
+            first = (sum(each for each, _ in losses), sum(each for _, each in losses))
+            losses = [first, *[(0.0, 0.0)] * (len(self._devices) - 1)]
+        engine.meter.known = losses  # where a rank is lost before it has told its own anew
+        engine.meter.totals.copy_(torch.tensor(losses[self._rank], dtype=torch.float64))
         self.restore_random(engine)
 
     def go_on(self, engine: Engine, synchronizer: Synchronizer, callbacks: CallbackRunner) -> list[str]:

@@ -80,8 +80,8 @@ class RoundTally:
         assert entered is not None, "a round was entered"
         parts, dropped = engine.log[self.parts : entered.parts], engine.dropped.parts[self.bad_parts :]
         about = Round(due, entered.parts, engine.rounds[-1].merged, lr_scale)
-        generation, number = self.lineage.generation, self.lineage.rounds + 1
-        return lambda: records.write(generation, number, parts, dropped, about)
+        generation, number, last = self.lineage.generation, self.lineage.rounds + 1, engine.rounds[-1]
+        return lambda: records.write(generation, number, parts, dropped, about, last)
 
     def commit(self) -> None:
         """The round in flight counts."""

@@ -4,13 +4,14 @@ The synchronizers call `reach` at every event of the axis, on all ranks alike. A
 is undone (`undo`) and reached again by whoever is left (train/settle.py), so nothing of it is in the history twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from uneven.comm.group import Group
 from uneven.step.evaluation import monitored, name_clash
 from uneven.timeline.record import Recorder
 from uneven.train.callbacks import Agreed, CallbackRunner
@@ -28,10 +29,11 @@ Span = tuple[tuple[int, float], tuple[int, float]]
 
 @dataclass(frozen=True)
 class _Before:
-    """What an event that has begun would change again."""
+    """What an event that has begun, or a stop, would change again."""
 
     entries: int
     saves: int
+    stops: int
     span: Span
     schedule: dict[str, Any] | None
 
@@ -55,10 +57,19 @@ class RunEvents:
         self.synchronizer: Synchronizer | None = None
         self.epoch_metrics: Callable[[int], dict[str, float]] | None = None  # of the user's loop; a collective
         self.loop_state: Callable[[], dict[str, Any] | None] = lambda: None  # likewise, for checkpoints
+        self.settle_loop: Callable[[Group], None] = lambda _: None  # likewise, with the ranks that are left
         # The history's last entry: (slots, training seconds) before and after it.
         self.span: Span = ((0, 0.0), (engine.trained, run.train_seconds))
         self.done = engine.trained  # all events up to this slot are over
-        self._before: _Before | None = None  # of the event that has begun and is not over
+        self._before: _Before | None = None  # of the event that has begun and is not over, or of the run's stop
+        self.before_reach: Callable[[int], None] = lambda _: None  # of a replay: raises where an event was not reached
+        self.on_use: Callable[[Synchronizer], None] = lambda _: None  # likewise
+
+    def use(self, synchronizer: Synchronizer) -> Synchronizer:
+        """From now on it keeps this rank in step."""
+        self.synchronizer = synchronizer
+        self.on_use(synchronizer)
+        return synchronizer
 
     @property
     def _recorder(self) -> Recorder:
@@ -73,25 +84,37 @@ class RunEvents:
         hold the same params. Adds an entry to the history, unless it is only saved inside an epoch; returns whether
         callbacks have stopped the run.
         """
-        schedule = self._engine.schedule
-        kept = schedule.state_dict(first_needed=0) if schedule.needs_metric else None
-        self._before = _Before(len(self._run.history), len(self._run.saves), self.span, kept)
+        self.before_reach(self._engine.axis.epoch_end(epoch) if step is None else step)
+        self._keep_before()
         is_stopped = self._reach(epoch, loss, first=first, until=until, step=step)
         self._before = None
         self.done = max(self.done, self._engine.axis.epoch_end(epoch) if step is None else step)
         return is_stopped
 
+    def _keep_before(self) -> None:
+        schedule, run = self._engine.schedule, self._run
+        kept = schedule.state_dict(first_needed=0) if schedule.needs_metric else None
+        self._before = _Before(len(run.history), len(run.saves), len(run.stop_rounds), self.span, kept)
+
     def undo(self) -> None:
-        """Forget what an event that was not reached by all ranks has changed here."""
+        """Forget what an event that was not reached by all ranks has changed here, or a stop after which it goes on."""
         if self._before is not None:
             for entry in self._run.history[self._before.entries :]:
                 self._engine.dropped.report_again(entry.get("dropped", 0))
             del self._run.history[self._before.entries :]
             del self._run.saves[self._before.saves :]
+            del self._run.stop_rounds[self._before.stops :]
             self.span = self._before.span
             if self._before.schedule is not None:
                 self._engine.schedule.load_state_dict(self._before.schedule)
             self._before = None
+
+    def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
+        """The engine is where a checkpoint was taken, and what came after it has not happened: train/roll_back.py."""
+        self._before = None
+        self.done = self._engine.trained
+        self.span = ((0, 0.0), (self._engine.trained, self._saves.train_seconds))
+        self._callbacks.load_state_dict(callbacks)
 
     def _reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None) -> bool:
         assert self.synchronizer is not None, "an epoch ends after round 0"
@@ -175,6 +198,7 @@ class RunEvents:
         if ledger.trained in (0, self._engine.axis.total):
             return
         self._engine.reach_slot(ledger.trained)
+        self._keep_before()  # until the run is over: one that loses a rank before goes on, and stops at another slot
         if self._engine.rank_info.world_size > 1 and self._engine.config.is_local:
             self._run.stop_rounds.append(len(self._engine.rounds) - 1)
         else:

@@ -33,6 +33,7 @@ from uneven.results.checkpoint_folders import prune, remove_partial
 from uneven.results.saver import Saver
 from uneven.results.state import TrainedState, capture_state, join_state, model_fields
 from uneven.results.state_tree import split_tree
+from uneven.train.copies import Copies
 from uneven.train.engine import Engine
 from uneven.train.random_state import capture_random
 from uneven.train.run_record import RunRecord
@@ -40,6 +41,7 @@ from uneven.train.shared_folder import open_to_machines
 from uneven.train.user_state import user_state
 
 Take = Callable[[], dict[str, Tensor]]
+MOST_BEGUN = 50  # saves that are remembered; one of them is whole
 
 
 class Saves:
@@ -49,8 +51,10 @@ class Saves:
         self._engine, self._run = engine, run
         self._saver: Saver | None = None
         self._last: Path | None = None
+        self._begun: list[tuple[int, Path]] = []  # every save of this run, whole or not
         self._token = ""
         self._notes: list[str] = []
+        self._copies = Copies()
         self._has_hooks = False  # of the optimizer, that wait for a copy
         self.out: Path | None = None  # rank 0's: others need not have been given any
         self.check: Callable[[], None] = lambda: None  # raises where the group is lost; of the worker
@@ -70,6 +74,9 @@ class Saves:
             if (save_every := self._engine.config.save_every) is not None:
                 raise InputError(f"save_every={save_every!r}: {why_not}")
             self._note(f"Ctrl-C and SIGTERM will save the state, and no checkpoint to go on from: {why_not}")
+        elif self.out is not None and self._engine.config.checkpoint_copies > 1:
+            for line in self._copies.connect(info, self._engine.config, self.out, self._token):
+                self._note(line)
         if self._copies_late and not self._has_hooks:
             self._has_hooks = True
             for optimizer in (self._engine.optimizer, *getattr(self._engine.optimizer, "inner_optimizers", ())):
@@ -104,6 +111,11 @@ class Saves:
         epochs = axis.epochs_before(slot)
         is_epoch = every is not None and every.unit == "epochs" and axis.ends_epoch(slot)
         return f"epoch-{epochs}" if is_epoch else f"step-{slot}"
+
+    def newest(self) -> int | None:
+        """The slot of the newest checkpoint that this run can go back to; on the first machine, from any thread."""
+        found = next((slot for slot, folder in reversed(self._begun) if folder.exists()), None)
+        return self._engine.ledger.trained if found is None and self._engine.config.resume is not None else found
 
     def wait_taken(self) -> None:
         """Before params or optimizer state are changed: [Note: snapshot for a checkpoint]."""
@@ -156,7 +168,25 @@ class Saves:
 
         self.finish()  # the one before: a rank that is lost would be waited for
         self._last = folder
-        self._saver.start(folder, take, self._prune if is_lead else None)
+        self._begun = [*self._begun[-MOST_BEGUN:], (ledger.trained, folder)]
+        self._saver.start(folder, take, self._after(self._saver, folder))
+
+    def _after(self, saver: Saver, folder: Path) -> Callable[[], None] | None:
+        """What the saver's thread does when this rank's files are in place, and on rank 0 the checkpoint is."""
+        info, copies, partial = self._engine.rank_info, self._copies, saver.next_partial(folder)
+        leader, is_lead = info.leader, info.rank == 0
+
+        def give_out() -> None:
+            if self.out == folder.parent:
+                self._prune(folder.parent)
+                copies.give_out(leader, folder, partial)
+
+        def fetch() -> None:
+            if copies.fetch(leader, folder.name, partial, lambda: saver.is_closing) and copies.folder is not None:
+                self._prune(copies.folder)
+
+        is_keeper = copies.folder is not None and self.out == folder.parent
+        return give_out if is_lead else fetch if is_keeper else None
 
     def _whole(
         self, fields: dict[str, Any], cause: str, ledger: Ledger, state: Mapping[str, Any], stopped: str | None
@@ -310,11 +340,11 @@ class Saves:
         copies = {name: copy_to_host_async(tensor) for name, tensor in tensors.items()}
         return lambda: {name: copied() for name, copied in copies.items()}
 
-    def _prune(self) -> None:
+    def _prune(self, out: Path) -> None:
         config = self._engine.config
-        if self.out is not None and (config.keep_last is not None or config.keep_best is not None):
+        if config.keep_last is not None or config.keep_best is not None:
             name = self._run.monitored or config.monitor  # before the first evaluation nothing is the best
-            prune(self.out, config.keep_last, config.keep_best, name, best_of(name or "", config.monitor_mode))
+            prune(out, config.keep_last, config.keep_best, name, best_of(name or "", config.monitor_mode))
 
 
 def folder_of_stopped_run(group: Group) -> Path:

@@ -230,7 +230,7 @@ class LocalSGDSegments:
         least = LEAST_WINDOWS * sum(synchronizer.windows.counts)
         # The end of this segment was fixed when the last one ended; this is the length of the next one.
         self._length = max(least, math.ceil(seconds * self._slots_per_s))
-        end, start, known = synchronizer.windows.event, synchronizer.windows.start, len(worker.recorder.events)
+        end, start, known = synchronizer.windows.event, synchronizer.windows.start, worker.recorder.event_count
         first, sent = len(worker.engine.log), synchronizer.average.traffic.payload_bytes
         began_ns = worker.recorder.clock()
         synchronizer.reset_timer()
@@ -243,7 +243,7 @@ class LocalSGDSegments:
         own_s = synchronizer.costs.transfer_ms / 1e3 if is_async else 0.0
         seconds = (ended_ns - began_ns) / 1e9 + own_s
         self._slots_per_s = (end - start) / _max_over_ranks(worker, seconds)
-        rounds = [event.fields for event in worker.recorder.events[known:] if event.kind == "round"]
+        rounds = [event.fields for event in worker.recorder.events_since(known) if event.kind == "round"]
         delays = [fields["delay"] for fields in rounds]
         costs = [(fields["wait_ms"], fields["transfer_ms"], fields["latency_ms"]) for fields in rounds]
         steps, sent = len(worker.engine.log) - first, synchronizer.average.traffic.payload_bytes - sent
@@ -290,6 +290,27 @@ class TorchDdpStep(EagerStep):
         self._worker = worker
         self._ddp = TorchDdp(own.model, own.optimizer, own.train_step, own.max_grad_norm)
         self._steps = 0
+        self._ready_ns = 0  # when the last gradient of this rank's own was there
+        self._is_waiting = False
+        if worker.engine.device.type == "cpu":
+            self._ddp.model.register_forward_pre_hook(self._begin_wait)
+            own.model.register_forward_pre_hook(self._end_wait)
+            for param in own.model.parameters():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _begin_wait(self, *_: Any) -> None:
+        """Before its forward DDP takes rank 0's buffers, where there are any, and waits for all ranks to come to it."""
+        self._is_waiting = True
+        self._worker.recorder.enter("wait")
+
+    def _end_wait(self, *_: Any) -> None:
+        if self._is_waiting:  # an evaluation calls the model itself
+            self._is_waiting = False
+            self._worker.recorder.enter("compute")
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        self._ready_ns = self._worker.recorder.clock()
 
     def sum_gradients(
         self,
@@ -308,6 +329,10 @@ class TorchDdpStep(EagerStep):
         self.meter.add(loss.detach() * samples, samples)
         # DDP averages over ranks; a short last slot may be cut into unequal parts, which this factor makes exact.
         (loss * (samples * world_size / slot_samples)).backward()
+        if self._ready_ns:  # DDP waits for the other ranks, and for the sum itself, before backward returns
+            recorder = self._worker.recorder
+            recorder.enter("wait", self._ready_ns)
+            recorder.enter("compute")
         own = StepStats(*row())
         self._steps += 1
         is_checked = self._steps % STOP_CHECK_STEPS == 0

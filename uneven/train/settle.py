@@ -8,6 +8,7 @@ Here is what both kinds of policy have in common, and the exact ones; for the lo
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.state_tree import join_tree, split_tree
+from uneven.step.finite import Fault
+from uneven.step.several import SeveralSteps
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
 from uneven.train.resume import learn_sizes
@@ -40,13 +43,19 @@ class Standing:
     progress: int
     event: int  # all events up to this slot are over
     members: tuple[str, ...]  # of the generation it has settled in, in rank order
-    is_local: bool = False  # progress counts rounds: it has more than itself to go on with in a local policy
+    is_local: bool = False  # progress counts the rounds of a local policy; a rank of one that is alone counts steps
     is_over: bool = False  # nothing is left to train, and all that follows it is done
     event_loss: float | None = None  # of the event that it has begun and not finished
+    fault: Fault | None = None  # why its last step was skipped, if it was
+    skips: int = 0  # epochs that a loop of the user's own left out in part
+    averages: int = 0  # of buffers, that it has
+    parts: int = 0  # in its log
+    lr_scale: float | None = None  # in the generation it has settled in, once it has begun to train there
+    is_source: bool = False  # of a replay: it was the furthest one
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return self.settled, self.progress, self.event
+    def key(self) -> tuple[int, ...]:
+        return self.settled, self.progress, self.event, self.averages, self.is_source
 
     @property
     def is_newcomer(self) -> bool:
@@ -75,44 +84,100 @@ class Settlement:
 
     @property
     def event_loss(self) -> float | None:
-        """The loss of the event that is reached again, where one of them had it already."""
-        known = (one.event_loss for one in self.standings if one.key[:2] == self.furthest.key[:2])
+        """The loss of the event that is reached again, where one of them had it already.
+
+        None where the furthest one has finished the event: else it would be that of the next one, too.
+        """
+        known = (one.event_loss for one in self.standings if one.key == self.furthest.key)
         return next((loss for loss in known if loss is not None), None)
+
+    @property
+    def has_taken_losses(self) -> bool:
+        """Whether the event's loss is a mean of the meters, which are empty then; a checkpoint alone has none."""
+        return self.event_loss is not None and not math.isnan(self.event_loss)
 
 
 def compare(group: Group, own: Standing) -> Settlement:
     """Exchange standings and find the source; a collective."""
     rows = [json.loads(data) for data in gather_bytes(group, json.dumps(asdict(own)).encode())]
-    standings = tuple(Standing(**{**row, "members": tuple(row["members"])}) for row in rows)
+    standings = tuple(
+        Standing(**{**row, "members": tuple(row["members"]), "fault": row["fault"] and Fault.from_json(row["fault"])})
+        for row in rows
+    )
     return Settlement(standings, max(range(len(standings)), key=lambda rank: (standings[rank].key, -rank)))
+
+
+def describe_settlement(settlement: Settlement, members: Sequence[str]) -> dict[str, Any]:
+    """What the run's log tells of a new generation, and of how the one before it ended: for a replay."""
+    furthest, standings = settlement.furthest, list(zip(members, settlement.standings, strict=True))
+    return {
+        "members": list(members),
+        "newcomers": [member for member, one in standings if one.is_newcomer],
+        "source": members[settlement.source],
+        "parts": {member: one.parts for member, one in standings if not one.is_newcomer},
+        "event": furthest.event,
+        "averages": furthest.averages,
+        "rounds": 0,
+        "has_loss": settlement.event_loss is not None,
+        "is_over": all(one.is_over for one in settlement.standings),
+    }
+
+
+def with_scale(segments: Sequence[Mapping[str, Any]], settlement: Settlement) -> list[dict[str, Any]]:
+    """The source's segments. In the last one, which is over, the source itself may not have begun to train."""
+    settled = (one for one in settlement.standings if one.settled == settlement.furthest.settled)
+    known = next((one.lr_scale for one in settled if one.lr_scale is not None), None)
+    return [*map(dict, segments[:-1]), dict(segments[-1]) | ({} if known is None else {"lr_scale": known})]
 
 
 def why_not(engine: Engine) -> str | None:
     """Why the loss of a rank ends this run, whatever on_fault says; None where the others can go on."""
     config = engine.config
-    if engine.is_own_loop:
-        return "it is a loop of your own"
+    if isinstance(engine.eager, SeveralSteps) and not config.is_local:
+        return "several optimizers step one after the other for a batch; policy='cadence' and 'async' can go on"
     if config.is_model_parallel:
         return f"strategy={config.strategy!r} has parts of the model on every rank"
     if isinstance(engine.optimizer, MuonAdamW):
         return "MuonAdamW has a part of its state on every rank"
-    if config.strategy in SHARDED and not config.redundancy:
-        return f"strategy={config.strategy!r} has a part of the state on every rank; redundancy=1 keeps a copy of each"
+    if needs_checkpoint(config) and engine.is_own_loop:
+        return "a loop of your own cannot go back to a checkpoint; redundancy=1 keeps a copy of each shard"
+    if needs_checkpoint(config) and config.save_every is None and config.resume is None:
+        return no_checkpoint(config)
     if config.backend == "nccl":
         return "backend='nccl' cannot give up a sum that is under way"
     if engine.reader is not None:
         return "one rank reads the stream for all of them"
     if config.compile == "graph" and engine.device.type == "cuda" and not config.is_local:
         return "compile='graph' has captured the steps of this group"
-    if config.replay is not None:
+    if config.replay is not None and engine.rank_info.recorded is None:
         return "it is a replay"
     return None
 
 
-def admits(config: RunConfig) -> bool:
-    """Whether others may join: not where settings have one entry for each rank, or ranks have shards."""
-    given = (config.shares, config.memory_shares, config.memory_cap)
-    return config.strategy not in SHARDED and not any(isinstance(values, tuple) for values in given)
+def needs_checkpoint(config: RunConfig) -> bool:
+    """Whether the loss of a rank means going back to a checkpoint: there are shards, and nobody has a copy of them."""
+    return config.strategy in SHARDED and not config.redundancy
+
+
+def no_checkpoint(config: RunConfig) -> str:
+    """Why a loss ends the run, where a checkpoint is needed and there is none."""
+    return (
+        f"strategy={config.strategy!r} has a part of the state on every rank, and there is no checkpoint to go back "
+        "to; redundancy=1 keeps a copy of each part, save_every=... saves checkpoints"
+    )
+
+
+def why_not_joined(engine: Engine) -> str | None:
+    """Why nobody may join this run, though it can go on without a rank; None where others may."""
+    config = engine.config
+    if isinstance(engine.eager, SeveralSteps):
+        return "it has several optimizers"
+    if config.strategy in SHARDED:
+        return f"strategy={config.strategy!r} has its state in shards, of which a newcomer has none"
+    for name in ("shares", "memory_shares", "memory_cap"):
+        if isinstance(getattr(config, name), tuple):
+            return f"{name} has one entry for each rank of the start"
+    return None
 
 
 def position_of(engine: Engine) -> dict[str, Any]:
@@ -133,13 +198,23 @@ def position_of(engine: Engine) -> dict[str, Any]:
 def take_position(engine: Engine, position: Mapping[str, Any]) -> None:
     """A newcomer goes to where the others are; its own log is empty."""
     learn_sizes(engine.axis, position)
-    engine.go_on_from(Ledger.from_json(position["ledger"]), [], [])
-    engine.reach_slot(position["trained"])
-    engine.restore_left_out([(epoch, samples) for epoch, samples in position["skipped"]], position["skipped_slots"])
+    engine.go_on_from(Ledger.from_json(position["ledger"]))
+    engine.restore_log((), ())
+    take_left_out(engine, position)
     engine.dropped.agree(*position["dropped"])
     engine.events.take_requests(position["saves"], position["evaluations"])
-    # Not the masks that this rank would have drawn at the beginning of the run.
+    seed_newcomer(engine)
+
+
+def seed_newcomer(engine: Engine) -> None:
+    """Not the masks that this rank, or rank 0, would have drawn at the beginning of the run."""
     torch.manual_seed(engine.config.seed + 7919 * engine.rank_info.rank + 104729 * engine.trained)
+
+
+def take_left_out(engine: Engine, position: Mapping[str, Any]) -> None:
+    """What the user's loop has left out on the other ranks, and how far they are."""
+    engine.reach_slot(position["trained"])
+    engine.restore_left_out([(epoch, samples) for epoch, samples in position["skipped"]], position["skipped_slots"])
 
 
 def config_of(config: RunConfig, ranks: Sequence[int]) -> RunConfig:
@@ -195,26 +270,40 @@ def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, 
 
 
 def settle_exact(
-    engine: Engine, before: GradientSync | None, own: Standing, settlement: Settlement, members: Sequence[str]
-) -> None:
-    """Bring this rank to the furthest one's step; a collective. `before` is the synchronizer of the lost group, if
-    there was one, and `members` are those of the new one.
+    engine: Engine,
+    before: GradientSync | None,
+    own: Standing,
+    settlement: Settlement,
+    members: Sequence[str],
+    position: Mapping[str, Any],
+) -> bool:
+    """Bring this rank to the furthest one's step, which has told its `position`; a collective. `before` is the
+    synchronizer of the lost group, if there was one, and `members` are those of the new one. False on
+    all where that is not possible, because shards are lost for good: nothing has changed then.
 
     A step happened if any of those who are left has applied it: its gradients held all ranks' samples. A rank that had
-    its own part in the sum counts it as trained. Else the slot is trained again, from the same buffers and random
-    numbers.
+    its own part in the sum counts it as trained, or as dropped where the step was skipped. Else the slot is trained
+    again, from the same buffers and random numbers.
     """
     group, source = engine.rank_info.group, settlement.source
     is_behind = own.progress < settlement.furthest.progress and not own.is_newcomer
     if engine.strategy is not None:
-        settle_shards(engine, group, own.members, members)
+        if not settle_shards(engine, group, own.members, members):
+            return False
     elif settlement.is_uneven:
         take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
     if before is not None and before.guard is not None:
-        before.guard.end_interrupted(was_applied=is_behind)
+        is_left_out = is_behind and own.skips < settlement.furthest.skips
+        was_applied, known = is_behind and not is_left_out, len(engine.log)
+        bad_steps = before.guard.end_interrupted(was_applied, settlement.furthest.fault)
+        before.weight += 0 if bad_steps else sum(samples for _, _, samples in engine.log[known:])
+        before.note_bad_steps(bad_steps)
+        if is_left_out:
+            take_left_out(engine, position)
     if settlement.has_newcomers:  # now that buffers are those of the last step that counts
         take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
+    return True
 
 
 def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], axis: Axis) -> list[dict[str, Any]]:
@@ -224,7 +313,7 @@ def lost_logs(generations: Sequence[Mapping[str, Any]], members: Sequence[str], 
         for rank, member in enumerate(generation["members"]):
             if member not in members:
                 found = log_of(generation, rank, axis)
-                known = logs.setdefault(member, {"log": [], "dropped": []})
+                known = logs.setdefault(member, {"member": member, "log": [], "dropped": []})
                 known["log"] += found["log"]
                 known["dropped"] += found["dropped"]
     return list(logs.values())

@@ -10,6 +10,7 @@ have been committed meanwhile without the rest.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,23 @@ import torch
 
 from uneven.average.verify import ODD_AVERAGE, judge
 from uneven.comm.gather import gather_bytes, gather_checksums
-from uneven.comm.group import Group
+from uneven.comm.group import Group, SoloGroup
 from uneven.policy.axis import Axis
+from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Held, Lineage, encode, settled_ledger, trained_again
-from uneven.policy.recorded import Round
+from uneven.policy.recorded import RecordedWindows, Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.stream_axis import StreamAxis
 from uneven.policy.windows import Windows
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.local_state import LocalState
-from uneven.train.settle import Settlement
+from uneven.train.settle import Settlement, seed_newcomer
+
+
+def begin_blank(local: LocalSGD) -> None:
+    """Of a newcomer: it will settle with ranks that have trained, from nothing."""
+    local.is_blank, local.average = True, local.new_average(SoloGroup(), None)
+    local.average.close()
 
 
 def abandon(local: LocalSGD) -> None:
@@ -54,8 +62,16 @@ def held_by(local: LocalSGD) -> Held:
     return Held(encode(since), tuple(slot for slot in given if slot < engine.axis.total))
 
 
-def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settlement: Settlement) -> LocalState:
+def settle_local(
+    local: LocalSGD,
+    group: Group,
+    members: tuple[str, ...],
+    settlement: Settlement,
+    left: Collection[str] = (),
+) -> LocalState:
     """In the new group, with `members` in its rank order. Changes `local` and its engine once all has arrived.
+
+    Those who have `left` on purpose have trained nothing that is not in an average.
 
     GroupLostError where another rank is lost meanwhile: then nothing has changed, and the next generation settles.
     Next comes a LocalSGD that goes on after `local`. One rank that is left alone trains on with GradientSync, and
@@ -64,7 +80,7 @@ def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settle
     source, furthest = settlement.source, settlement.furthest
     told = gather_bytes(group, json.dumps(held_by(local).to_json()).encode())
     held = [Held.from_json(json.loads(data)) for data in told]
-    own = _agree(local, held, members).to_bytes() if group.rank == source else b""
+    own = _agree(local, held, members, left).to_bytes() if group.rank == source else b""
     agreed = LocalState.from_bytes(gather_bytes(group, own)[source])
     is_behind = settlement.standings[group.rank].progress < furthest.progress
     is_sent = settlement.is_uneven or settlement.has_newcomers
@@ -77,12 +93,12 @@ def settle_local(local: LocalSGD, group: Group, members: tuple[str, ...], settle
 
 
 def describe(agreed: LocalState, members: tuple[str, ...], settlement: Settlement, axis: Axis) -> dict[str, Any]:
-    """What the run's log tells of a settlement: who was furthest, who merged its last round late, what is trained
+    """What the run's log tells of a settlement: the rounds that count, who merged the last one late, what is trained
     again.
     """
     newest, standings = settlement.furthest.progress, zip(members, settlement.standings, strict=True)
     return {
-        "source": members[settlement.source],
+        "rounds": agreed.eras[-1].rounds,
         "rolled": [member for member, one in standings if one.progress < newest and not one.is_newcomer],
         "again": agreed.again,
         "again_samples": sum(axis.slot(slot).samples for slot in agreed.again),
@@ -113,12 +129,11 @@ def _passed(local: LocalSGD) -> int:
 def _own_state(local: LocalSGD) -> LocalState:
     """What this rank knows to be agreed upon."""
     engine, epochs, agreed, windows = local.engine, local.epochs, local.agreed, local.windows
-    assert isinstance(windows, Windows), "a replay does not settle"
     lineage, axis = local.tally.lineage, engine.axis
     return LocalState(
         eras=lineage.eras,
         members=lineage.members if agreed is None else agreed.members,
-        windows=windows.state_dict() if agreed is None else agreed.windows,
+        windows=_windows_state(windows) if agreed is None else agreed.windows,
         passed=_passed(local),
         lr_scale=(local.scale.value, local.scale.is_known) if agreed is None else agreed.lr_scale,
         epoch=epochs.epoch,
@@ -129,18 +144,26 @@ def _own_state(local: LocalSGD) -> LocalState:
         saves=sorted(engine.events.extra_saves),
         evaluations=sorted(engine.events.extra_evaluations),
         dropped=engine.dropped.counted,
+        skipped=engine.skipped,
+        skipped_slots=engine.skipped_slots,
         epoch_sizes=axis.sizes if isinstance(axis, StreamAxis) else [],
     )
 
 
-def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...]) -> LocalState:
+def _windows_state(windows: Windows | RecordedWindows) -> dict[str, Any] | None:
+    """A replay has no estimates to go on with."""
+    return windows.state_dict() if isinstance(windows, Windows) else None
+
+
+def _agree(local: LocalSGD, held: list[Held], members: tuple[str, ...], left: Collection[str]) -> LocalState:
     """By the furthest rank: what counts."""
     state, records = _own_state(local), local.engine.rank_info.records
     assert records is not None, "ranks that go on after a loss have written down what they handed in"
     lost = [records.read(state.eras, member) for member in local.tally.lineage.gone(members)]
     ledger = settled_ledger(held, [log["log"] for log in lost], state.passed)
     packed = [{**log, "log": encode(log["log"]), "dropped": encode(log["dropped"])} for log in lost]
-    again = trained_again(ledger, held)
+    is_any_lost = not {*local.tally.lineage.members} <= {*members, *left}
+    again = trained_again(ledger, held) if is_any_lost and local.engine.config.replay is None else []
     return replace(state, ledger=ledger.to_json(), lost=packed, again=again)
 
 
@@ -166,7 +189,8 @@ def _send_average(local: LocalSGD, group: Group, source: int, is_behind: bool) -
 def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch.Tensor | None) -> None:
     """See [Note: all or nothing]. `buffers` where this rank merges the last round late."""
     engine, tally, epochs = local.engine, local.tally, local.epochs
-    if local.is_blank:
+    was_blank = local.is_blank
+    if was_blank:
         assert buffers is not None, "a newcomer is behind"
         local.average.roll_forward(buffers, is_unchanged=True)
         local.is_blank = False
@@ -189,4 +213,10 @@ def _apply(local: LocalSGD, agreed: LocalState, lineage: Lineage, buffers: torch
             engine.axis.learn(epoch, samples)
     engine.events.take_requests(agreed.saves, agreed.evaluations)
     engine.dropped.agree(*agreed.dropped)
-    engine.go_on_from(agreed.new_ledger, engine.log, engine.rounds)
+    engine.restore_left_out(agreed.skipped, agreed.skipped_slots)
+    engine.go_on_from(agreed.new_ledger)
+    if engine.rank_info.recorded is not None and engine.rank_info.world_size > 1:
+        engine.go_on_from(Ledger())  # the log has slots, not positions among what is left
+        engine.reach_slot(agreed.new_ledger.trained)
+    if was_blank:
+        seed_newcomer(engine)

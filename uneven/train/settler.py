@@ -5,35 +5,45 @@ begins the same again with the generation after that.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from uneven.errors import GroupLostError
+from uneven.errors import GroupLostError, RankError
 from uneven.policy.finish import Cost
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.leaving import PARTING, has_handed_in, is_parting
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.membership import Generation, Membership
+from uneven.train.roll_back import go_back, read_newest
 from uneven.train.round_records import RoundRecords
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.settle import (
     NEWCOMER,
+    Settlement,
     Standing,
-    admits,
     compare,
     config_of,
+    describe_settlement,
     lost_logs,
+    needs_checkpoint,
+    no_checkpoint,
     position_of,
     settle_exact,
     share_record,
     take_position,
     take_replica,
+    why_not_joined,
+    with_scale,
 )
-from uneven.train.settle_local import abandon, describe, settle_local
+from uneven.train.settle_buffers import settle_buffers
+from uneven.train.settle_local import abandon, begin_blank, describe, settle_local
+from uneven.train.settle_losses import exchange_losses, settled_losses, take_losses
 from uneven.train.settle_shards import leave_shards
 from uneven.train.step_guard import StepGuard
-from uneven.train.synchronizer import Synchronizer
+from uneven.train.synchronizer import Synchronizer, Wish
 
 GoOn = Callable[[Synchronizer | None, Cost | None, float | None], None]
 
@@ -60,28 +70,66 @@ class Settler:
         self._membership, self._go_on, self._new_synchronizer = membership, go_on, new_synchronizer
         self._members, self._settled = tuple(members), engine.rank_info.generation
         self.is_over = False  # nothing is left to train: only results are exchanged
+        self._before: Synchronizer | None = None  # of the group that is lost; a newcomer has none
+        self._lines: list[str] = []  # for the user, where all went back to a checkpoint
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
-        saves.check = self.check
+        run.member = engine.rank_info.member
+        self._lr_scale: float | None = None  # in this generation, once this rank trains in it
+        if engine.rank_info.recorded is None:  # else a generation ends after its last checkpoint
+            saves.check = self.check
         if engine.config.is_local:
             engine.rank_info.records = RoundRecords(membership.record_store(), engine.rank_info.member)
 
     def begin(self) -> None:
-        """With the first group: tell those who may join later what they must know beforehand."""
+        """With the first group: tell those who may join later what they must know beforehand; a collective."""
         config, info = self._engine.config, self._engine.rank_info
-        if info.rank == 0 and admits(config):
+        if not config.is_local:
+            exchange_losses(self._engine.meter, info.group)
+        self._defer_joins()
+        self._run.segments[-1] |= {"members": list(self._members)}
+        self._note_scale()
+        if info.rank == 0 and why_not_joined(self._engine) is None:
             exact = {"global_batch_size": self._engine.axis.slot_size, "max_global_batch_size": None}
             self._membership.begin({"config": {**({} if config.is_local else exact), "accumulate": config.accumulate}})
 
     def show(self) -> dict[str, Any]:
         """For the launcher: that the run can go on without ranks, and whether others may join; from any thread."""
         config = self._engine.config
-        allowed = {"min_ranks": config.min_ranks, "restarts": config.restarts}
-        return {**allowed, "admits": admits(config) and not self.is_over}
+        if config.replay is not None:
+            return {"ends_because": "it is a replay"}
+        allowed: dict[str, Any] = {"min_ranks": config.min_ranks, "restarts": config.restarts}
+        if self._engine.is_own_loop:
+            allowed["stays_because"] = "it is a loop of your own"
+        return {
+            **allowed,
+            "admits": why_not_joined(self._engine) is None and not self.is_over,
+            **self._show_checkpoint(),
+        }
+
+    def _show_checkpoint(self) -> dict[str, Any]:
+        """Where a loss means going back: how far, as ranks on the first machine see it, or that it ends the run."""
+        config, info = self._engine.config, self._engine.rank_info
+        if not needs_checkpoint(config) or not info.is_with_first or self.is_over:
+            return {}
+        slot = self._saves.newest()
+        return {"ends_because": no_checkpoint(config)} if slot is None else {"checkpoint": slot}
 
     def check(self) -> None:
         """GroupLostError where a newer generation was announced: a rank may train on for long without the others."""
         if self._membership.is_stale(self._engine.rank_info.generation):
             raise GroupLostError("a newer generation of ranks was announced")
+
+    def wish(self) -> Wish:
+        """Where this rank was asked to leave, the others hear it in the next exchange."""
+        return Wish.LEAVE if self._membership.is_leaving() else Wish.NONE
+
+    def between_steps(self) -> None:
+        """GroupLostError where a newer generation was announced, or all ranks have heard that one of them leaves."""
+        self.check()
+        synchronizer = self._events.synchronizer
+        if synchronizer is not None and is_parting(synchronizer, self._engine):
+            self._saves.finish()  # its part of the last checkpoint
+            raise GroupLostError(PARTING)
 
     def finish(self) -> None:
         """Wait until all ranks have the run's result."""
@@ -97,64 +145,95 @@ class Settler:
         self._saves.abandon()
         before.close()
         if isinstance(before, LocalSGD):
-            self._events.undo()
+            if not self.is_over:
+                self._events.undo()
             abandon(before)
-        generation, cause = self._membership.await_next(info.generation, str(lost)), str(lost)
-        while True:
-            try:
-                self._enter(generation, before, cost)
-                break
-            except GroupLostError as again:
-                cause = str(again)
-                generation = self._membership.await_next(generation.number, cause)
-        self._tell(generation, (recorder.enter("other") - began_ns) / 1e6)
+        if has_handed_in(before, self._engine) and self._membership.must_leave():
+            generation = self._membership.leave(info.generation, self._engine.samples)
+        else:
+            generation = self._membership.await_next(info.generation, str(lost))
+        self._before = before
+        self._enter_newest(generation, cost, began_ns)
 
     def join(self, cost: Cost) -> None:
         """Of a newcomer that is ready: take part in the first generation that has it, and train on in it."""
-        recorder = self._engine.recorder
-        recorder.enter("communication")
         generation = self._membership.enter()
+        self._enter_newest(generation, cost, self._engine.recorder.enter("communication"))
+        self._defer_joins()
+
+    def _defer_joins(self) -> None:
+        """In a loop of the user's own others join at epoch starts: there all ranks' scripts are at one place."""
+        if self._engine.is_own_loop:
+            self._membership.defer_joins(self._members)
+
+    def let_in(self, deferred: int) -> None:
+        """Others wait to join in this generation, as one of the ranks knows: GroupLostError, and all settle in it."""
+        if deferred > self._engine.rank_info.generation:
+            self._membership.let_in()
+            raise GroupLostError("others join")
+
+    @property
+    def deferred(self) -> int:
+        """The generation in which others wait to join, as far as this rank knows."""
+        return self._membership.deferred
+
+    def _enter_newest(self, generation: Generation, cost: Cost | None, began_ns: int) -> None:
+        """Settle in this generation, or in the first after it in which nobody is lost meanwhile; and say so."""
+        self._lines = []
         while True:
             try:
-                self._enter(generation, None, cost)
+                self._enter(generation, cost)
                 break
-            except GroupLostError as again:
-                generation = self._membership.await_next(generation.number, str(again))
-        self._tell(generation, 0.0)
-
-    def _tell(self, generation: Generation, ms: float) -> None:
+            except GroupLostError as lost:
+                generation = self._membership.await_next(generation.number, str(lost))
+        recorder = self._engine.recorder
+        ms = (recorder.enter("other") - began_ns) / 1e6
         fields = {"number": generation.number, "why": generation.why, "ranks": len(generation.members), "ms": ms}
-        self._engine.recorder.event("generation", slot=self._engine.trained, again=self._again, **fields)
-        lines = [f"  up to {self._again:,} samples are trained again"] if self._again else []
-        self._membership.settled(generation.number, lines)
+        recorder.event("generation", slot=self._engine.trained, again=self._again, **fields)
+        lines = [f"  up to {self._again:,} samples are trained again"] if self._again and not self._lines else []
+        self._membership.settled(generation.number, [*self._lines, *lines])
 
-    def _enter(self, generation: Generation, before: Synchronizer | None, cost: Cost | None) -> None:
-        """`before` was this rank's synchronizer; a newcomer has none."""
+    def _enter(self, generation: Generation, cost: Cost | None) -> None:
         engine, info, run = self._engine, self._engine.rank_info, self._run
-        old_members = self._members
-        group = self._membership.form(generation)
+        old_members, before = self._members, self._before
+        group = self._membership.form(generation, is_own_loop=engine.is_own_loop)
         info.go_on_as(generation.number, generation.roster, generation.members.index(info.member), group)
         engine.recorder.rank = info.rank
         if isinstance(before, GradientSync) and before.guard is not None:
+            known = len(engine.log)
             before.guard.end_applied()
+            before.weight += sum(samples for _, _, samples in engine.log[known:])
         own = self._standing(before)
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
         record = share_record(group, source, self._record())
+        self._events.settle_loop(group)
         if is_local:
             if settlement.has_newcomers:
                 take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
             before = self._blank() if before is None else before
             assert isinstance(before, LocalSGD), "as the furthest one"
-            agreed = settle_local(before, group, generation.members, settlement)
+            settle_buffers(engine, None if own.is_newcomer else before, own, settlement)
+            agreed = settle_local(before, group, generation.members, settlement, generation.left)
             found, run.lost_logs = describe(agreed, generation.members, settlement, engine.axis), agreed.lost_logs
         else:
             assert before is None or isinstance(before, GradientSync), "as the furthest one"
-            settle_exact(engine, before, own, settlement, generation.members)
-            run.generations = share_record(group, source, {"all": self._generations(before)})["all"]
+            if not settle_exact(engine, before, own, settlement, generation.members, record["position"]):
+                self._roll_back(generation, settlement, cost)
+                return
+            settle_buffers(engine, before, own, settlement)
+            losses = settled_losses(engine.meter, old_members, info.member, generation.members)
+            shared = share_record(group, source, {"all": self._generations(before), "losses": losses})
+            run.generations = shared["all"]
+            take_losses(engine.meter, shared["losses"], info.rank, are_taken=settlement.has_taken_losses)
             run.lost_logs = lost_logs(run.generations, generation.members, engine.axis)
-        run.earlier_logs = record["earlier_logs"]
+        resumed = record["resumed_logs"]
+        run.earlier_logs = [
+            *record["earlier_logs"],
+            *(resumed[one] for one in resumed if one not in generation.members),
+        ]
+        run.resumed_logs = {one: log for one, log in resumed.items() if one in generation.members}
         if engine.config.is_local and (info.world_size == 1 or not is_local):
             # Alone, the rank has no rounds: what is known of the others by their rounds must not be forgotten.
             run.earlier_logs, run.lost_logs, run.generations = [*run.earlier_logs, *run.lost_logs], [], []
@@ -162,43 +241,119 @@ class Settler:
         self._members, self._settled = generation.members, generation.number
         if own.is_newcomer and not is_local:
             take_position(engine, record["position"])
-        self._again = found.get("again_samples", 0)
-        run.segments = [*record["segments"], self._segment(generation) | found]
-        self._events.undo()
+        self._again = found.get("again_samples", 0 if not self._lines else self._again)
+        run.segments = [*with_scale(record["segments"], settlement), self._segment(generation, settlement) | found]
+        self._lr_scale = None
+        self.is_over = all(one.is_over for one in settlement.standings)  # whoever is not needs the others once more
+        if not self.is_over:
+            self._events.undo()
         if own.event < settlement.furthest.event:
             run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
+            run.stop_rounds = record["stop_rounds"]
             engine.schedule.load_state_dict(record["schedule"])
             self._events.done = settlement.furthest.event
-        if settlement.event_loss is not None:
-            engine.meter.totals.zero_()
         if isinstance(before, GradientSync):
             before.guard = StepGuard(engine)
         info.has_settled()
-        self.is_over = all(one.is_over for one in settlement.standings)  # whoever is not needs the others once more
-        if self.is_over:
-            return
-        kept = [old_members.index(member) for member in generation.members if member in old_members]
+        if not self.is_over:
+            self._train_on(old_members, before, cost, settlement)
+
+    def _train_on(
+        self, old_members: Sequence[str], before: Synchronizer | None, cost: Cost | None, settlement: Settlement | None
+    ) -> None:
+        """All have settled: divide the work anew, and go on with another synchronizer than `before`.
+
+        `settlement` is None where they went back to a checkpoint.
+        """
+        engine = self._engine
+        kept = [old_members.index(member) for member in self._members if member in old_members]
         engine.eager.reducer = None  # of the lost group
         engine.follow_ranks(config_of(engine.config, kept))
         leave_shards(engine)
-        self._go_on(before, cost, settlement.event_loss)
-        if isinstance(before, LocalSGD) and info.world_size == 1:
+        self._go_on(before, cost, None if settlement is None else settlement.event_loss)
+        self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
+        self._note_scale()
+        if isinstance(before, LocalSGD) and engine.rank_info.world_size == 1:
             before.epochs.run()
+
+    def _roll_back(self, generation: Generation, settlement: Settlement, cost: Cost | None) -> None:
+        """A shard is lost for good: go back to the newest checkpoint with all who are left, and train on from there."""
+        engine, run = self._engine, self._run
+        if engine.is_own_loop:
+            raise RankError("a shard and its copy are lost, and a loop of your own cannot go back to a checkpoint")
+        engine.recorder.enter("checkpoint")  # reading may last
+        gone = ", ".join(member for member in settlement.furthest.members if member not in generation.members)
+        lost = f"{gone} had a part of the model of which no copy is left" if gone else "ranks are a step apart"
+        found = read_newest(engine, engine.rank_info.group, self._saves.out, lost)
+        engine.recorder.enter("communication")
+        furthest = max(one.progress for one in settlement.standings)
+        if isinstance(self._before, GradientSync) and self._before.guard is not None:
+            self._before.guard.end_interrupted(was_applied=False, fault=None)
+        go_back(engine, run, self._events, found)
+        exchange_losses(engine.meter, engine.rank_info.group)
+        fresh = self._new_synchronizer()  # what the old one knows of the replica is past
+        assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
+        self._before, fresh.guard = fresh, StepGuard(engine)
+        old_members, self._members, self._settled = self._members, generation.members, generation.number
+        samples = engine.axis.samples_before(max(furthest, found.slot)) - engine.axis.samples_before(found.slot)
+        if self._lines:  # gone back before, and lost another one since
+            samples = max(samples, self._again)
+        self._again, self.is_over = samples, False
+        self._lines = [
+            *found.notes,
+            f"  {found.name}: {samples:,} samples are trained again, from step {found.slot} on",
+        ]
+        run.segments[-1:] = [
+            self._segment(generation, settlement) | {"checkpoint": found.name, "again_samples": samples}
+        ]
+        engine.rank_info.has_settled()
+        self._train_on(old_members, fresh, cost, None)
+
+    @property
+    def _synchronizer(self) -> GradientSync | LocalSGD:
+        """Of the present generation."""
+        found = self._events.synchronizer
+        assert isinstance(found, GradientSync | LocalSGD), "one of the two"
+        return found
+
+    def _note_scale(self) -> None:
+        """This rank begins to train in a generation; a replay takes the factor on the learning rates from its log."""
+        synchronizer, recorded = self._synchronizer, self._engine.rank_info.recorded
+        if isinstance(synchronizer, LocalSGD):
+            self._lr_scale = synchronizer.scale.value
+        else:
+            known = None if recorded is None else recorded.generations[self._engine.rank_info.generation].lr_scale
+            self._lr_scale = synchronizer.lr_scale = synchronizer.lr_scale if known is None else known
+        self._run.segments[-1] |= {"lr_scale": self._lr_scale}
 
     def _blank(self) -> LocalSGD:
         """Of a newcomer to a local policy."""
         found = self._new_synchronizer()
         assert isinstance(found, LocalSGD), "there are others"
-        found.begin_blank()
+        begin_blank(found)
         return found
 
     def _standing(self, before: Synchronizer | None) -> Standing:
-        members, done, is_local = self._members, self._events.done, isinstance(before, LocalSGD)
+        members, done, info = self._members, self._events.done, self._engine.rank_info
         if before is None:
             return Standing(NEWCOMER, NEWCOMER, NEWCOMER, ())
-        loss = before.event_loss if isinstance(before, GradientSync) else None
-        progress = before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.trained
-        return Standing(self._settled, progress, done, members, is_local, self.is_over, loss)
+        assert isinstance(before, GradientSync | LocalSGD), "one of the two"
+        found = Standing(
+            self._settled,
+            before.tally.lineage.merged if isinstance(before, LocalSGD) else self._engine.trained,
+            done,
+            members,
+            is_local=isinstance(before, LocalSGD),
+            is_over=self.is_over,
+            averages=before.buffers.averages,
+            parts=len(self._engine.log),
+            lr_scale=self._lr_scale,
+            is_source=info.recorded is not None and info.recorded.generations[info.generation].source == info.member,
+        )
+        if isinstance(before, LocalSGD):
+            return found
+        fault, skips = self._engine.dropped.last_fault, len(self._engine.skipped)
+        return replace(found, event_loss=before.event_loss, fault=fault, skips=skips)
 
     def _generations(self, before: GradientSync | None) -> list[dict[str, Any]]:
         """All that are over, as the source knows them: with the one in which `before` trained."""
@@ -212,20 +367,21 @@ class Settler:
         return {
             "segments": run.segments,
             "earlier_logs": run.earlier_logs,
+            "resumed_logs": run.resumed_logs,
             "history": run.history,
             "saves": run.saves,
+            "stop_rounds": run.stop_rounds,
             "monitored": run.monitored,
             "schedule": engine.schedule.state_dict(first_needed=0),
             "position": position_of(engine),
         }
 
-    def _segment(self, generation: Generation) -> dict[str, Any]:
-        devices = [str(device) for device in generation.roster.devices]
-        trained = self._engine.trained
+    def _segment(self, generation: Generation, settlement: Settlement) -> dict[str, Any]:
         return {
-            "slot": trained,
-            "samples": self._engine.samples_before(trained),
-            "devices": devices,
+            "slot": self._engine.trained,
+            "samples": self._engine.samples_before(self._engine.trained),
+            "devices": [str(device) for device in generation.roster.devices],
             "generation": generation.number,
             "why": generation.why,
+            **describe_settlement(settlement, generation.members),
         }

@@ -7,7 +7,7 @@ reads it raises, so no rank waits for one that will not come (tests/api/test_loo
 from collections.abc import Sequence
 from enum import IntEnum
 
-from uneven.errors import RankError
+from uneven.errors import LeftLoopError, RankError
 
 
 class RankStatus(IntEnum):
@@ -22,15 +22,15 @@ class RankStatus(IntEnum):
 
 
 def check_status(statuses: Sequence[RankStatus], slot: int) -> None:
-    """RankError naming the first rank that left before this slot."""
+    """LeftLoopError naming the first rank that left before this slot."""
     for rank, status in enumerate(statuses):
         if status == RankStatus.LEFT_EPOCH:
-            raise RankError(
+            raise LeftLoopError(
                 f"rank {rank} left its epoch at slot {slot}: every rank must train every batch that "
                 "ddp.batches(epoch) yields, by one ddp.step(loss) each"
             )
         if status == RankStatus.FINISHED:
-            raise RankError(f"rank {rank} called ddp.finish() before slot {slot} while other ranks still train")
+            raise LeftLoopError(f"rank {rank} called ddp.finish() before slot {slot} while other ranks still train")
 
 
 def check_agreement(fingerprints: Sequence[int], when: str) -> None:

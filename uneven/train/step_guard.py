@@ -7,11 +7,12 @@ before it, and every rank's shares since this generation began, from which the l
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from uneven.policy.axis import Axis, Part, part_of
 from uneven.policy.ledger import Ledger
+from uneven.step.finite import Fault
+from uneven.train.dropped import BadStep
 from uneven.train.engine import Engine
+from uneven.train.random_state import RandomStates
 from uneven.train.settle_shards import updates_of
 
 Log = list[tuple[int, int, int]]
@@ -25,8 +26,10 @@ class StepGuard:
         self._first = engine.trained
         self._plan: list[tuple[int, tuple[int, ...]]] = []  # (from this position on, shares)
         self._dropped: set[int] = set()  # slots of which all ranks dropped their parts
+        self._left_out: list[tuple[int, int]] = []  # positions that a loop of the user's own left out
         self._part: Part | None = None  # of the step that has begun
-        self._random: list[torch.Tensor] = []
+        self._random: RandomStates | None = None  # before the step
+        self._losses: list[tuple[float, float]] = []  # that were known before the step
         self._updates = 0  # of the strategy before the step, where it counts them
 
     def plan(self, position: int, shares: tuple[int, ...]) -> None:
@@ -35,13 +38,19 @@ class StepGuard:
             self._plan.append((position, shares))
 
     def begin(self, part: Part) -> None:
+        """Before the part's forward. A loop of the user's own runs that itself: then the step begins it once more."""
+        if self._part == part:
+            return
         self._part, self._updates = part, updates_of(self._engine)
-        device = self._engine.device
-        self._random = [torch.get_rng_state()]
-        if device.type == "cuda":
-            self._random.append(torch.cuda.get_rng_state(device))
+        self._losses = self._engine.meter.known
+        self._random = RandomStates.read(self._engine.device)
 
     def done(self) -> None:
+        self._part = None
+
+    def leave_out(self, end: int) -> None:
+        """All ranks leave out what follows the last step, up to this position; so the step that has begun, too."""
+        self._left_out.append((self._engine.trained, end))
         self._part = None
 
     def note_dropped(self, slots: Iterable[int]) -> None:
@@ -50,26 +59,28 @@ class StepGuard:
     def end_applied(self) -> None:
         """A sharded step is applied before its params are sent: one that was interrupted after that counts."""
         if self._part is not None and updates_of(self._engine) > self._updates:
-            self.end_interrupted(was_applied=True)
+            self.end_interrupted(was_applied=True, fault=None)
 
-    def end_interrupted(self, was_applied: bool) -> None:
-        """The group is lost, perhaps inside a step. `was_applied`: another rank has applied the step, so it counts.
+    def end_interrupted(self, was_applied: bool, fault: Fault | None) -> list[BadStep]:
+        """The group is lost, perhaps inside a step. `was_applied`: a survivor has been through the step, so it counts,
+        or it was skipped for this `fault` and is returned.
 
-        Else buffers, loss meter and random numbers are again as before the step.
+        A step that is skipped or done again leaves buffers and loss meter as before it, one that is done again random
+        numbers, too.
         """
         engine, part, self._part = self._engine, self._part, None
         if part is None:
             assert not was_applied, "a rank is behind only where it was interrupted"
-            return
-        if was_applied:
+            return []
+        if was_applied and fault is None:
             engine.eager.end_update()
-            engine.eager.cancel()
-            engine.record_part(part, lambda: None, engine.trained + 1)
-            return
         engine.eager.cancel()
-        torch.set_rng_state(self._random[0])
-        if engine.device.type == "cuda":
-            torch.cuda.set_rng_state(self._random[1], engine.device)
+        if was_applied:
+            return engine.record_part(part, lambda: fault, engine.trained + 1)
+        engine.meter.known = self._losses
+        assert self._random is not None, "read when the step began"
+        self._random.restore(engine.device)
+        return []
 
     def record(self) -> dict[str, Any]:
         """The steps of this generation up to the last one that is applied here, for `log_of`; as JSON."""
@@ -79,6 +90,7 @@ class StepGuard:
             "end": engine.trained,
             "plan": [[position, list(shares)] for position, shares in self._plan if position < engine.trained],
             "dropped": sorted(self._dropped),
+            "left_out": self._left_out,
             "ledger": engine.ledger.to_json(),
         }
 
@@ -89,6 +101,8 @@ def log_of(record: Mapping[str, Any], rank: int, axis: Axis) -> dict[str, Log]:
     ends = [position for position, _ in record["plan"][1:]] + [record["end"]]
     for (start, shares), end in zip(record["plan"], ends, strict=True):
         for position in range(start, end):
+            if any(first <= position < stop for first, stop in record["left_out"]):
+                continue
             part = part_of(axis.slot(ledger.slot_at(position)), shares, rank, 1)
             if part.samples:
                 log.append((part.slot.index, part.first, part.samples))

@@ -19,6 +19,7 @@ class Wish(IntFlag):
     NONE = 0
     SAVE = 1  # an interval of time is over, or the user asked for a checkpoint
     EVALUATE = 2
+    LEAVE = 4  # it hands in what it has trained with this very sum, and goes (train/leaving.py)
 
 
 def no_wish() -> Wish:
@@ -61,6 +62,7 @@ class Synchronizer(Protocol):
     after_round: AfterSlot  # after a round was merged, with its slot
     wish: Callable[[], Wish]  # asked in every exchange
     before_change: Callable[[], None]  # before params are changed outside the optimizer's step
+    wished: Wish  # by any rank, in the last exchange; the same on all of them
 
     @property
     def epoch(self) -> int:
@@ -99,8 +101,10 @@ class Synchronizer(Protocol):
         """Train one part and run the collectives due after it; returns whether the run stops here."""
         ...
 
-    def set_lr(self, slot: int) -> None:
-        """The learning rates of a slot, for a loop of the user's own that may step before `train` is called."""
+    def begin(self, part: Part) -> None:
+        """Before the forward of a part, which a loop of the user's own runs ahead of `train`: set its learning rates,
+        and keep what is needed to do it again.
+        """
         ...
 
     def skip_rest(self) -> bool:
@@ -145,7 +149,8 @@ class Synchronizer(Protocol):
     def go_on_after(self, before: Any, event_loss: float | None) -> None:
         """In a new generation, before `initialize`: what belongs to this rank's replica and not to the group.
 
-        `before` was the synchronizer of the group that was lost. `event_loss`: of the event that is reached again.
+        `before` was the synchronizer of the group that was lost; a newcomer has none. `event_loss`: of the event that
+        is reached again, by newcomers as well.
         """
         ...
 

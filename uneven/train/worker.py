@@ -33,6 +33,7 @@ from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.global_batch import settle_global_batch
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.leaving import why_nobody_goes
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.membership import Membership
 from uneven.train.memory_cap import find_cap
@@ -42,6 +43,7 @@ from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
 from uneven.train.settle import why_not as why_not_settled
+from uneven.train.settle_shards import keep_at_end
 from uneven.train.settler import Settler
 from uneven.train.synchronizer import Synchronizer, Wish
 from uneven.train.wishes import Wishes
@@ -85,22 +87,13 @@ class Worker:
         self._evaluator = Evaluator(self.engine, config, stop)
         self._resume()
         self.synchronizer: Synchronizer | None = None
-        self.events = RunEvents(
-            self.engine,
-            self.run,
-            self.saves,
-            self.callbacks,
-            self.wishes,
-            self._evaluator,
-            report,
-            self._report_notes,
-        )
+        parts = (self.engine, self.run, self.saves, self.callbacks, self.wishes, self._evaluator)
+        self.events = RunEvents(*parts, report, self._report_notes)
         self.membership: Membership | None = None  # set where a launcher can tell of other generations
         self.settler: Settler | None = None  # where the run can go on without a rank
         self._cost = UNMEASURED  # of this rank, before the first step
         self._has_ended = False  # on_end was called
-        self._reported_notes = 0
-        self._reported_s = 0.0
+        self._reported_notes, self._reported_s = 0, 0.0
         self._sampler = Sampler()
 
     @property
@@ -135,7 +128,7 @@ class Worker:
             if make_step is not None:
                 self.engine.use_step(make_step(self))
             else:
-                self._prepare_for_losses()
+                self.prepare_for_losses()
             self.report.started(self.axis, self.engine.feed.place)
             self._call_back("on_start", 0)
             self.surviving(self._train_to_end)
@@ -168,16 +161,17 @@ class Worker:
         assert synchronizer is not None, "made when the group has formed"
         if self.settler is not None and self.settler.is_over:
             return
+        self._check()
         is_stopped = self.events.agree().stopped is not None or synchronizer.reach_event(self.events.done)
         if not is_stopped:
             is_stopped = self._train_slots(synchronizer)
-        self.end(synchronizer, is_stopped)
-        if self.settler is not None:
-            self.settler.is_over = True
-            self.group.all_reduce(torch.zeros(1)).wait()  # all have come as far: none of them needs the others' params
+        self._check()
+        self.end(is_stopped)
 
-    def end(self, synchronizer: Synchronizer, is_stopped: bool) -> None:
+    def end(self, is_stopped: bool) -> None:
         """After the last slot, or a stop: all replicas are equal, what was stopped is saved, on_end is called."""
+        synchronizer = self.synchronizer
+        assert synchronizer is not None, "made when the group has formed"
         synchronizer.finalize()
         if is_stopped and self.events.agree().stopped is None:
             self.events.save_stopped()
@@ -186,6 +180,10 @@ class Worker:
         self._report_notes()
         self.end_callbacks()
         self.rank_info.compare_clocks(self.recorder.clock)
+        if self.settler is not None:
+            keep_at_end(self.engine)
+            self.settler.is_over = True
+            self.group.all_reduce(torch.zeros(1)).wait()  # all have come as far: none of them needs the others' params
 
     def _train_slots(self, synchronizer: Synchronizer) -> bool:
         """Train the rest of the axis; returns whether the run was stopped before its end."""
@@ -194,10 +192,13 @@ class Worker:
         for part, micros in self.engine.feed.stream(synchronizer.parts()):
             if self.train_part(synchronizer, part, micros):
                 return True
-            if self.settler is not None:
-                self.settler.check()
+            self._check()
             self.recorder.enter("data")
         return False
+
+    def _check(self) -> None:
+        if self.settler is not None:
+            self.settler.between_steps()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -234,7 +235,8 @@ class Worker:
     def initialize(self, cost: Cost) -> Synchronizer:
         """Form the group. In round 0 all ranks take rank 0's params and learn every rank's cost."""
         info, engine = self.rank_info, self.engine
-        self.recorder.event("ready")  # from here on this rank waits for the slowest one
+        # From here on this rank waits for the slowest one, but for one that joins later: nobody waits for it.
+        self.recorder.event("ready", joins=info.is_newcomer)
         self._cost = cost
         if info.is_newcomer:
             return self._join_later(cost)
@@ -278,15 +280,17 @@ class Worker:
         """From now on it keeps this rank in step; a collective."""
         self.saves.connect()
         synchronizer.wish, synchronizer.before_change = self._wish, self.saves.wait_taken
-        self.synchronizer = self.events.synchronizer = synchronizer
+        self.synchronizer = self.events.use(synchronizer)
         self._reported_notes = 0
         self._report_notes()
 
-    def _prepare_for_losses(self) -> None:
-        """Where the launcher can tell of other generations, and this run can go on in one."""
+    def prepare_for_losses(self) -> None:
+        """Where the launcher can tell of other generations, and this run can go on in one; before the first slot."""
         if self.settler is not None or self.membership is None or why_not_settled(self.engine) is not None:
             return
         members = [data.decode() for data in gather_bytes(self.group, self.rank_info.member.encode())]
+        if self.resumed is not None and not self.config.is_local:  # there the first record of a rank has it
+            self.run.resumed_logs = self.resumed.logs_of(members)
         self.settler = self._make_settler(self.membership, members)
         self.settler.begin()
         assert self.synchronizer is not None, "made when the group has formed"
@@ -309,8 +313,8 @@ class Worker:
         """The ranks have settled in a new group: train on in it, with a synchronizer that takes over from `before`."""
         synchronizer = self._new_synchronizer()
         try:
-            if type(before) is type(synchronizer):  # else this rank is left alone of a local policy, or joins one
-                synchronizer.go_on_after(before, event_loss)
+            # Another type: this rank is left alone of a local policy, or joins one.
+            synchronizer.go_on_after(before if type(before) is type(synchronizer) else None, event_loss)
             self.rank_info.compare_clocks(self.recorder.clock)
             self._connect(synchronizer, cost or self._cost)
             synchronizer.expect_losses()
@@ -321,7 +325,9 @@ class Worker:
 
     def _wish(self) -> Wish:
         """What this rank wants beside what the axis asks for; a replay follows its log alone."""
-        return Wish.NONE if self.config.replay is not None else self.wishes.ask(self.recorder.clock())
+        if self.config.replay is not None:
+            return Wish.NONE
+        return self.wishes.ask(self.recorder.clock()) | (Wish.NONE if self.settler is None else self.settler.wish())
 
     def train_part(self, synchronizer: Synchronizer, part: Part, micros: Micros) -> bool:
         """Train the next part and report progress now and then; returns whether the run stops here."""
@@ -348,7 +354,7 @@ class Worker:
         busy = engine.run_ahead.busy
         timeline = Timeline.of(self.recorder, str(info.device), self._sampler.samples, busy, info.machine)
         state, dropped = self.saves.result(self.stopped), list(engine.dropped.parts)
-        return RankResult(state, timeline, engine.log, list(engine.rounds), self.group.traffic, dropped, self.run)
+        return RankResult(state, timeline, [*engine.log], [*engine.rounds], self.group.traffic, dropped, self.run)
 
     def show(self) -> dict[str, Any]:
         """Where the rank is; called from the heartbeat's thread at any moment."""
@@ -356,8 +362,8 @@ class Worker:
         where: dict[str, Any] = {"slot": self.engine.trained, "phase": self.recorder.state, "rounds": rounds}
         if self.settler is not None:
             where |= self.settler.show()
-        elif self.membership is not None and self.synchronizer is not None:
-            where["ends_because"] = why_not_settled(self.engine)
+        elif self.synchronizer is not None:
+            where |= why_nobody_goes(self.engine, self.membership is not None)
         return {**where, **self.rank_info.place, "deadline": self.config.deadline}
 
     def _report_notes(self) -> None:
@@ -371,7 +377,7 @@ class Worker:
     def start_callbacks(self) -> bool:
         """on_start; returns whether a callback has stopped the run already."""
         self._call_back("on_start", 0)
-        return self.events.agree().stopped is not None
+        return self.surviving(self.events.agree).stopped is not None
 
     def end_callbacks(self) -> None:
         """After the last step on every rank: the reason of a stop is known to all, then on_end."""

@@ -1,0 +1,191 @@
+"""Ranks whose shards nobody has a copy of are lost: the others go back to a checkpoint, and end as one process does.
+
+On threads, with real workers; tests/launch/test_roll_back.py has the same with a process that is really killed.
+"""
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.clusters import Begun, FakeMembership, Loss, LossyGroup, on_lossy_threads
+from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
+from tests.train.test_settle import ways
+from tests.train.test_settle_shards import Blocks, check
+from uneven.config import Task, resolve
+from uneven.data.tensors import TensorData
+from uneven.errors import RefusedError
+from uneven.launch.training import collect
+from uneven.results.state import TrainedState
+from uneven.train.callbacks import CallbackInfo
+from uneven.train.rank_info import RankInfo
+from uneven.train.worker import Worker
+
+NAMES = ("zero1", "zero2", "fsdp")
+EVERY = 2
+
+
+class Saved:
+    """Notes the collectives at which a checkpoint was whole; all ranks wait for it, since it has on_save."""
+
+    def __init__(self, group: LossyGroup, damage: frozenset[str]) -> None:
+        self.places: list[int] = []
+        self._group, self._damage = group, damage
+
+    def on_save(self, info: CallbackInfo) -> None:
+        if self._group.number == 0:
+            self.places.append(self._group.started[0])
+            if info.is_lead and info.path is not None and info.path.name in self._damage:
+                (info.path / "state.safetensors").write_bytes(b"nothing")
+
+
+def train(
+    out: Path,
+    size: int,
+    losses: list[Loss],
+    failing: list[str] | None = None,
+    damage: list[str] | None = None,
+    **more: Any,
+) -> tuple[dict[str, Any], Any]:
+    shares = (3.0, 2.0, 1.0, 2.0)[:size]
+    settings = {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "max_grad_norm": 0.5}
+    if size > 1:
+        settings |= {"shares": shares, "memory_shares": shares[::-1], "save_every": f"{EVERY} steps", "out": out}
+    config = resolve({**settings, "policy": "balanced" if size > 1 else "sync", **more})
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # noqa: E731
+
+    def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker, list[int]]:
+        saved = Saved(group, frozenset(damage or ()))
+        data = TensorData(X.double(), Y)
+        task = Task(Blocks, OPTIMIZERS["adam"], mean_loss, data, scheduler, callbacks=(saved,))
+        worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
+        worker.membership = membership
+        result = worker.train()
+        return worker.finish(lambda: collect(worker.group, result, worker.axis)), worker, saved.places
+
+    found, leader = on_lossy_threads(size, losses, rank, failing=failing or [])
+    assert failing or set(found) == {f"m{n}" for n in range(size)} - {loss.victim for loss in losses}, losses
+    return found, leader
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainedState:
+    ((state, _, _),) = train(tmp_path_factory.mktemp("alone"), 1, [])[0].values()
+    return state
+
+
+def check_all(found: dict[str, Any], alone: TrainedState) -> list[dict[str, Any]]:
+    """Params, optimizer state, samples and rates; returns the segments, which all know alike."""
+    check({member: (state, worker) for member, (state, worker, _) in found.items()}, alone)
+    states = [state for state, _, _ in found.values()]
+    assert all(state.segments == states[0].segments for state in states)
+    assert [entry["lr"] for entry in states[0].history] == [entry["lr"] for entry in alone.history]
+    assert [entry["step"] for entry in states[0].history] == [entry["step"] for entry in alone.history]
+    return states[0].segments
+
+
+def places(out: Path, name: str, size: int, **more: Any) -> tuple[range, list[int]]:
+    """The collectives of a run without a loss after its first checkpoint, and those after which one was whole."""
+    found, leader = train(out, size, [], strategy=name, **more)
+    saved = found["m0"][2]
+    return range(saved[0], leader.collectives[0]), saved
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("fsdp", 251), *(pytest.param(name, 1, marks=pytest.mark.soak) for name in NAMES)]
+)
+@pytest.mark.timeout(900)
+def test_a_rank_without_copies_is_lost(name: str, step: int, alone: TrainedState, tmp_path: Path) -> None:
+    later, saved = places(tmp_path / "plain", name, 3)
+    backs = 0
+    for number, (place, (after, blind)) in enumerate(list(itertools.product(later, ways(("m0", "m2"))))[::step]):
+        found, _ = train(tmp_path / f"{number}", 3, [Loss("m1", place, after=after, blind=blind)], strategy=name)
+        last = check_all(found, alone)[-1]
+        if "checkpoint" in last:
+            backs += 1
+            losses = [entry["train_loss"] for entry in alone.history]
+            assert [entry["train_loss"] for entry in found["m0"][0].history] == pytest.approx(losses, abs=1e-10)
+            assert last["slot"] % EVERY == 0
+            assert last["again_samples"] <= EVERY * 30
+        else:
+            assert place >= saved[-1], "only when the run is over nobody is missed"
+    assert backs
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(900)
+def test_another_one_is_lost_while_the_others_go_back(name: str, alone: TrainedState, tmp_path: Path) -> None:
+    """Rank 0, which chooses the checkpoint: some have gone back then, and some have not."""
+    _, saved = places(tmp_path / "plain", name, 4)
+    first = Loss("m1", saved[1] + 3, after=True, blind=frozenset({"m3"}))
+    _, leader = train(tmp_path / "first", 4, [first], strategy=name)
+    cases = list(itertools.product(range(leader.collectives[1]), ways(("m2", "m3"))))
+    for number, (place, (after, blind)) in enumerate(cases):
+        losses = [first, Loss("m0", place, 1, after, blind)]
+        check_all(train(tmp_path / f"{number}", 4, losses, strategy=name)[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "slot"),
+    [
+        pytest.param(["step-4"], 2, id="newest"),
+        pytest.param(["step-2", "step-4"], None, id="all", marks=pytest.mark.soak),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damaged: list[str], slot: int | None, alone: TrainedState, tmp_path: Path
+) -> None:
+    _, saved = places(tmp_path / "plain", "fsdp", 3)
+    loss, out = Loss("m1", saved[1] + 3), tmp_path / "out"
+    if slot is None:
+        found, leader = train(out, 3, [loss], failing=["m0", "m2"], damage=damaged, strategy="fsdp")
+        assert not found
+        for member in ("m0", "m2"):
+            assert isinstance(leader.failures[member], RefusedError)
+            assert "m1 had a part of the model" in str(leader.failures[member])
+            assert "step-4: state.safetensors is damaged" in str(leader.failures[member])
+        return
+    found, _ = train(out, 3, [loss], damage=damaged, strategy="fsdp")
+    last = check_all(found, alone)[-1]
+    assert (last["checkpoint"], last["slot"], last["again_samples"]) == ("step-2", 2, 40)
+    lines = found["m0"][1].membership.lines
+    assert [line.partition(":")[0] for line in lines] == ["  passed over", "  step-2"]
+
+
+def test_without_a_checkpoint_all_end_with_the_same_words(tmp_path: Path) -> None:
+    _, leader = train(tmp_path / "plain", 3, [], strategy="zero2")
+    _, leader = train(tmp_path, 3, [Loss("m1", leader.begun + 2)], failing=["m0", "m2"], strategy="zero2")
+    for member in ("m0", "m2"):
+        assert "redundancy=1 keeps a copy of every shard, save_every=" in str(leader.failures[member])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_and_the_keeper_of_its_copy_are_lost(name: str, alone: TrainedState, tmp_path: Path) -> None:
+    """In a ring of three each keeps a copy of another one's: with two of them a shard is lost."""
+    _, saved = places(tmp_path / "plain", name, 3, redundancy=1)
+    losses = [Loss("m1", saved[0] + 5), Loss("m2", 0, 1)]
+    found, _ = train(tmp_path / "out", 3, losses, strategy=name, redundancy=1)
+    assert check_all(found, alone)[-1]["checkpoint"] == "step-2"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_is_left(name: str, alone: TrainedState, tmp_path: Path) -> None:
+    later, _ = places(tmp_path / "plain", name, 2)
+    found, _ = train(tmp_path / "out", 2, [Loss("m0", later[len(later) // 2])], strategy=name)
+    assert "checkpoint" in check_all(found, alone)[-1]
+
+
+@pytest.mark.soak
+def test_a_resumed_run_goes_back_to_where_it_began(alone: TrainedState, tmp_path: Path) -> None:
+    train(tmp_path / "first", 3, [], strategy="fsdp")
+    more = {"resume": tmp_path / "first" / "step-2", "save_every": "1000 steps", "strategy": "fsdp"}
+    _, leader = train(tmp_path / "plain", 3, [], **more)
+    loss = Loss("m2", (leader.begun + leader.collectives[0]) // 2)
+    found, _ = train(tmp_path / "out", 3, [loss], **more)
+    assert check_all(found, alone)[-1]["checkpoint"] == "step-2"

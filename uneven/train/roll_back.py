@@ -1,0 +1,163 @@
+"""Going back to the newest whole checkpoint, in the same processes, where a shard of a lost rank has no copy.
+
+Called by train/settler.py, on all who are left, in their new group. First all of them read the checkpoint
+(`read_newest`, a collective), and nothing has changed yet where another rank is lost meanwhile. Then each goes back by
+itself (`go_back`), without a collective, so it has done so entirely or not at all. The state that it has read is the
+whole state of train/settle_shards.py, and is divided by the memory of who is left. Ledger, history, learning rate,
+buffers and random numbers are those of the checkpoint: what was trained after it does not count, and is trained again.
+"""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uneven.comm.gather import gather_bytes
+from uneven.comm.group import Group
+from uneven.errors import InputError, RefusedError
+from uneven.files import why_not_written
+from uneven.machines.transfer import LeaderFiles
+from uneven.policy.packed import pack_log
+from uneven.results.checkpoint import Checkpoint, files_of_ranks, read_checkpoint
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole
+from uneven.results.record import RECORD, crc32_of, listed_files
+from uneven.train.engine import Engine
+from uneven.train.rank_info import RankInfo
+from uneven.train.resume import Resumed
+from uneven.train.run_events import RunEvents
+from uneven.train.run_record import RunRecord
+from uneven.train.settle import share_record
+from uneven.train.settle_shards import keep_whole, leave_shards
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that all ranks of a group have read; the same on all of them, but for each one's own part."""
+
+    resumed: Resumed
+    name: str
+    which: int  # a number that no other checkpoint has
+    notes: tuple[str, ...]  # those that were passed over, and why
+
+    @property
+    def slot(self) -> int:
+        return self.resumed.ledger.trained
+
+
+def read_newest(engine: Engine, group: Group, out: Path | None, lost: str) -> Found:
+    """The newest whole checkpoint of this run, on every rank; a collective.
+
+    One that is damaged, or that a rank cannot read, is passed over. RefusedError on all where none is left: `lost` says
+    what cannot be rebuilt.
+    """
+    info = engine.rank_info
+    left = _candidates(engine, out) if group.rank == 0 else []
+    notes: list[str] = []
+    while True:
+        offer = share_record(group, 0, _offer(info, left, notes) if group.rank == 0 else {})
+        notes = list(offer["notes"])
+        if offer["folder"] is None:
+            passed = f" ({notes[0].strip()})" if notes else ""
+            raise RefusedError(
+                f"{lost}, and there is no whole checkpoint to go back to{passed}: redundancy=1 keeps a copy of every "
+                "shard, save_every=... with out=... a checkpoint"
+            )
+        resumed, fault = _read(info, group, offer)
+        faults = [data.decode() for data in gather_bytes(group, fault.encode())]
+        if group.rank == 0 and info.leader is not None and offer["key"] is not None:
+            info.leader.withdraw(offer["key"])
+        if not any(faults):
+            assert resumed is not None, "no fault"
+            return Found(resumed, Path(offer["folder"]).name, int(offer["crc32"]), tuple(notes))
+        notes.append(f"  passed over: {next(fault for fault in faults if fault)}")
+
+
+def go_back(engine: Engine, run: RunRecord, events: RunEvents, found: Found) -> None:
+    """This rank is where the checkpoint was taken; no collective, and nothing that another rank may wait for."""
+    resumed, seconds = found.resumed, run.train_seconds
+    keep_whole(engine, resumed.full_state(engine))
+    engine.rolled_back = found.which
+    leave_shards(engine)
+    run.kept, run.generations, run.lost_logs = None, [], []
+    resumed.restore_record(run)
+    run.train_seconds = seconds  # this process has spent them, whatever became of its work
+    resumed.restore_engine(engine)
+    # Every rank knows what all of them had trained: whoever is lost next has nothing of its own before this.
+    run.earlier_logs, run.resumed_logs, engine.log = resumed.logs(0), {}, pack_log()
+    engine.dropped.restore([], engine.dropped.samples, engine.dropped.in_a_row)
+    resumed.restore_progress(engine)
+    engine.events.take_requests((), ())
+    events.go_back(resumed.own.record["callbacks"])
+
+
+def _candidates(engine: Engine, out: Path | None) -> list[Path]:
+    """On rank 0, newest first: of this run's folder, and the one from which the run was resumed."""
+    found = [] if out is None else find_checkpoints(out)
+    first = engine.config.resume
+    return [*found, *([first] if first is not None and first not in found else [])]
+
+
+def _offer(info: RankInfo, left: list[Path], notes: list[str]) -> dict[str, Any]:
+    """On rank 0: the first of those that are left which is whole; what the others need to read it, too."""
+
+    def one_after_the_other() -> Iterator[Path]:
+        while left:
+            yield left.pop(0)
+
+    found, faults = first_whole(one_after_the_other(), _read_whole)
+    told = {"notes": [*notes, *(f"  passed over: {fault}" for fault in faults)], "folder": None}
+    if found is None:
+        return told
+    names = [RECORD, *listed_files(found.record, str(found.folder))]
+    key = None
+    if not info.roster.is_one_machine and info.leader is not None:
+        key = secrets.token_hex(8)
+        with suppress(OSError):  # then the others say that they do not get it
+            info.leader.share(key, found.folder, names=names)
+    folder = found.folder.absolute()
+    return {**told, "folder": str(folder), "names": names, "key": key, "crc32": crc32_of(folder / RECORD)}
+
+
+def _read_whole(folder: Path) -> Checkpoint:
+    try:
+        return read_checkpoint(folder)
+    except OSError as error:
+        raise InputError(f"checkpoint {folder} cannot be read: {error.strerror or error}") from error
+
+
+def _read(info: RankInfo, group: Group, offer: dict[str, Any]) -> tuple[Resumed | None, str]:
+    """What this rank reads of the checkpoint, or why it cannot; a collective."""
+    folder, fault = Path(offer["folder"]), ""
+    if not info.roster.is_one_machine:  # the first rank of each other machine copies it for all ranks there
+        ranks = info.roster.local_ranks(info.rank)
+        copied = ""
+        if not info.is_with_first and ranks[0] == info.rank:
+            try:
+                copied = str(copy_checkpoint(info.leader, ranks, offer))
+            except (InputError, OSError) as error:
+                fault = _reason(error)
+        copies = [data.decode() for data in gather_bytes(group, copied.encode())]
+        if not info.is_with_first:
+            folder = Path(copies[ranks[0]])
+            if not copies[ranks[0]]:
+                return None, fault
+    try:
+        return Resumed(folder, info), ""
+    except (InputError, OSError) as error:
+        return None, _reason(error)
+
+
+def copy_checkpoint(leader: LeaderFiles | None, ranks: tuple[int, ...], offer: dict[str, Any]) -> Path:
+    """The files that these ranks read, from the leader's machine into a private folder; OSError where it fails."""
+    if leader is None or offer["key"] is None:
+        raise InputError("this rank was not told how to reach the leader")
+    folder = leader.scratch / f"{Path(offer['folder']).name}-{offer['key']}"
+    folder.mkdir()
+    leader.get(offer["key"], files_of_ranks(offer["names"], ranks), folder)
+    return folder
+
+
+def _reason(error: Exception) -> str:
+    return why_not_written(error) if isinstance(error, OSError) and error.errno is not None else str(error)
