@@ -110,6 +110,14 @@ def test_every_slot_once_whatever_the_replies_take(
     assert outcome.requested <= {one.due for one in outcome.rounds}, "an event without a round"
 
 
+def test_a_rank_that_is_left_out_with_a_claim_past_the_end_waits_for_its_round() -> None:
+    """It asked again and again whether the average was there: its claim lay beyond the event, and it held nothing."""
+    cluster = Cluster([0.5, 1.5, 1.5], 55, seed=24, jitter=0.3, trip_ms=300.0, lookahead=1, claim_ms=0.0, short=1)
+    cluster = replace(cluster, stop=(2, 0, 2000.0), freeze=(0, 0.1, 2000.0), change=(0, 18, 100.0), recovers=36)
+    config = LocalSGDConfig(is_async=True, anchor=1)
+    assert Simulation(cluster, config, [0.5, 0.45, 0.45], wishes={0}).run().rounds
+
+
 @settings(max_examples=settings().max_examples // 2, deadline=None)
 @given(far_clusters(), st.sampled_from([1, 10]), st.integers(0, 4), st.booleans())
 def test_streams_whose_ends_nobody_knows_whatever_the_replies_take(

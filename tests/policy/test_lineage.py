@@ -6,10 +6,8 @@ import pytest
 
 from uneven.policy.ledger import Ledger
 from uneven.policy.lineage import Era, Held, Lineage, Part, decode, encode, settled_ledger, trained_again
-from uneven.policy.recorded import Round
 from uneven.policy.slot_schedule import SlotSchedule
 from uneven.policy.windows import LocalSGDConfig, RoundReport, Windows
-from uneven.train.round_records import RoundRecords
 
 
 def slots(*numbers: int) -> list[Part]:
@@ -46,33 +44,6 @@ def test_a_lineage_knows_who_is_gone_and_how_many_rounds_count() -> None:
     assert lineage.eras[-1] == Era(3, 4, ("c",))
 
 
-class MemoryStore(dict[str, str]):
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        assert len(keys) <= 256
-        return [self[key].encode() for key in keys]
-
-
-def test_only_rounds_that_count_are_read_of_a_member_that_is_gone() -> None:
-    store = MemoryStore()
-    records = RoundRecords(store, "b")  # type: ignore[arg-type]
-    records.write(0, 0, slots(0), [], Round(0, 1, 1, 1.0))
-    for number in range(1, 301):
-        records.write(0, number, slots(number), slots(number) if number == 2 else [], Round(number, number, 1, 2.0))
-    records.write(1, 1, slots(400, 401), [], Round(9, 9, 9, 2.0))
-    records.write(1, 2, slots(500), [], Round(9, 9, 9, 2.0))
-    eras = [Era(0, 299, ("a", "b")), Era(1, 1, ("a", "b")), Era(2, 5, ("a",))]
-    found = records.read(eras, "b")
-    assert found["log"] == slots(*range(300), 400, 401), "neither the round 300 nor the second of generation 1"
-    assert found["dropped"] == slots(2)
-    assert len(found["rounds"]) == 301
-
-
 def make_windows(ranks: int, slot_ms: list[float] | None = None) -> Windows:
     return Windows(LocalSGDConfig(anchor=4), ranks, 8, lambda slot: 100 if slot < 100 else 200, slot_ms)
 
@@ -84,12 +55,12 @@ def test_windows_go_on_with_the_speeds_of_those_who_are_left() -> None:
     new = make_windows(2, [9.0, 9.0])
     new.go_on(old.state_dict(), [2, 0])
     new.resume_at(40, passed=0)
-    assert new._ms == [old._ms[2], old._ms[0]]
+    assert new.times.ms.tolist() == [old.times.ms[2], old.times.ms[0]]
     assert (new.rounds, new.anchor, new.start, new.event) == (old.rounds, old.anchor, 40, 100)
-    assert new.counts[1] / new.counts[0] == pytest.approx(old._ms[2] / old._ms[0], rel=0.2)
+    assert new.counts[1] / new.counts[0] == pytest.approx(old.times.ms[2] / old.times.ms[0], rel=0.2)
     newcomer = make_windows(2, [9.0, 3.0])
     newcomer.go_on(old.state_dict(), [2, None])
-    assert newcomer._ms == [old._ms[2], 3.0]
+    assert newcomer.times.ms.tolist() == [old.times.ms[2], 3.0]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -59,7 +59,6 @@ def clusters(draw: st.DrawFn) -> Cluster:
     )
 
 
-@settings(max_examples=2 * settings().max_examples)
 @given(
     clusters(), st.booleans(), st.sampled_from([1, 3, 10]), st.sampled_from([None, 0.3, 1.0, 3.0]), st.integers(0, 4)
 )
@@ -167,6 +166,18 @@ def test_a_resumed_run_trains_every_slot_once_on_any_number_of_ranks(
     Simulation(other, config, hints, max_staleness or None, start=stop).run()
 
 
+def test_a_rank_that_is_left_out_when_a_run_is_resumed_counts_claims_like_the_others() -> None:
+    """It began to count after the first round, so a slot that it claimed later was nobody's."""
+    cluster = Cluster(
+        [1.0, 2.5, 1.0, 1.0, 1.0, 1.0], 41, jitter=0.0, stop=(5, 0, 2000.0), claim_ms=0.0, epoch=3, short=1
+    )
+    cluster = replace(cluster, transfer_ms=0.01)
+    config = LocalSGDConfig(is_async=True, anchor=3)
+    state = Simulation(cluster, config, stop=12).run().state
+    assert max(state["_probe_in"]) >= 0, "somebody is left out"
+    Simulation(cluster, config, start=12, state=state).run()
+
+
 @settings(max_examples=15, deadline=None)
 @given(clusters(), st.integers(1, 5), st.integers(0, 3))
 def test_with_fixed_shares_a_resumed_run_gives_every_rank_the_same_slots(
@@ -200,8 +211,8 @@ def test_a_large_cluster_with_fewer_slots_than_ranks_between_events(config: Loca
 @pytest.mark.parametrize(
     ("ranks", "many"),
     [
-        *((2, 10), (3, 8), (8, 3), (16, 2), (64, 1)),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 30), (3, 20), (8, 8))),
+        *((2, 10), (3, 8), (8, 3), (16, 1)),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 30), (3, 20), (8, 8), (16, 2), (64, 1))),
     ],
 )
 @POLICIES
@@ -218,6 +229,7 @@ def test_efficiency_over_random_clusters(config: LocalSGDConfig, ranks: int, man
         assert min(found) > 0.93
 
 
+@pytest.mark.parametrize("many", [1, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("trouble", "least_cadence", "least_async"),
     [
@@ -233,9 +245,9 @@ def test_efficiency_over_random_clusters(config: LocalSGDConfig, ranks: int, man
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_efficiency_in_trouble(trouble: dict[str, object], least_cadence: float, least_async: float) -> None:
+def test_efficiency_in_trouble(trouble: dict[str, object], least_cadence: float, least_async: float, many: int) -> None:
     rng = random.Random(0)
-    pairs = [replace(random_cluster(rng, ranks, 15), **trouble) for ranks in (2, 3, 6) * 3]  # type: ignore[arg-type]
+    pairs = [replace(random_cluster(rng, ranks, 15), **trouble) for ranks in (2, 3, 6) * many]  # type: ignore[arg-type]
     assert mean([run(cluster, CADENCE).efficiency for cluster in pairs]) > least_cadence
     assert mean([run(cluster, ASYNC).efficiency for cluster in pairs]) > least_async
 
@@ -245,7 +257,7 @@ def test_wrong_hints_or_none_cost_little(hint: float | None) -> None:
     rng = random.Random(0)
     for config, least in ((CADENCE, 0.92), (ASYNC, 0.97)):
         found = []
-        for _ in range(8):
+        for _ in range(3):
             cluster = random_cluster(rng, 3, 20)
             outcome = Simulation(cluster, config).run() if hint is None else run(cluster, config, hint=hint)
             found.append(outcome.efficiency)

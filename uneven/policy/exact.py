@@ -12,10 +12,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
+from operator import mul, truediv
 from typing import Any, Protocol, TypeVar
 
 from uneven.policy.finish import Cost, by_ratio, earliest_ms, equal_finish, finish_ms
 
+MEMORY = 5  # slots in the median of a rank's factor: two outliers change nothing
 MOVE_GAIN = 0.025  # a predicted gain below this is noise
 LARGE_GAIN = 1.0  # a step that would be twice as fast: no noise, so the move is not damped
 STRAGGLES = 5.0  # a rank that became so many times slower (or faster again) is followed beyond `reach` ...
@@ -119,6 +122,12 @@ class Balanced:
     reach: int | None = None
     _homes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list, compare=False)  # planned too; see `reach`
     _home_factors: tuple[float, ...] = field(default=(), compare=False)  # when `settle` was last called
+    # Of `costs`, kept because they are needed in every slot.
+    _predicted_for: tuple[int, ...] = field(default=(), compare=False)
+    _predicted_ms: list[float] = field(default_factory=list, compare=False)
+    _fixed_ms: list[float] = field(default_factory=list, compare=False)
+    _speeds: list[float] = field(default_factory=list, compare=False)
+    _fixed_samples: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         self._factors = [1.0] * len(self.costs)
@@ -154,12 +163,13 @@ class Balanced:
         if self._plan[-1][0] > slot + 1:
             return None  # the last move has not taken effect yet
         del self._plan[:-1]
-        costs = self.current_costs()
         current = self._plan[-1][1]
-        if finish_ms(costs, current) <= (1.0 + MOVE_GAIN) * earliest_ms(costs, self.slot_size):
+        now_ms = max(map(mul, self._predicted(current), self._factors))
+        if now_ms <= (1.0 + MOVE_GAIN) * self._earliest_ms():
             return None  # no split at all could gain enough: most steps end here
+        costs = self.current_costs()
         target = self._best(costs)
-        gain = finish_ms(costs, current) / finish_ms(costs, target) - 1.0
+        gain = now_ms / finish_ms(costs, target) - 1.0
         if gain <= MOVE_GAIN:
             return None
         is_far = self._straggles(gain)
@@ -172,9 +182,9 @@ class Balanced:
         return Move(slot + 1 + self.lookahead, shares, gain)
 
     def fingerprint(self) -> int:
-        numbers = [*self._factors, self._damping, *(ratio for seen in self._seen for ratio in seen)]
+        numbers = [*self._factors, self._damping, *chain.from_iterable(self._seen)]
         state = struct.pack(f"<{len(numbers)}d", *numbers)
-        rest = (self._plan, self._directions, [len(seen) for seen in self._seen], self._probes)
+        rest = (self._plan, self._directions, list(map(len, self._seen)), self._probes)
         return zlib.crc32(state + repr(rest).encode()) & 0xFFFFFF
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,6 +205,7 @@ class Balanced:
         if len(state["costs"]) != len(self.costs):
             raise ValueError(f"the state of {len(state['costs'])} ranks does not fit {len(self.costs)}")
         self.costs = tuple(Cost(fixed, each, math.inf if cap is None else cap) for fixed, each, cap in state["costs"])
+        self._predicted_for, self._fixed_ms = (), []
         self._factors = list(state["factors"])
         self._seen = [list(seen) for seen in state["seen"]]
         self._directions, self._damping = list(state["directions"]), state["damping"]
@@ -209,24 +220,45 @@ class Balanced:
         """The shares in force at a slot: a lookup without side effects, since a feed may ask ahead."""
         return _in_force(self._plan, slot)
 
-    def _update_factors(self, slot: int, shares: Sequence[int], busy_ms: Sequence[float]) -> None:
+    def _update_factors(self, slot: int, shares: tuple[int, ...], busy_ms: Sequence[float]) -> None:
         """Move each rank's factor towards measured / predicted; the median of five ignores two outliers.
 
         A probe stands for itself: what was seen of the rank before is old, and the next probe is far away.
         """
-        planned = self._planned(slot)
-        for rank, (cost, samples, ms) in enumerate(zip(self.costs, shares, busy_ms, strict=True)):
-            if samples == 0 or ms <= 0.0:
+        planned, factors = self._planned(slot), self._factors
+        measured = zip(busy_ms, self._predicted(shares), self._seen, factors, strict=True)
+        for rank, (ms, predicted_ms, seen, factor) in enumerate(measured):
+            if ms <= 0.0 or predicted_ms <= 0.0:
                 continue
-            seen = self._seen[rank]
             if planned[rank] == 0:
                 seen.clear()
-            seen.append(ms / cost.time_ms(samples))
-            del seen[:-5]
-            typical = sorted(seen)[len(seen) // 2]
-            error = typical / self._factors[rank] - 1.0
-            pull = 1.0 if not -0.5 < error < 1.0 else min(0.8, max(0.1, abs(error)))
-            self._factors[rank] *= 1.0 + pull * error
+            seen.append(ms / predicted_ms)
+            if len(seen) > MEMORY:
+                del seen[0]
+            error = sorted(seen)[len(seen) // 2] / factor - 1.0
+            pull = min(0.8, max(0.1, abs(error))) if -0.5 < error < 1.0 else 1.0
+            factors[rank] = factor * (1.0 + pull * error)
+
+    def _predicted(self, shares: tuple[int, ...]) -> list[float]:
+        """Each rank's ms for its share, by the costs of the start; 0.0 for none. Shares seldom change."""
+        if shares != self._predicted_for:
+            self._predicted_for = shares
+            self._predicted_ms = [cost.time_ms(samples) for cost, samples in zip(self.costs, shares, strict=True)]
+        return self._predicted_ms
+
+    def _earliest_ms(self) -> float:
+        """When divisible samples would be finished, by the present costs; quick where all ranks help, as nearly always.
+
+        A factor changes how long a rank's fixed part takes, but not how many samples it could train instead.
+        """
+        if not self._fixed_ms:
+            self._fixed_ms = [cost.fixed_ms for cost in self.costs]
+            self._speeds = [1.0 / cost.sample_ms for cost in self.costs]
+            self._fixed_samples = math.fsum(map(mul, self._fixed_ms, self._speeds))
+        at_ms = (self.slot_size + self._fixed_samples) / math.fsum(map(truediv, self._speeds, self._factors))
+        if max(map(mul, self._fixed_ms, self._factors)) < at_ms:
+            return at_ms
+        return earliest_ms(self.current_costs(), self.slot_size)
 
     def _best(self, costs: Sequence[Cost]) -> tuple[int, ...]:
         return equal_finish(costs, self.slot_size, self.caps, self.least, self.grid)
@@ -304,6 +336,8 @@ class Balanced:
             if step and reach is not None:
                 room = reach + (home - old if step > 0 else old - home)
                 fraction = min(fraction, room / abs(step))
+        if fraction <= 0.0:  # a share is out of reach already, and would move farther: none moves
+            return current
         return target if fraction >= 1.0 else self._part_way(current, target, fraction)
 
     def _part_way(self, current: tuple[int, ...], target: tuple[int, ...], fraction: float) -> tuple[int, ...]:

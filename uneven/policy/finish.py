@@ -7,8 +7,10 @@ That is the best whole split; rounding the divisible one is not, since it ignore
 rank (tests/policy/test_finish.py compares with all splits).
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Cost:
         return self.fixed_ms + self.sample_ms * samples if samples else 0.0
 
     def scaled(self, factor: float) -> "Cost":
-        return replace(self, fixed_ms=self.fixed_ms * factor, sample_ms=self.sample_ms * factor)
+        return Cost(self.fixed_ms * factor, self.sample_ms * factor, self.cap)
 
 
 def fitted(times: Sequence[tuple[int, float]]) -> Cost:
@@ -66,14 +68,32 @@ def equal_finish(
         return _on_grid(costs, samples, caps, least, grid)
     limits = [samples] * len(costs) if caps is None or sum(caps) < samples else list(caps)
     shares = _done_by(earliest_ms(costs, samples), costs, limits)
-    for _ in range(samples - sum(shares)):
-        takers = [rank for rank, share in enumerate(shares) if share < limits[rank]]
-        shares[min(takers, key=lambda rank: costs[rank].time_ms(shares[rank] + 1))] += 1
+    _share_rest(shares, costs, limits, samples - sum(shares))
     for _ in range(sum(shares) - samples):
         shares[max(range(len(shares)), key=lambda rank: costs[rank].time_ms(shares[rank]))] -= 1
     if least > 1:
         _fix_small_shares(shares, costs, limits, least)
     return tuple(shares)
+
+
+def _share_rest(shares: list[int], costs: Sequence[Cost], limits: Sequence[int], samples: int) -> None:
+    """One by one to the rank that would finish its next one first. In place."""
+    if samples <= 0:
+        return
+    # A heap: to look through a thousand ranks for each sample took 140 ms a step (tests/policy/test_many_ranks.py).
+    takers = [
+        (cost.fixed_ms + cost.sample_ms * (share + 1), rank)
+        for rank, (cost, share, limit) in enumerate(zip(costs, shares, limits, strict=True))
+        if share < limit
+    ]
+    heapq.heapify(takers)
+    for _ in range(samples):
+        rank = takers[0][1]
+        shares[rank] += 1
+        if shares[rank] < limits[rank]:
+            heapq.heapreplace(takers, (costs[rank].time_ms(shares[rank] + 1), rank))
+        else:
+            heapq.heappop(takers)
 
 
 def by_ratio(
@@ -107,7 +127,7 @@ def _on_grid(costs: Sequence[Cost], samples: int, caps: Sequence[int] | None, le
 
 def earliest_ms(costs: Sequence[Cost], samples: int) -> float:
     """The finish time if samples were divisible and no rank had a cap: no split finishes sooner."""
-    helping = sorted(costs, key=lambda cost: cost.fixed_ms)
+    helping = sorted(costs, key=attrgetter("fixed_ms"))
     work, speed = float(samples), 0.0
     at_ms = float("inf")
     for cost in helping:

@@ -9,39 +9,39 @@ arithmetic on what all ranks know; policy/windows.py calls it.
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from uneven.policy.typical import Flags, Floats, Ints
+
 SLOWED = 4.0  # times slower than it was: below that it is an ordinary change
 USE = 0.02  # of all ranks' speed: what it must add
 PROBE_COST = 0.05  # of the time between two probes: what one may take
 PROBE_ROUNDS = (8, 512)  # between two probes: at least and at most
 
 
-def next_probe(
-    rank: int, probe_in: int, slot_ms: Sequence[float], usual_ms: Sequence[float], window_ms: float, was_tried: bool
-) -> int:
-    """Rounds until the rank is tried again, 0 for in the next window; -1 where it takes part. Called after every round.
+def next_probes(probe_in: Ints, slot_ms: Floats, usual_ms: Floats, window_ms: float, was_tried: Flags) -> Ints:
+    """Rounds until each rank is tried again, 0 for in the next window; -1 where it takes part. After every round.
 
     `slot_ms` and `usual_ms`: every rank's present time per slot, and the shortest so far. `probe_in`: the last answer.
     """
-    if not _is_below_use(rank, slot_ms, usual_ms, probe_in >= 0):
-        return -1
-    if probe_in < 0 or (probe_in == 0 and was_tried):
-        least, most = PROBE_ROUNDS
-        return max(least, min(most, math.ceil(slot_ms[rank] / (PROBE_COST * max(window_ms, 1e-9)))))
-    return max(0, probe_in - 1)
+    margin = np.where(probe_in >= 0, 1.5, 1.0)  # a rank that is out must be clearly better to come back
+    has_slowed = slot_ms * margin > SLOWED * usual_ms
+    if not has_slowed.any():
+        return np.full(len(probe_in), -1)
+    use = USE * math.fsum((1.0 / slot_ms).tolist())
+    is_out = has_slowed & (1.0 / slot_ms < margin * use)
+    least, most = PROBE_ROUNDS
+    fresh = np.ceil(slot_ms / (PROBE_COST * max(window_ms, 1e-9)))
+    begins = (probe_in < 0) | ((probe_in == 0) & was_tried)
+    waits = np.where(begins, np.minimum(np.maximum(fresh, least), most), np.maximum(probe_in - 1, 0))
+    return np.where(is_out, waits, -1).astype(np.int64)
 
 
-def with_probes(counts: Sequence[int], probe_in: Sequence[int]) -> tuple[int, ...]:
+def with_probes(counts: Sequence[int], probe_in: Ints) -> tuple[int, ...]:
     """One slot for each rank that is tried now, of whoever has the most."""
     cut = list(counts)
-    for rank, rounds in enumerate(probe_in):
-        if rounds == 0 and max(cut) > 1:
+    for rank in np.flatnonzero(probe_in == 0).tolist():
+        if max(cut) > 1:
             cut[cut.index(max(cut))] -= 1
             cut[rank] += 1
     return tuple(cut)
-
-
-def _is_below_use(rank: int, slot_ms: Sequence[float], usual_ms: Sequence[float], is_out: bool) -> bool:
-    """A rank that is out must be clearly better to come back."""
-    margin = 1.5 if is_out else 1.0
-    has_slowed = slot_ms[rank] * margin > SLOWED * usual_ms[rank]
-    return has_slowed and 1.0 / slot_ms[rank] < margin * USE * sum(1.0 / ms for ms in slot_ms)

@@ -189,7 +189,9 @@ class SlotSchedule:
 
     def may_merge(self, has_arrived: bool) -> bool:
         """At a boundary with a round in flight: merge now? Without the average this means waiting for it."""
-        return has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self._barrier
+        if has_arrived or self.staleness >= self._max_staleness or self.next_slot >= self._barrier:
+            return True
+        return self._is_left_out and not self._given  # it gets nothing more before that
 
     def merged(self) -> None:
         """The round is merged, and `windows` has noted it."""
@@ -244,9 +246,9 @@ class SlotSchedule:
                 self._given.extend(self.windows.slots_of(self.rank))
                 self._planned_ms = self.windows.planned_ms if self.windows.hands_back else 0.0
             return
+        self._start_claims()  # also where it is left out from the start, as in a run that is resumed
         if self._is_left_out and not self._asked:
             return
-        self._start_claims()
         while True:
             if self._asked:
                 self._receive()

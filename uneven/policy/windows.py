@@ -1,34 +1,48 @@
 """Windows and rounds: how long ranks train by themselves before their params are averaged, and who takes how much.
 
 The controller of the local policies. It is replicated: every rank passes the same reports to its own copy, in round
-order, and gets the same windows; it reads nothing else and uses only + - * / and comparisons. The slowest rank trains
+order, and gets the same windows; it reads nothing else and uses only + - * / and comparisons, of all ranks at once
+where it can (policy/typical.py says what that may be used for). The slowest rank trains
 `anchor` slots a window and the others as many as their speed allows, so that all finish at the same moment. The anchor
 grows until rounds cost little, and the guard holds it back when replicas drift apart. train/local_sgd.py drives it.
 """
 
 import copy
-import struct
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import itemgetter
 from typing import Any, Literal
 
-from uneven.policy.counts import best_counts, efficiency
+import numpy as np
+
+from uneven.policy.counts import best_counts
 from uneven.policy.finish import by_ratio
 from uneven.policy.late import split_beside, taken_back
-from uneven.policy.left_out import next_probe, with_probes
+from uneven.policy.left_out import with_probes
 from uneven.policy.round_report import RoundReport as RoundReport
+from uneven.policy.slot_times import SlotTimes
+from uneven.policy.typical import Floats
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
+MEMORY = 3  # rounds in the median of a cost, so a single outlier changes nothing
 SETTLING = 2  # rounds at the start whose costs are not representative: the first step compiles and allocates
+# A field of all reports, of which there may be a thousand: quicker than by its name.
+NEXT_SLOT, SAMPLES, BUSY_MS, TRANSFER_MS, LATENCY_MS, DIVERGENCE, HANDS_BACK, KEEPS, RECENT_MS = (
+    itemgetter(RoundReport._fields.index(name))
+    for name in (
+        *("next_slot", "samples", "busy_ms", "transfer_ms", "latency_ms", "divergence"),
+        *("returned", "kept", "recent_ms"),
+    )
+)
 # What a resumed run goes on with; the other fields are its settings.
 STATE = (
     *("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due", "passed", "_held"),
-    *("_floor", "_ms", "_seen_ms", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"),
-    *("back", "kept", "_usual_ms", "_probe_in"),
+    *("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences", "back", "kept"),
 )
-MEMORY = 3  # rounds in the median of an estimate, so a single outlier changes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +96,15 @@ class Windows:
     passed: int = 0  # the last event that all ranks have passed
     _held: int = 0  # slots before it were given out for a window that a stream's end cut short, and come first
     _floor: float = 0.0  # of the anchor: the one asked for, unless the guard went below it
-    _ms: list[float] = field(default_factory=list)
-    _seen_ms: list[list[float]] = field(default_factory=list)  # per rank: a slot's time in its last windows
+    times: SlotTimes = field(default_factory=lambda: SlotTimes(None, 0), repr=False)
     _costs_ms: list[float] = field(default_factory=list)  # of the last rounds, in the ranks' own time
     _blocked_ms: list[float] = field(default_factory=list)
     _latencies_ms: list[float] = field(default_factory=list)
     _divergences: list[float] = field(default_factory=list)  # rising ones, above the threshold
-    _usual_ms: list[float] = field(default_factory=list)  # the shortest time per slot so far; 0: not known
-    _probe_in: list[int] = field(default_factory=list)  # rounds until a rank that is left out is tried; -1: takes part
 
     def __post_init__(self) -> None:
-        self._ms = list(self.slot_ms or [1.0] * self.ranks)
-        self._seen_ms = [[ms] for ms in self.slot_ms] if self.slot_ms else [[] for _ in range(self.ranks)]
-        self.kept, self._usual_ms = [[] for _ in range(self.ranks)], list(self.slot_ms or [0.0] * self.ranks)
-        self._probe_in = [-1] * self.ranks
+        self.times = SlotTimes(self.slot_ms, self.ranks)
+        self.kept = [[] for _ in range(self.ranks)]
         self.anchor = self._floor = float(self.config.anchor)
         self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
         self.event = self.next_event(0)
@@ -114,21 +123,26 @@ class Windows:
     @property
     def speeds(self) -> list[float]:
         """Full slots per ms; 0 for a rank that is left out."""
+        speeds: list[float] = self._speeds.tolist()
+        return speeds
+
+    @property
+    def _speeds(self) -> Floats:
         if self.config.shares is not None:
-            return list(self.config.shares)
-        return [0.0 if self.is_left_out(rank) else 1.0 / ms for rank, ms in enumerate(self._ms)]
+            return np.array(self.config.shares, dtype=np.float64)
+        return self.times.speeds
 
     def slot_time_ms(self, rank: int) -> float:
         """What the rank takes for a full slot."""
-        return self._ms[rank] if self.config.shares is None else 1.0 / self.config.shares[rank]
+        return float(self.times.ms[rank]) if self.config.shares is None else 1.0 / self.config.shares[rank]
 
     def is_left_out(self, rank: int) -> bool:
         """Whether the rank became too slow to help: it gets no slots, but for a probe now and then."""
-        return self._probe_in[rank] >= 0
+        return bool(self.times.probe_in[rank] >= 0)
 
     def is_probed(self, rank: int) -> bool:
         """Whether a rank that is left out is tried in this window."""
-        return self._probe_in[rank] == 0
+        return bool(self.times.probe_in[rank] == 0)
 
     @property
     def hands_back(self) -> bool:
@@ -139,18 +153,18 @@ class Windows:
     @property
     def planned_ms(self) -> float:
         """How long the window takes by the present estimates, probes apart."""
-        owned = [count + len(kept) for count, kept in zip(self.cut(), self.kept, strict=True)]
-        return max(0.0 if self.is_left_out(rank) else count * self._ms[rank] for rank, count in enumerate(owned))
+        owned = np.array(self.cut()) + np.array([len(kept) for kept in self.kept])
+        return float(np.where(self.times.probe_in >= 0, 0.0, owned * self.times.ms).max())
 
     def cut(self) -> tuple[int, ...]:
         """How many new slots of the window each rank gets, in rank order: those handed back and [start, due)."""
         length = max(0, self.due - self.start) + len(self.back)  # all may be given already, before a stream's end
-        if length == sum(self.counts) and not any(self.kept) and 0 not in self._probe_in:
+        if length == sum(self.counts) and not any(self.kept) and not (self.times.probe_in == 0).any():
             return self.counts
         ratio = self.speeds if self.is_measured else [1.0] * self.ranks
         if not any(self.kept):
-            return with_probes(by_ratio(ratio, length), self._probe_in)
-        return with_probes(split_beside([len(kept) for kept in self.kept], ratio, length), self._probe_in)
+            return with_probes(by_ratio(ratio, length), self.times.probe_in)
+        return with_probes(split_beside([len(kept) for kept in self.kept], ratio, length), self.times.probe_in)
 
     def slots_of(self, rank: int) -> Sequence[int]:
         """The rank's new slots of the window, in order."""
@@ -163,25 +177,39 @@ class Windows:
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         """A round is done: the reports of all ranks, in rank order. Sets the next window; returns what changed."""
         was_divided = not (self.config.is_async and self.is_measured)
-        if was_divided and (self.back or any(report.returned or report.kept for report in reports)):
+        if was_divided and (self.back or any(map(HANDS_BACK, reports)) or any(map(KEEPS, reports))):
             owned = [[*kept, *self.slots_of(rank)] for rank, kept in enumerate(self.kept)]
             self.back, self.kept = taken_back(owned, reports)
         self.rounds += 1
         decisions: list[Decision] = []
         if self.config.shares is None:
-            self._update_speeds(reports)
-            self._leave_out(reports)
-            decisions += self._guard(reports)
-            decisions += self._set_anchor(reports)
-            decisions += self._set_counts()
-        next_slots = [int(report.next_slot) for report in reports]
+            decisions += self._adapt(reports)
+        next_slots = list(map(NEXT_SLOT, reports))
         self._learn_event(was_divided)
-        if self.due == self.event and min(next_slots) >= self.event:  # a round that stops the run may come before it
+        if (
+            self.due == self.event and int(min(next_slots)) >= self.event
+        ):  # a round that stops the run may come before it
             following = self.next_event(self.event)
             self.is_over, self.passed, self.event = following == self.event, self.event, following
-        self.start = max(self.due, self._held, *next_slots)
+        self.start = max(self.due, self._held, int(max(next_slots)))
         self._set_due()
         return decisions
+
+    def _adapt(self, reports: Sequence[RoundReport]) -> list[Decision]:
+        """Speeds, anchor and counts follow the reports."""
+        samples = np.array(list(map(SAMPLES, reports)))
+        if self.slot_ms is not None or self.rounds >= SETTLING:  # the very first step compiles and allocates
+            busy_ms = np.array(list(map(BUSY_MS, reports)))
+            slower = self.times.update(self.slot_size, samples, busy_ms, list(map(RECENT_MS, reports)))
+            if slower > 2.0:  # windows were as long as they had to be, and stay so where they may
+                self.anchor = max(self._floor, self.anchor / slower)
+        if self.is_measured:
+            self.times.leave_out(self.anchor, samples)
+        return [
+            *self._guard(max(map(DIVERGENCE, reports))),
+            *self._set_anchor(list(map(TRANSFER_MS, reports)), list(map(LATENCY_MS, reports))),
+            *self._set_counts(),
+        ]
 
     def learn_event(self, slot: int) -> None:
         """A slot that was asked for in the reports of a round becomes an event; on all ranks, before `note`.
@@ -208,17 +236,18 @@ class Windows:
 
     def fingerprint(self) -> int:
         """24 bits of the state: equal on all ranks."""
-        numbers = struct.pack(f"<{self.ranks}d2d", *self._ms, self.anchor, self._floor)
+        kept = self.kept if any(self.kept) else None
         rest = (
-            *(self.counts, self.start, self.due, self.event, self.rounds, self.is_held, self._held, self._seen_ms),
-            *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms),
-            *(self.back, self.kept, self._usual_ms, self._probe_in),
+            *(self.anchor, self._floor, self.start, self.due, self.event, self.rounds, self.is_held, self._held),
+            *(self._divergences, self._costs_ms, self._blocked_ms, self._latencies_ms, self.back, kept),
         )
+        numbers = self.times.tobytes() + np.array(self.counts).tobytes()
         return zlib.crc32(numbers + repr(rest).encode()) & 0xFFFFFF
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON: with it, a fresh copy for as many ranks goes on with equal fingerprints."""
-        return {"ranks": self.ranks, **{name: copy.deepcopy(getattr(self, name)) for name in STATE}}
+        own = {name: copy.deepcopy(getattr(self, name)) for name in STATE}
+        return {"ranks": self.ranks, **own, **self.times.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The state of a run with as many ranks; next comes `resume_at`, unless it stopped after a round."""
@@ -226,6 +255,7 @@ class Windows:
             raise ValueError(f"the state of {state['ranks']} ranks does not fit {self.ranks}")
         for name in set(STATE) & set(state):
             setattr(self, name, copy.deepcopy(state[name]))
+        self.times.load_state_dict(state, range(self.ranks))
         self.counts = tuple(self.counts)
 
     def go_on(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
@@ -233,18 +263,11 @@ class Windows:
 
         `places`: where each rank of this one was in that one; None for a newcomer, whose measured time counts.
         """
-        measured = self._ms
         self.rounds, self.anchor, self.is_held = state["rounds"], state["anchor"], state["is_held"]
         for name in ("_floor", "_costs_ms", "_blocked_ms", "_latencies_ms", "_divergences"):
             setattr(self, name, copy.deepcopy(state[name]))
-        self._ms = [measured[rank] if place is None else state["_ms"][place] for rank, place in enumerate(places)]
-        seen = state["_seen_ms"]
-        self._seen_ms = [[] if place is None else list(seen[place]) for place in places]
-        self._usual_ms = [
-            ms if place is None else state["_usual_ms"][place] for ms, place in zip(measured, places, strict=True)
-        ]
-        self._probe_in = [-1 if place is None else state["_probe_in"][place] for place in places]
-        self.slot_ms = None if state["slot_ms"] is None else list(self._ms)
+        self.times.load_state_dict(state, places)
+        self.slot_ms = None if state["slot_ms"] is None else self.times.ms.tolist()
         self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
 
     def resume_at(self, slot: int, passed: int | None = None) -> None:
@@ -273,50 +296,8 @@ class Windows:
         else:
             self.due = min(self.event, self.start + max(1, length - len(self.back)))
 
-    def _update_speeds(self, reports: Sequence[RoundReport]) -> None:
-        """Each rank's ms per slot, from its last windows."""
-        if self.slot_ms is None and self.rounds < SETTLING:
-            return  # the very first step compiles and allocates
-        slowest_ms = max(self._ms)
-        for rank, report in enumerate(reports):
-            if report.recent_ms > 0:
-                self._ms[rank], self._seen_ms[rank] = report.recent_ms, [report.recent_ms]
-            elif report.samples >= self.slot_size and report.busy_ms > 0:  # less than a slot is too noisy
-                if self.is_left_out(rank):
-                    self._seen_ms[rank].clear()  # a probe stands for itself: what was seen before is old
-                self._update_slot_ms(rank, report.busy_ms * self.slot_size / report.samples)
-        known_ms = [ms for ms, seen in zip(self._ms, self._seen_ms, strict=True) if seen]
-        for rank, seen in enumerate(self._seen_ms):
-            if known_ms and not seen:
-                self._ms[rank] = max(known_ms)  # not measured yet: assume the slowest known speed
-        if max(self._ms) > 2.0 * slowest_ms:  # windows were as long as they had to be, and stay so where they may
-            self.anchor = max(self._floor, self.anchor * slowest_ms / max(self._ms))
-
-    def _leave_out(self, reports: Sequence[RoundReport]) -> None:
-        """Ranks that became too slow to help get no slots, but for a probe now and then; see policy/left_out.py."""
-        if not self.is_measured:
-            return
-        self._usual_ms = [min(usual or ms, ms) for usual, ms in zip(self._usual_ms, self._ms, strict=True)]
-        window_ms = self.anchor * self._slowest_ms
-        for rank, probe_in in enumerate(self._probe_in):
-            was_tried = reports[rank].samples > 0
-            self._probe_in[rank] = next_probe(rank, probe_in, self._ms, self._usual_ms, window_ms, was_tried)
-
-    @property
-    def _slowest_ms(self) -> float:
-        """Of the ranks that take part."""
-        return max((ms for rank, ms in enumerate(self._ms) if not self.is_left_out(rank)), default=max(self._ms))
-
-    def _update_slot_ms(self, rank: int, measured_ms: float) -> None:
-        """Correct a large error at once, a small one slowly: it is mostly noise."""
-        seen = self._seen_ms[rank]
-        error = _median_with(seen, measured_ms) / self._ms[rank] - 1.0
-        pull = 1.0 if len(seen) < MEMORY else min(1.0, max(0.2, 4.0 * abs(error)))
-        self._ms[rank] *= 1.0 + pull * error
-
-    def _guard(self, reports: Sequence[RoundReport]) -> list[Decision]:
+    def _guard(self, found: float) -> list[Decision]:
         """Three rises of the divergence above the threshold hold the anchor until it is below; more shrink it."""
-        found = max(report.divergence for report in reports)
         if not found > self.config.divergence_threshold:
             self.is_held, self._divergences = False, []
             self._floor = min(float(self.config.anchor), self._floor + 1.0)
@@ -333,7 +314,7 @@ class Windows:
             return []
         return [Decision("guard", {"divergence": found, "anchor": self.anchor})]
 
-    def _set_anchor(self, reports: Sequence[RoundReport]) -> list[Decision]:
+    def _set_anchor(self, transfer_ms: list[float], latency_ms: list[float]) -> list[Decision]:
         """Move the anchor towards the one at which a round costs `overhead_target` of its window.
 
         The cost of a round in ms does not depend on its window, so the anchor needed is computed from it, not found by
@@ -343,15 +324,17 @@ class Windows:
         """
         if self.rounds <= SETTLING + 1:
             return []
-        slowest_ms, before = self._slowest_ms, self.anchor
-        reports = [report for rank, report in enumerate(reports) if not self.is_left_out(rank)]  # others only wait
-        cost_ms = _median_with(self._costs_ms, sum(report.transfer_ms for report in reports) / len(reports))
-        latency_ms = _median_with(self._latencies_ms, sum(report.latency_ms for report in reports) / len(reports))
+        slowest_ms, before = self.times.slowest_ms, self.anchor
+        takes_part = self.times.takes_part.tolist()  # others only wait
+        transfer_ms, latency_ms = list(compress(transfer_ms, takes_part)), list(compress(latency_ms, takes_part))
+        cost_ms = _median_with(self._costs_ms, math.fsum(transfer_ms) / len(transfer_ms))
+        typical_ms = _median_with(self._latencies_ms, math.fsum(latency_ms) / len(latency_ms))
         if self.config.is_async:
-            needed_ms = max(cost_ms / self.config.overhead_target, latency_ms / LATENCY_SHARE)
+            needed_ms = max(cost_ms / self.config.overhead_target, typical_ms / LATENCY_SHARE)
         else:
-            cost_ms += _median_with(self._blocked_ms, min(report.latency_ms for report in reports))
-            cost_ms += (1.0 - self._efficiency(self._best_counts())) * self.anchor * slowest_ms
+            cost_ms += _median_with(self._blocked_ms, min(latency_ms))
+            speed = math.fsum(self._speeds.tolist())
+            cost_ms += (1.0 - self._slots_per_ms(self._best_counts()) / speed) * self.anchor * slowest_ms
             needed_ms = cost_ms / self.config.overhead_target
         needed = needed_ms / slowest_ms
         if needed > self.anchor and not self.is_held:
@@ -371,7 +354,7 @@ class Windows:
             return []
         # A window of about the same length changes only for a predicted gain.
         is_same_length = abs(sum(best) - sum(self.counts)) <= 0.05 * sum(self.counts)
-        if is_same_length and self._efficiency(best) < (1.0 + COUNT_GAIN) * self._efficiency(self.counts):
+        if is_same_length and self._slots_per_ms(best) < (1.0 + COUNT_GAIN) * self._slots_per_ms(self.counts):
             return []
         self.counts = best
         return [Decision("counts", {"counts": list(best), "anchor": self.anchor})]
@@ -380,10 +363,11 @@ class Windows:
         if self.config.shares is not None:
             least = min(share for share in self.config.shares if share > 0)
             return tuple(int(self.anchor * share / least + 0.5) for share in self.config.shares)
-        return best_counts(self.anchor * self._slowest_ms, self.speeds, self._ms)
+        return tuple(best_counts(self.anchor * self.times.slowest_ms, self._speeds, self.times.ms).tolist())
 
-    def _efficiency(self, counts: Sequence[int]) -> float:
-        return efficiency(counts, self.speeds, self._ms)
+    def _slots_per_ms(self, counts: Sequence[int]) -> float:
+        """Predicted speed of such windows; what is missing to the sum of all speeds is waiting."""
+        return sum(counts) / float((np.array(counts) * self.times.ms).max())
 
 
 def _median_with(seen: list[float], value: float) -> float:
