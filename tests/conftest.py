@@ -1,11 +1,13 @@
 """Shared by all tests: a cuda test without a GPU is skipped with its reason, never passed silently."""
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # As many tests run at once as there are cores: threads of torch would only wait for each other, in this process and
@@ -15,12 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # questions at once, each of them would wait for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Whatever build of torch this user has made active: tests are about the environment they run in.
+os.environ["UNEVEN_TORCH"] = "none"
+
 # A shell ignores Ctrl-C for what it runs in the background, and so would all processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests import forked
@@ -37,6 +41,9 @@ LONGEST = (
     "launch/test_rank_processes.py",
     "test_readme.py",
     "faults/test_storm.py",
+    "train/test_resume.py",
+    "train/test_local_sgd.py",
+    "train/test_apply_strategy.py",
     "train/test_local_sgd_processes.py",
     "launch/test_resume_kills.py",
     "parallel/test_strategies.py",
@@ -60,8 +67,14 @@ LONGEST = (
     "bench/single/test_run.py",
     "bench/models/test_models.py",
     "timeline/test_page_browser.py",
+    "train/test_segment.py",
+    "train/test_settle.py",
+    "cli/test_exit_codes.py",
+    "network/test_join.py",
+    "network/test_engines.py",
+    "launch/test_resume_machines.py",
+    "api/test_loop_resume.py",
     "test_shape.py",
-    "train/test_apply_strategy.py",
     "cli/test_bench.py",
     "cli/test_data.py",
 )
@@ -83,7 +96,21 @@ def _place(item: pytest.Item) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What torch and the modules of tests make lives to the end: a collection of all of it is half a second each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Not at the top: the process that only hands out tests imports it, too, before it starts the others.
+    import torch
+
     items.sort(key=_place)
     if torch.cuda.is_available():
         return
@@ -101,10 +128,30 @@ def _processes_are_forked() -> Iterator[None]:
     forked.close_server()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runs_are_remembered_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Not in the home of whoever runs the tests (launch/history.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _some_are_started_for_real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if {"real_start", "cuda", "soak"} & set(request.node.keywords):
         monkeypatch.setattr(subprocess, "Popen", forked.RealPopen)
+
+
+@pytest.fixture(autouse=True)
+def _pages_only_where_a_test_looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page takes most of a second, and a hundred tests have a run with a folder."""
+    if "timeline.html" not in _text_of(request.node.path):
+        monkeypatch.setenv("UNEVEN_PAGES", "0")
+
+
+@cache
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.suffix == ".py" else ""
 
 
 @pytest.fixture(autouse=True)

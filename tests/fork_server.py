@@ -45,6 +45,8 @@ WARM = (
     "typer",
     "uneven",
     "uneven.bench.single.run",
+    "uneven.cli.app",
+    "uneven.cli.chaos",
     "uneven.cli.main",
     "uneven.launch.launcher",
     "uneven.launch.rank",
@@ -102,12 +104,18 @@ def serve(sock: socket.socket, base_path: list[str]) -> Callable[[], None]:
             sock.close()
             if order.new_session:
                 os.setsid()
+            # Before its own server is forked, so that what it starts is in the same namespaces and on the same cores.
+            os.sched_setaffinity(0, order.cores)
+            if order.preexec is not None:
+                pickle.loads(order.preexec)()
             if order.starts_others:
                 near, far = socket.socketpair()
                 if os.fork() == 0:
                     near.close()
                     for fd in fds:
                         os.close(fd)
+                    if order.preexec is not None:  # a namespace to be in: its own processes are there, too
+                        pickle.loads(order.preexec)()
                     return serve(far, base_path)
                 far.close()
                 sock = near
@@ -161,11 +169,8 @@ def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.soc
     os.environ.clear()
     os.environ.update(order.env)
     os.chdir(order.cwd)
-    os.sched_setaffinity(0, order.cores)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _show_args(order.args)
-    if order.preexec is not None:
-        pickle.loads(order.preexec)()
     if order.starts_others:
         from tests import forked
 

@@ -23,8 +23,10 @@ RUN_FILES = (
     "superseded-*",  # what a run that was resumed further back has moved aside
     *(".epoch-*", ".step-*"),  # a checkpoint that a killed run was writing or removing
     *("timeline.json", "timeline.csv", "timeline.html", "trace.json"),
-    *("config.json", "metrics.jsonl", "summary.json", "failure.json"),
+    *("config.json", "metrics.jsonl", "summary.json", "failure.json", "plan.json"),
+    "logs",  # what its processes printed
 )
+LOGS = ("rank-*.log", "rank-*.log.1", "launcher.log", "launcher.log.1")  # in that folder
 NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
 
 
@@ -112,8 +114,11 @@ def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
         if path.exists() and not path.is_dir():
             raise InputError(f"out={str(path)!r} is a file; name a folder, as in out='runs/my-run'")
         earlier = _files_of_ours(path, overwrite) if path.is_dir() else []
-        if [entry.name for entry in earlier] == [MARK]:
-            earlier = []  # of a run that was killed before it wrote anything
+        if {entry.name for entry in earlier} <= {MARK, "logs", "plan.json"}:
+            # Of a run that ended before it wrote anything, or a plan for this one.
+            for entry in earlier:
+                shutil.rmtree(entry) if entry.is_dir() else None
+            earlier = []
         moved = _move_aside(path, earlier) if earlier and not overwrite else None
         for entry in earlier if overwrite else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -125,9 +130,19 @@ def make_out_folder(path: Path, overwrite: bool = False) -> Path | None:
     return moved
 
 
-def mark_as_run(folder: Path, made: int = 0) -> None:
-    """Mark a folder as one that runs write their results to; `made` of its path's folders did not exist before."""
-    write_atomically(folder / MARK, json.dumps({"written by": "uneven", "made": made}).encode())
+def mark_as_run(folder: Path, made: int = 0, run_id: str = "") -> None:
+    """Mark a folder as one that runs write their results to; `made` of its path's folders did not exist before.
+
+    `run_id` is of the run whose copies are in it.
+    """
+    copies = {"copies": run_id} if run_id else {}
+    write_atomically(folder / MARK, json.dumps({"written by": "uneven", "made": made, **copies}).encode())
+
+
+def mark_of_run(folder: Path) -> str | None:
+    """The id of the run whose copies are in a folder; None where it holds none."""
+    found = read_json(folder / MARK)
+    return str(found["copies"]) if isinstance(found, dict) and "copies" in found else None
 
 
 def release_out_folder(path: Path) -> None:
@@ -153,7 +168,7 @@ def _files_of_ours(path: Path, overwrite: bool) -> list[Path]:
             f"out={str(path)!r} holds files that no run of uneven wrote ({_listed(entries)}): choose an empty or new "
             "folder, or pass overwrite=True (--overwrite) to write beside them"
         )
-    if named_as_ours:
+    if named_as_ours := [entry for entry in named_as_ours if entry.name != "logs"]:  # anybody's: ours go beside them
         raise InputError(
             f"out={str(path)!r} holds {named_as_ours[0].name}, which no run of uneven wrote: it would be replaced; "
             "move it away, or choose another folder"
@@ -183,6 +198,8 @@ def may_hold_states(folder: Path) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder below a run's own is a state or checkpoint, also a damaged one, or holds some (superseded-N)."""
+    if folder.name == "logs":
+        return all(any(fnmatch(entry.name, name) for name in LOGS) for entry in folder.iterdir())
     is_state = _is_state(folder / "state.json") or any(folder.glob("rank-*.safetensors"))
     return is_state or any(_is_ours(entry) for name in ("step-*", "epoch-*") for entry in folder.glob(name))
 

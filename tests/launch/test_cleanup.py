@@ -10,8 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from uneven.hardware.cores import assign_cores, available_cores
+from uneven.hardware.device import parse_devices
+from uneven.hardware.roster import Roster
 from uneven.launch import cleanup
+from uneven.launch.local_ranks import LocalRanks, RunPlan
 from uneven.launch.processes import RankProcesses, describe_exit
+from uneven.train.membership import Generation
 
 
 @pytest.fixture
@@ -86,7 +91,35 @@ def test_end_ends_a_stopped_process(tmp_path: Path) -> None:
     ranks.end()  # once more does no harm
 
 
+def test_a_process_that_takes_the_place_of_another_leaves_as_many_files(tmp_path: Path) -> None:
+    roster, members = Roster.on_one_machine(parse_devices("cpu")), ("vm/cpu/a",)
+    plan = RunPlan(roster, members, ("127.0.0.1", 1))
+    ranks = LocalRanks(tmp_path, plan, assign_cores(roster.devices, available_cores()), None, [{}])
+    try:
+        for lost in range(2):
+            ranks.give_up(lost)
+            (tmp_path / f"result-{lost}").mkdir(exist_ok=True)
+            (tmp_path / f"error-{lost}.json").write_text("{}")
+            assert ranks.restart(lost, lost + 1, Generation(0, roster, members)) is not None
+        assert [path.name for path in tmp_path.glob("*.json")] == ["plan-2.json"]
+        assert not (tmp_path / "result-1").exists()
+    finally:
+        ranks.end()
+
+
 def test_exit_codes_in_words() -> None:
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "was ended by SIGSEGV"
     assert describe_exit(-99) == "was ended by signal 99"
+
+
+def test_a_rank_that_is_cut_off_from_a_living_launcher_ends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took the launcher for dead, ended the other ranks and removed their folder."""
+    happened: list[object] = []
+    monkeypatch.setattr(cleanup.time, "sleep", lambda _: happened.append("the launcher is looked at"))
+    monkeypatch.setattr(cleanup.os, "_exit", happened.append)
+    monkeypatch.setattr(cleanup, "_end_ranks", lambda _: happened.append("all are ended"))
+    cleanup.end_cut_off_rank(lambda error: happened.append(str(error)))
+    assert happened == ["the launcher is looked at", "its connection to the launcher is lost", 1]

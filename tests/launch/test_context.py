@@ -28,6 +28,13 @@ def test_a_member_has_an_identity_that_is_not_its_rank() -> None:
     assert (rank_info.member, rank_info.rank, rank_info.generation) == ("host/cpu/1", 0, 0)
 
 
+def test_ranks_of_one_machine_reach_their_leader_in_the_way_of_machines_that_join_later() -> None:
+    """Else they look for a folder in common with who joins, who asks the leader: both wait for ever."""
+    environment = LaunchEnvironment("uneven run", member="host/cpu/1", door=("127.0.0.1", 1, "token"))
+    context = ProcessContext(environment, Roster.on_one_machine([Device("cpu")]))
+    assert context.make_rank_info().leader is context.leader is not None
+
+
 def test_the_rank_is_read_from_the_run_that_is_on() -> None:
     context = launched()
     rank_info = context.make_rank_info((Device("cpu"), Device("cpu")))

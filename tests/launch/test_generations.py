@@ -90,10 +90,10 @@ def test_ranks_of_a_local_policy_get_on_by_rounds_and_not_by_the_steps_between_t
 
 
 def test_what_the_user_reads() -> None:
-    assert describe_loss(["rank 2 (cpu@0.4 on pc) was ended by SIGKILL"], 3, is_local=True) == (
+    assert describe_loss(["rank 2 (cpu@0.4 on pc) was ended by SIGKILL"], [{"rounds": {"round": 2}}] * 3) == (
         "rank 2 (cpu@0.4 on pc) was ended by SIGKILL: 3 ranks go on, its samples since the last round are trained again"
     )
-    assert describe_loss(["rank 1 is lost", "rank 2 is lost"], 1, is_local=False) == (
+    assert describe_loss(["rank 1 is lost", "rank 2 is lost"], [{}]) == (
         "rank 1 is lost; rank 2 is lost: 1 rank goes on, their samples since the last step are trained again"
     )
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,26 @@ from tests.ranks import Silent
 from uneven.comm.group import Group
 from uneven.comm.store import TCPStore, get_text, open_store
 from uneven.config import RunConfig
-from uneven.errors import GroupLostError, RefusedError
+from uneven.errors import GroupLostError, Left, RefusedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.generations import Generations
-from uneven.launch.heartbeat import GENERATION_KEY, Heartbeat, ready_key, roster_key, settled_key, suspicion_key
+from uneven.launch.heartbeat import (
+    GENERATION_KEY,
+    LEAVE,
+    STAY,
+    TERMINATED_KEY,
+    Heartbeat,
+    handed_key,
+    heartbeat_key,
+    leave_key,
+    ready_key,
+    roster_key,
+    settled_key,
+    suspicion_key,
+)
 from uneven.launch.local_ranks import Newcomer
 from uneven.launch.membership import StoreMembership, waiting_limit_s
 from uneven.launch.newcomer import adopt_settings, announce_run, await_facts, facts_key
@@ -47,7 +61,8 @@ class Launcher:
         environment = LaunchEnvironment("fit", number, 3, number, 3, member=member, **where)  # type: ignore[arg-type]
         place = RankPlace(environment, ROSTER)
         told = (dict, lambda _: None, lambda: None)  # nothing to say, and nothing but generations to hear
-        self._heartbeats.append(Heartbeat(environment.connect(""), member, *told, on_generation=place.hear))
+        heard = {"on_generation": place.hear, "on_leave": place.leave}
+        self._heartbeats.append(Heartbeat(environment.connect(""), member, *told, **heard))  # type: ignore[arg-type]
         self.places.append(place)
         return place
 
@@ -101,6 +116,11 @@ def await_key(store: TCPStore, key: str) -> str:
     while (text := get_text(store, key)) is None:
         time.sleep(0.005)
     return text
+
+
+def await_truth(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.005)
 
 
 class FakeGroup:
@@ -309,3 +329,61 @@ def test_who_joins_takes_the_settings_of_the_run() -> None:
     found = adopt_settings(config, facts)
     assert (found.precision, found.backend, found.devices) == ("fp32", "gloo", "cpu,cpu")
     assert (found.global_batch_size, found.out) == (24, Path("own"))
+
+
+def test_a_rank_is_asked_to_leave_hands_in_and_goes_or_stays_with_the_others(launcher: Launcher) -> None:
+    membership = launcher.membership(1)
+    assert not membership.must_leave()
+    launcher.store.set(leave_key(MEMBERS[1]), LEAVE)
+    await_truth(membership.is_leaving)
+    left = on_thread(lambda: membership.leave(0, 1234))
+    await_truth(lambda: get_text(launcher.store, handed_key(0, MEMBERS[1])) == "1234")
+    first = launcher.publish(2)  # another one was lost in this moment
+    assert left() == first
+    launcher.store.set(leave_key(MEMBERS[1]), STAY)
+    await_truth(lambda: not membership.is_leaving())
+    launcher.store.set(leave_key(MEMBERS[1]), LEAVE)
+    assert membership.must_leave(), "as the store has it, whatever the heartbeat has read"
+    left = on_thread(lambda: membership.leave(1, 1240))
+    launcher.publish(1)
+    with pytest.raises(Left) as gone:
+        left()
+    assert gone.value.code == 0
+
+
+def test_a_rank_of_a_joined_machine_tells_of_a_sigterm_and_does_not_stop_the_run(launcher: Launcher) -> None:
+    member = "mini/cpu/z"
+    told: tuple[Any, ...] = (dict, lambda _: None, lambda: None, lambda: None, lambda: True)
+    beat = Heartbeat(launcher.store, member, *told, is_guest=True)
+    beat.close()
+    assert json.loads(launcher.store.get(heartbeat_key(member)))["terminated"]
+    assert get_text(launcher.store, TERMINATED_KEY) is None
+    own = Heartbeat(launcher.store, member, *told)
+    own.close()
+    assert get_text(launcher.store, TERMINATED_KEY) is not None
+    two = Roster(parse_devices("cpu,cpu"), (0, 1), ("pc", "mini"))
+    places = [RankPlace(LaunchEnvironment("uneven run", rank, 2), two) for rank in range(2)]
+    assert [place.is_guest for place in places] == [False, True]
+
+
+def of(*members: str, number: int) -> Generation:
+    return Generation(number, Roster.on_one_machine(parse_devices(["cpu"] * len(members))), members, f"number {number}")
+
+
+def test_who_joins_a_loop_of_the_users_own_waits_until_it_is_let_in() -> None:
+    """Not so after a loss: the group is gone anyway, and so it is where the same members start a new one."""
+    aborted: list[str] = []
+    group: Any = SimpleNamespace(abort=aborted.append)
+    membership = StoreMembership(None, "a", 1, 0, 1.0, lambda *_: group)  # type: ignore[arg-type]
+    membership.joined(group)
+    membership.defer_joins(("a", "b"))
+    membership.announce(of("a", "b", "c", number=1))
+    assert (membership.deferred, membership.is_stale(0), aborted) == (1, False, [])
+    membership.let_in()
+    assert (membership.deferred, membership.is_stale(0)) == (0, True)
+    membership.announce(of("a", "b", "c", "d", number=2))
+    assert (membership.deferred, membership.is_stale(1)) == (2, False)
+    membership.announce(of("a", "b", "c", "d", number=3))
+    assert (membership.deferred, membership.is_stale(1), aborted) == (0, True, ["number 3"])
+    membership.announce(of("a", "b", "d", "e", number=4))
+    assert (membership.deferred, membership.is_stale(3), aborted[1:]) == (0, True, ["number 4"])

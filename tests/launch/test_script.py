@@ -73,7 +73,7 @@ def test_on_one_device_a_line_says_that_uneven_was_not_called(
     run_script(tmp_path / "t.py", [], {"devices": "cpu", "policy": "async"})
     out, err = capsys.readouterr()
     assert out == "trained\n"
-    assert "ended without calling uneven: it ran as by python, and --devices, --policy had no effect" in err
+    assert "ended without calling uneven: it ran as by python, and the settings devices, policy had no effect" in err
     (tmp_path / "t.py").write_text("from uneven import Ddp\nDdp.rank()\n")
     run_script(tmp_path / "t.py", [], {"devices": "cpu"})
     assert capsys.readouterr().err == ""

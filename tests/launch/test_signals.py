@@ -178,6 +178,9 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
         def lost(self) -> dict[int, str]:
             return {}
 
+        def give_up(self, number: int) -> None:
+            raise AssertionError(f"process {number} has ended")
+
     store, _ = open_store()
     requests, processes, roster = Requests(), Processes(), Roster.on_one_machine(parse_devices("cpu,cpu"))
     watch = Watch(processes, store, tmp_path, ["a", "b"], roster, Reporter("off"))  # type: ignore[arg-type]

@@ -45,6 +45,9 @@ class Processes:
     def lost(self) -> dict[int, str]:
         return {}
 
+    def give_up(self, number: int) -> None:
+        raise AssertionError(f"nobody is lost: {number}")
+
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,9 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
     context.start_heartbeat(dict, lambda: None)
     waits = {"count": 1, "slot": 0, "phase": "setup"}
     store.set(heartbeat_key("b"), json.dumps(waits))
-    processes: Any = SimpleNamespace(exit_codes=lambda: [0, 0] if ended.is_set() else [None, None], lost=dict)
+    processes: Any = SimpleNamespace(
+        exit_codes=lambda: [0, 0] if ended.is_set() else [None, None], lost=dict, give_up=print
+    )
     ended, watch = (
         threading.Event(),
         Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off")),
@@ -122,12 +127,25 @@ def test_a_rank_whose_peer_was_stopped_before_its_run_is_not_waited_for(
     status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
     for member in MEMBERS:
         store.set(heartbeat_key(member), json.dumps(status))
-    processes: Any = SimpleNamespace(
-        exit_codes=lambda: [None, INTERRUPTED if requests.stop.is_set() else None], lost=dict
-    )
+    codes: list[int | None] = [None, INTERRUPTED]
+    processes: Any = SimpleNamespace(exit_codes=lambda: codes, lost=dict, give_up=print)
     requests = Requests()
     requests.terminate()
     watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
     monkeypatch.setattr(watch, "_stop_sent_s", time.monotonic())
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
+
+
+def test_a_rank_that_saves_its_run_is_waited_for_when_the_others_have_left(tmp_path: Path) -> None:
+    """Its worker is gone, and it says `setup` at slot 0 as before its first step: it was ended after 3 s."""
+    store, _ = open_store()
+    status = {"count": 1, "slot": 0, "phase": "setup", "handles_stop": True, "was_stop_read": True}
+    for member, is_past in zip(MEMBERS, (True, False), strict=True):
+        store.set(heartbeat_key(member), json.dumps({**status, "is_past": is_past}))
+    processes: Any = SimpleNamespace(exit_codes=lambda: [None, INTERRUPTED], lost=dict, give_up=print)
+    watch = Watch(processes, store, tmp_path, MEMBERS, ROSTER, Reporter("off"))
+    watch._read_heartbeats(time.monotonic())
+    watch._alone_since_s = 0.0
+    watch._check_left_alone([None, INTERRUPTED], 10.0)
+    assert watch._alone_since_s == 10.0

@@ -7,7 +7,7 @@ from torch import nn
 
 from uneven import TensorData, fit
 from uneven.hardware.interference import Counters, Interference
-from uneven.launch.run import summary_lines
+from uneven.launch.ended import summary_lines
 from uneven.results.state import TrainedState
 from uneven.timeline.clock import ClockReading, Machine
 from uneven.timeline.record import Event

@@ -34,6 +34,9 @@ class Processes:
     def lost(self) -> dict[int, str]:
         return {}
 
+    def give_up(self, number: int) -> None:
+        raise AssertionError(f"process {number} has ended")
+
 
 @pytest.fixture
 def store() -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,9 @@ from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch import watch as watch_module
 from uneven.launch.generations import MOST_REPEATS
-from uneven.launch.heartbeat import (
-    GENERATION_KEY,
-    heartbeat_key,
-    ready_key,
-    roster_key,
-    settled_key,
-    suspicion_key,
-)
-from uneven.launch.local_ranks import Newcomer
+from uneven.launch.heartbeat import GENERATION_KEY, heartbeat_key, roster_key, suspicion_key
+from uneven.launch.joining import Recruits
+from uneven.launch.leave_requests import LeaveRequest
 from uneven.launch.requests import Requests
 from uneven.launch.training import RESULT
 from uneven.launch.watch import Watch
@@ -61,6 +56,7 @@ class Cluster:
         self.looks = 0
         self.members: list[str] = list(MEMBERS)
         self.stays: set[int] = set()  # who still runs at the end
+        self.asked: list[LeaveRequest] = []  # since the last look
         self.reporter = Lines()
         clock = SimpleNamespace(monotonic=lambda: self.looks / 10, sleep=lambda _: None)
         monkeypatch.setattr(watch_module, "time", clock)
@@ -80,8 +76,8 @@ class Cluster:
 
     def watch(self, looks: int = 5) -> None:
         """So many looks, and then all ranks that run have ended well."""
-        recruits = self if isinstance(self, Recruiting) else None
-        watch = Watch(self, self.store, self.folder, MEMBERS, ROSTER, self.reporter, recruits)
+        known = (self.store, self.folder, MEMBERS, ROSTER, self.reporter)
+        watch = Watch(self, *known, self.recruits(), self.take_asked)
         requests = Requests()
         for self.looks in range(1, looks + 1):
             self.at.get(self.looks, lambda: None)()
@@ -93,6 +89,14 @@ class Cluster:
         self.looks += 1
         self.codes = [0 if code is None and n not in self.stays else code for n, code in enumerate(self.codes)]
         assert watch._look(requests)
+
+    def recruits(self) -> Recruits | None:
+        """Who starts ranks that join."""
+        return None
+
+    def take_asked(self) -> list[LeaveRequest]:
+        found, self.asked = self.asked, []
+        return found
 
     def end(self, number: int, code: int, **error: Any) -> Callable[[], None]:
         def end() -> None:
@@ -172,6 +176,25 @@ def test_a_deadline_counts_for_silence_too_and_a_watch_that_was_held_up_blames_n
     cluster.codes, cluster.silent = [None, None, None], set()
     cluster.watch(30)
     assert cluster.given_up == [2]
+
+
+def test_ranks_that_have_just_begun_have_a_moment_for_each_loss_to_say_that_they_go_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment of the first loss was counted for the second one, long after it: that one ended the run."""
+    monkeypatch.setattr(watch_module, "GRACE_S", 1.0)
+    ready = list(cluster.statuses)
+    cluster.statuses = [{"slot": 0, "phase": "setup"} for _ in MEMBERS]
+    cluster.at = {
+        2: cluster.end(1, -9),
+        8: lambda: cluster.statuses.__setitem__(slice(None), ready),
+        30: lambda: cluster.statuses.__setitem__(slice(None), [{"slot": 3, "phase": "setup"} for _ in MEMBERS]),
+        31: cluster.end(2, -9),
+        38: lambda: cluster.statuses.__setitem__(slice(None), ready),
+    }
+    cluster.watch(50)
+    assert cluster.generation is not None
+    assert cluster.generation.members == MEMBERS[:1]
 
 
 def test_a_machine_that_is_lost_takes_its_ranks_with_it(cluster: Cluster) -> None:
@@ -268,6 +291,40 @@ def test_a_rank_lost_after_the_result_was_written_fails_nothing_and_is_not_waite
     assert cluster.generation is None
 
 
+def test_whoever_raises_is_past_its_run_in_its_last_heartbeat_and_the_others_go_on(cluster: Cluster) -> None:
+    """It counted as one of those that have the result, and its error ended the run."""
+    past = {"slot": 0, "phase": "setup", "is_past": True}
+    for look, number in ((2, 2), (5, 1)):
+        cluster.at[look] = partial(cluster.statuses.__setitem__, number, past)
+        cluster.at[look + 1] = cluster.end(number, 1, what=f"RankError: of {number}")
+    cluster.watch(8)
+    assert cluster.generation is not None
+    assert cluster.generation.members == MEMBERS[:1]
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "machine", "failed"])
+def test_who_is_lost_after_the_run_has_its_result_does_not_end_the_script_of_the_others(
+    cluster: Cluster, how: str
+) -> None:
+    """An error that its script raises then still does."""
+    cluster.statuses = [{"slot": 0, "phase": "setup", "is_past": True} for _ in MEMBERS]
+    ends = {
+        "killed": cluster.end(2, -9),
+        "silent": lambda: cluster.silent.add(2),
+        "machine": lambda: cluster.gone.update({2: "mini is lost"}),
+        "failed": cluster.end(2, 1, what="ValueError: of the script", kind="other", member="mini/cpu/c"),
+    }
+    cluster.at[2] = ends[how]
+    if how == "failed":
+        with pytest.raises(RankError, match="ValueError: of the script"):
+            cluster.watch(200)
+        return
+    cluster.watch(200)
+    assert cluster.generation is not None
+    assert cluster.generation.members == MEMBERS[:2]
+    assert cluster.reporter.lines[-1].endswith("the run had its result already, and 2 ranks go on")
+
+
 def test_lines_and_history_come_from_whoever_is_rank_0(cluster: Cluster) -> None:
     known = {"notes": ["said by all"], "epochs": 2, "history": []}
     cluster.statuses = [{**status, **known} for status in cluster.statuses]
@@ -275,123 +332,3 @@ def test_lines_and_history_come_from_whoever_is_rank_0(cluster: Cluster) -> None
     cluster.at[3] = lambda: cluster.statuses[1].update(notes=["said by all", "said by the new one"])
     cluster.watch()
     assert [line for line in cluster.reporter.lines if "SIGKILL" not in line] == ["said by all", "said by the new one"]
-
-
-class Recruiting(Cluster):
-    """A cluster that a machine joins at a look, and whose first machine can start ranks again."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(folder, monkeypatch)
-        self.statuses = [{**status, "admits": True, "restarts": 1} for status in self.statuses]
-        self.coming: list[Newcomer] = []
-        self.turned_away: dict[int, str] = {}
-
-    def arrivals(self, number: int, present: Generation) -> list[Newcomer]:
-        assert number == len(self.codes)
-        found, self.coming = self.coming, []
-        for newcomer in found:
-            self._start(newcomer)
-        return found
-
-    def restart(self, lost: int, number: int, present: Generation) -> Newcomer | None:
-        assert number == len(self.codes)
-        if lost == 2:
-            return None  # of the other machine
-        newcomer = Newcomer(f"pc/cpu/again-{number}", present.roster.devices[0], "pc")
-        self._start(newcomer)
-        return newcomer
-
-    def turn_away(self, number: int, why: str) -> None:
-        self.turned_away[number] = why
-
-    def _start(self, newcomer: Newcomer) -> None:
-        self.codes.append(None)
-        self.members.append(newcomer.member)
-        self.statuses.append({"slot": 0, "phase": "setup"})
-
-    def ready(self, *numbers: int) -> Callable[[], None]:
-        return lambda: [self.store.set(ready_key(self.members[number]), "1") for number in numbers] and None
-
-    def settle(self, number: int) -> Callable[[], None]:
-        def settle() -> None:
-            assert self.generation is not None
-            self.store.set(settled_key(self.generation.number, self.members[number]), "1")
-            self.statuses[number] = dict(self.statuses[0])
-
-        return settle
-
-
-@pytest.fixture
-def recruiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recruiting:
-    return Recruiting(tmp_path, monkeypatch)
-
-
-LAPTOP = [Newcomer(f"laptop/cpu/{one}", parse_devices("cpu")[0], "laptop") for one in "xy"]
-
-
-def test_the_ranks_of_a_machine_join_together_when_all_of_them_are_ready(recruiting: Recruiting) -> None:
-    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 4: recruiting.ready(3), 6: recruiting.ready(4)}
-    recruiting.at[5] = lambda: cannot_be_seen(recruiting)
-    recruiting.watch(10)
-    assert recruiting.reporter.lines == ["rank 3 (cpu on laptop), rank 4 (cpu on laptop) join: 5 ranks go on"]
-    assert recruiting.generation is not None
-    assert recruiting.generation.members == (*MEMBERS, "laptop/cpu/x", "laptop/cpu/y")
-    assert recruiting.generation.roster.hosts == ("pc", "mini", "laptop")
-
-
-def cannot_be_seen(cluster: Cluster) -> None:
-    assert cluster.generation is None
-
-
-def test_who_fails_before_it_has_joined_costs_one_line_and_its_machine_is_told(recruiting: Recruiting) -> None:
-    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 4: recruiting.ready(4)}
-    recruiting.at[6] = recruiting.end(3, 1, what="RefusedError: laptop: other data", kind="refused", member="laptop")
-    recruiting.watch(10)
-    first, second = recruiting.reporter.lines
-    assert first == ("cpu on laptop has not joined: RefusedError: laptop: other data; the run goes on without it")
-    assert second == "rank 3 (cpu on laptop) joins: 4 ranks go on"
-    assert recruiting.turned_away == {3: "RefusedError: laptop: other data"}
-
-
-def test_nobody_joins_a_run_that_does_not_admit_it_or_is_asked_to_stop(recruiting: Recruiting) -> None:
-    recruiting.statuses[1]["admits"] = False
-    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 3: recruiting.ready(3, 4)}
-    recruiting.watch(8)
-    assert recruiting.generation is None
-    assert recruiting.reporter.lines == []
-
-
-def test_a_lost_rank_of_this_machine_is_started_again_as_often_as_the_setting_says(recruiting: Recruiting) -> None:
-    recruiting.at = {
-        2: recruiting.end(2, -9),
-        4: recruiting.end(1, -9),
-        6: recruiting.ready(3),
-        8: recruiting.settle(3),
-    }
-    recruiting.at[10] = recruiting.end(3, -9)
-    recruiting.watch(14)
-    gone, lost, again, joins, last = recruiting.reporter.lines
-    assert "rank 2 (cpu@0.4 on mini) was ended by SIGKILL: 2 ranks go on" in gone
-    assert "rank 1 (cpu on pc) was ended by SIGKILL: 1 rank goes on" in lost
-    assert again == "a rank on cpu is started again, and joins when it is ready (restart 1 of 1)"
-    assert joins == "rank 1 (cpu on pc) joins: 2 ranks go on"
-    assert "1 rank goes on" in last
-    assert recruiting.generation is not None
-    assert (recruiting.generation.number, recruiting.generation.members) == (4, MEMBERS[:1])
-
-
-def test_a_machine_that_the_others_do_not_reach_is_left_out_again(recruiting: Recruiting) -> None:
-    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP[:1]), 4: recruiting.ready(3)}
-    recruiting.at[6] = lambda: recruiting.suspect(0, 1, "no connection to laptop")
-    recruiting.watch(30)
-    assert recruiting.generation is not None
-    assert (recruiting.generation.number, recruiting.generation.members) == (2, MEMBERS)
-    assert recruiting.given_up == [3]
-    assert "rank 3 (cpu on laptop) could not settle (no connection to laptop)" in recruiting.reporter.lines[-1]
-
-
-def test_a_run_ends_without_those_who_have_not_joined_it(recruiting: Recruiting) -> None:
-    recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP)}
-    recruiting.stays = {3, 4}
-    recruiting.watch(6)
-    assert recruiting.codes == [0, 0, 0, None, None]

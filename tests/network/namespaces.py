@@ -108,13 +108,15 @@ class Machine:
     ) -> "subprocess.Popen[str]":
         return self.start(sys.executable, *args, env=env, cwd=cwd)
 
-    def forked_python(self, *args: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-        """As `python`, from a warmed-up process: torch is loaded already."""
+    def forked_python(
+        self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> "subprocess.Popen[str]":
+        """As `python`, from a warmed-up process: torch is loaded already, in it and in the ranks that it starts."""
         process = ForkedPopen(
             [sys.executable, *args],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            start_new_session=True, preexec_fn=partial(_enter, self.namespace, self.hostname, str(self.hosts)),
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {})},
+            cwd=cwd, start_new_session=True, preexec_fn=partial(_enter, self.namespace, self.hostname, str(self.hosts)),
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **(env or {})},
         )  # fmt: skip
         self.started.append(process)
         return process

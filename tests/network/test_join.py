@@ -9,6 +9,7 @@ import torch
 
 from tests.network.joined_script import BATCH, RANKS, train
 from tests.network.namespaces import ROOT, Machine, needs_namespaces, network
+from uneven.launch.history import ended_runs
 
 pytestmark = needs_namespaces
 SCRIPT = str(ROOT / "tests" / "network" / "joined_script.py")
@@ -16,14 +17,18 @@ TOKEN = "a-token-of-the-tests"
 UNEVEN = ("-m", "uneven")
 
 
-def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path) -> "subprocess.Popen[str]":
+def lead(machine: Machine, *args: str, nodes: str = "2", cwd: Path, is_forked: bool = False) -> "subprocess.Popen[str]":
     env = {"UNEVEN_TOKEN": TOKEN}
-    return machine.python(*UNEVEN, "run", "--nodes", nodes, "--port", "29400", *args, env=env, cwd=cwd)
+    start = machine.forked_python if is_forked else machine.python
+    return start(*UNEVEN, "run", "--nodes", nodes, "--port", "29400", *args, env=env, cwd=cwd)
 
 
-def join(machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path) -> "subprocess.Popen[str]":
+def join(
+    machine: Machine, leader: Machine, *args: str, token: str = TOKEN, cwd: Path, is_forked: bool = False
+) -> "subprocess.Popen[str]":
     place = f"{leader.address or f'[{leader.address6}]'}:29400"
-    return machine.python(*UNEVEN, "join", place, "--wait", "60", *args, env={"UNEVEN_TOKEN": token}, cwd=cwd)
+    start = machine.forked_python if is_forked else machine.python
+    return start(*UNEVEN, "join", place, "--wait", "60", *args, env={"UNEVEN_TOKEN": token}, cwd=cwd)
 
 
 def listeners(machine: Machine) -> list[str]:
@@ -44,16 +49,24 @@ def test_three_machines_train_as_one(tmp_path: Path) -> None:
         results = tmp_path / "results"
         results.mkdir()
         processes = [
-            lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3", cwd=tmp_path),
-            join(second, first, "--devices", "cpu,cpu@0.5", cwd=tmp_path),
-            join(third, first, "--devices", "cpu", cwd=tmp_path),
+            lead(first, "--devices", "cpu", SCRIPT, str(results), nodes="3", cwd=tmp_path, is_forked=True),
+            join(second, first, "--devices", "cpu,cpu@0.5", cwd=tmp_path, is_forked=True),
+            join(third, first, "--devices", "cpu", cwd=tmp_path, is_forked=True),
         ]
         while any(process.poll() is None for process in processes):
             seen.update(address for machine in machines for address in listeners(machine))
-            time.sleep(1.0)
+            time.sleep(0.3)
         outputs = [process.communicate(timeout=60)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], outputs
+        end = time.monotonic() + 60  # the servers that ranks were forked from end with their launchers
+        while any(machine.pids() for machine in machines) and time.monotonic() < end:
+            time.sleep(0.05)
         assert [machine.pids() for machine in machines] == [[], [], []]
+    known = [run for run in ended_runs() if run["script"] == SCRIPT][:3]
+    assert len({run["id"] for run in known}) == 1, "one run, on all machines"
+    assert sorted(str(run["leader"]).partition(" ")[0] for run in known) == ["None", "node1", "node1"]
+    # Every machine knew where all ranks are (uneven status); the leader tells the others.
+    assert [run["devices"] for run in known] == [["cpu", "cpu", "cpu@0.5", "cpu"]] * 3
     assert TOKEN not in "".join(outputs)
     assert "node2 (10.77.0.2) has joined with cpu,cpu@0.5" in outputs[0]
     found = read_results(results)

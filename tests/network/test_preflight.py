@@ -3,32 +3,10 @@
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.network.namespaces import Machine, needs_namespaces, network
+from tests.network.refusals import SCRIPT, TOKEN
 
 pytestmark = needs_namespaces
-TOKEN = "a-token-of-the-tests"
-SCRIPT = """
-from pathlib import Path
-import torch
-import uneven
-
-class Lines:
-    def __init__(self, path):
-        self.path = path
-        self.lines = Path(path).read_text().split()
-    def __len__(self):
-        return len(self.lines)
-    def __getitem__(self, index):
-        return torch.tensor([float(self.lines[index])])
-
-uneven.fit(
-    model=lambda: torch.nn.Linear(1, 1), optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
-    step=lambda model, batch: model(batch).square().mean(), dataset=Lines("data.txt"),
-    batch_size=2, epochs=1, out="out",
-)
-"""
 
 
 def start(machines: list[Machine], folder: Path, *verb: str) -> list["subprocess.Popen[str]"]:
@@ -43,7 +21,7 @@ def start(machines: list[Machine], folder: Path, *verb: str) -> list["subprocess
         nodes = ("--nodes", str(len(machines)), "--port", "29400", "--devices", "cpu")
         args = (*verb, *nodes) if machine is machines[0] else ("join", f"{leader}:29400", "--wait", "60")
         env = {"UNEVEN_TOKEN": TOKEN, "UNEVEN_DATA": str(place / "cache")}
-        processes.append(machine.python("-m", "uneven", *args, env=env, cwd=place))
+        processes.append(machine.forked_python("-m", "uneven", *args, env=env, cwd=place))
     return processes
 
 
@@ -61,7 +39,7 @@ def test_the_preflight_prints_one_table_and_trains_nothing(tmp_path: Path) -> No
     assert rows["reach"] == ["reach", "all", "all"]
     assert {"torch", "dtype", "code", "disk", "round", "jitter", "bandwidth", "clock"} <= set(rows)
     assert "all checks are passed; nothing was trained" in second
-    assert not (tmp_path / "node1" / "out").exists()
+    assert {path.name for path in (tmp_path / "node1").iterdir()} <= {"train.py", "data.txt", "cache", "__pycache__"}
 
 
 def test_a_firewall_that_drops_one_direction_is_named_on_all_machines(tmp_path: Path) -> None:
@@ -75,14 +53,3 @@ def test_a_firewall_that_drops_one_direction_is_named_on_all_machines(tmp_path: 
         "let 10.77.0.2 in by the firewall of node3, as in: sudo ufw allow from 10.77.0.2"
     )
     assert all(line in one for one in found), found
-
-
-@pytest.mark.soak
-def test_another_data_file_is_refused_on_all_machines(tmp_path: Path) -> None:
-    with network(tmp_path, 2) as machines:
-        processes = start(machines, tmp_path, "run", "train.py")
-        (tmp_path / "node2" / "data.txt").write_text("1 2 3 4 5 6 7 9")  # before a rank has loaded torch
-        found = outputs(processes)
-        assert [process.returncode for process in processes] == [1, 1], found
-    assert all("node2: the content of data.txt in path is " in one and "--skip data" in one for one in found), found
-    assert not (tmp_path / "node1" / "out" / "state.json").exists()

@@ -11,6 +11,8 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from uneven.machines.transfer import LeaderFiles
 
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.25
+ORPHANED_S = 1.5  # in which a rank whose launcher is gone has ended
 _NAME = re.compile(r"uneven-(\d+)-(\d+)-")
 
 _live: set[Path] = set()  # the folders of this process's runs
@@ -67,6 +70,17 @@ def end_orphaned_run(folder: Path) -> None:
     os._exit(1)
 
 
+def end_cut_off_rank(report: Callable[[BaseException], None]) -> None:
+    """In a rank that does not reach its launcher's store: the launcher is gone, or this rank alone is cut off from it.
+
+    In the first case the thread of `watch_launcher` ends the run. In the second this process alone ends, and the others
+    go on: it had ended them, too, and removed their folder (`uneven chaos --cut`).
+    """
+    time.sleep(ORPHANED_S)
+    report(ConnectionError("its connection to the launcher is lost"))
+    os._exit(1)
+
+
 def watch_launcher(folder: Path, launcher_pid: int) -> None:
     """In a rank, as early as possible: a thread that ends the run when the launcher's process is gone."""
 
@@ -90,6 +104,28 @@ def remove_stale_runs(home: Path) -> None:
             if folder.stat().st_uid == os.getuid() and not _is_alive(int(name[2])):
                 _end_ranks(folder)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def live_folders() -> list[tuple[Path, int]]:
+    """The private folders of this user's processes that live, on this machine, with the process of each."""
+    found = []
+    for home in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for folder in home.glob("uneven-*"):
+            name = _NAME.match(folder.name)
+            with suppress(OSError):
+                if name is None or int(name[1]) != _pid_namespace() or folder.stat().st_uid != os.getuid():
+                    continue
+                if _is_alive(pid := int(name[2])):
+                    found.append((folder, pid))
+    return found
+
+
+def process_start(pid: int) -> str | None:
+    """When a process was started, as the kernel counts; with its pid it names one process for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
 
 
 def _end_ranks(folder: Path) -> None:

@@ -39,6 +39,7 @@ from uneven.launch.rank_place import RankPlace
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
+from uneven.launch.shown import Shown
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
@@ -91,11 +92,13 @@ class ProcessContext:
         """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`."""
         self.ranks = RankPlace(environment, roster)
         self.settings = settings
+        self.on_settings: Callable[[Mapping[str, Any]], None] | None = None  # may end the script where it passes them
         self.stop_requested = threading.Event()
         self.is_terminated = False  # the stop request is a SIGTERM
         self.sigterm: RankSigterm | None = None  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
+        self.shown = Shown()  # the figures of the run that is on
         self._placement: Placement | None = None  # under an engine, once its ranks have met
         self._is_placed = roster is not None
         self._rank_info: RankInfo | None = None  # of the run that is on
@@ -172,7 +175,7 @@ class ProcessContext:
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
         self._refuse_second_group()
-        self._requests = requests
+        self._requests, self.ranks.is_past = requests, False
         if self.stop_requested.is_set():
             requests.terminate() if self.is_terminated else requests.stop.set()
 
@@ -186,12 +189,14 @@ class ProcessContext:
         *,
         is_own_loop: bool = False,
         can_lose: bool = True,
+        info: RankInfo | None = None,
     ) -> Worker:
         """The Worker of this rank; its group forms when it joins. `can_lose`: it can go on where others are lost."""
         config = self.settings_of_run(config)
-        rank_info, shown = self.make_rank_info(devices), report
+        rank_info, told_to = info or self.make_rank_info(devices), report
         if not rank_info.roster.is_one_machine and not self.ranks.is_newcomer:
             report = self._progress = SharedProgress(report, rank_info)
+        report = self.shown.keep(report, rank_info, config.out)
 
         def join(model: nn.Module) -> Group:
             return self.join(model, rank_info, config, [*describe_data(worker), *content_lines(config)], report.say)
@@ -204,7 +209,7 @@ class ProcessContext:
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
             told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
             check = partial(newcomer.check_newcomer, self.environment, worker)
-            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, shown, told, check, enter)
+            worker.membership = self.ranks.join(self._runs + 1, rank_info, config, told_to, told, check, enter)
         return worker
 
     def settings_of_run(self, config: RunConfig) -> RunConfig:
@@ -228,8 +233,7 @@ class ProcessContext:
         placed = None if self.ranks.roster is None else self.ranks.roster.devices
         devices = devices or placed or (Device("cpu"),) * self.environment.world_size
         roster = self.roster_of(devices)
-        leader = None if roster.is_one_machine else self.leader
-        info = RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=leader)
+        info = RankInfo(self.environment.rank, devices, roster=roster, member=self.member, leader=self.leader)
         info.generation, info.is_newcomer = self.ranks.generation, self.ranks.is_newcomer
         return info
 
@@ -252,7 +256,7 @@ class ProcessContext:
         is_single, is_crowded = rank_info.world_size == 1, config is not None and self.is_crowded(rank_info.devices)
         if self.environment.is_external and not is_single:
             await_all(self.environment.connect(f"run/{self._runs}"), rank_info.rank, rank_info.world_size)
-            self._peers = watch_peers(self.environment, self._runs, rank_info, self._show)
+            self._peers = watch_peers(self.environment, self._runs, rank_info, self.show)
         first = (self.environment, self._runs, rank_info, model, config, data, say, is_crowded)
         has_watch = self._has_watch(rank_info)
         rank_info.join(SoloGroup() if is_single and not has_watch else form_first_group(*first))
@@ -263,7 +267,7 @@ class ProcessContext:
             store = self.environment.connect(f"run/{self._runs}/clock")
             rank_info.clocks = MachineClocks(store, rank_info.roster, rank_info.rank)
         if self._progress is not None:
-            self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self._show)
+            self._progress.connect(self.environment.connect(f"run/{self._runs}/progress"), self.show)
         self._rank_info = rank_info
         if self.ranks.membership is not None:
             self.ranks.membership.joined(rank_info.group)
@@ -292,17 +296,13 @@ class ProcessContext:
     def leave_group(self) -> None:
         """Training is over. A stop request still goes to the run until its results are saved, and `end_saving` says so:
         a rank stops with its peers, and hears of the request up to a heartbeat later."""
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
-        if self.leader is not None:
-            self.leader.close()
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
+        for opened in (self._peers, self.leader, self._progress):
+            if opened is not None:
+                opened.close()
+        self._peers = self._progress = None
         rank_info, self._rank_info = self._rank_info, None
-        self.ranks.slot = self.slot
-        self._worker = self.ranks.membership = None
+        self.ranks.slot, self._worker, self.ranks.membership = self.slot, None, None
+        self.ranks.is_past = rank_info is not None
         if rank_info is not None:
             rank_info.group.close()
 
@@ -313,17 +313,16 @@ class ProcessContext:
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
-        store = self.environment.connect("")
-        sigterm = self.sigterm
+        store, sigterm, ranks = self.environment.connect(""), self.sigterm, self.ranks
         was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
-        heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, self.ranks.hear)
-        self._heartbeat = Heartbeat(store, self.member, lambda: {**self._show(), **read_status()}, *heard)
+        heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, ranks.hear, ranks.leave)
+        about = (lambda: {**self.show(), **read_status()}, *heard)
+        self._heartbeat = Heartbeat(store, self.member, *about, is_guest=ranks.is_guest)
 
-    def _show(self) -> dict[str, Any]:
+    def show(self) -> dict[str, Any]:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
-        # Without a worker it is the user's own code that runs, or our setup: both may take their time.
         worker = self._worker
-        where = {"slot": 0, "phase": "setup"} if worker is None else {**worker.show(), "grace": worker.config.grace}
+        where = {**self.shown.last(), **self.ranks.show()} if worker is None else self.shown.show(worker)
         return {"member": self.member, "rank": self.rank, **where}
 
     @property

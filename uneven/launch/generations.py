@@ -9,6 +9,7 @@ joins is the last rank.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from uneven.comm.wrong_message import sender_of
 from uneven.errors import RankError
 from uneven.hardware.roster import Roster
 from uneven.launch.local_ranks import Newcomer
@@ -16,7 +17,7 @@ from uneven.train.membership import Generation
 
 MOST_REPEATS = 5  # generations of the same members, one after the other, without a step
 # What every rank raises alike, or would raise next: a new generation would meet it again.
-COMMON_ERRORS = ("input", "refused", "not finite")
+COMMON_ERRORS = ("input", "refused", "not finite", "left")
 
 
 class Generations:
@@ -28,8 +29,10 @@ class Generations:
         self.given_up: set[int] = set()  # processes whose end does not matter any more
         self.waiting: dict[int, Newcomer] = {}  # processes that are to join, and are in no roster yet
         self.joining: set[int] = set()  # those that are in one, and have not settled with the others
+        self.left: tuple[str, ...] = ()  # members that have left on purpose
         self._raised: set[tuple[str, str, int]] = set()
         self._repeats, self._done = 0, -1
+        self._wrong: str | None = None  # the member that has sent wrong bits, since the last step
 
     @property
     def numbers(self) -> list[int]:
@@ -68,11 +71,13 @@ class Generations:
         """
         settled = [number for number in self.numbers if number not in self.joining]  # who joins has no state yet
         left = [number for number in settled if number not in lost]
-        needed = [int(statuses[number].get("min_ranks", 0)) for number in left]
+        needed = [int(statuses[number].get("min_ranks", is_past(statuses[number]))) for number in left]
         if not left:
             return "no rank is left" if any("min_ranks" in status for status in statuses) else ""
         if 0 in needed:
             return next((str(why) for status in statuses if (why := status.get("ends_because"))), "")
+        if (why := next((why for number in left if (why := statuses[number].get("ends_because"))), None)) is not None:
+            return str(why)
         roster = self.present.roster
         if roster.machines[self.numbers.index(left[0])] != 0:
             return f"no rank is left on {roster.hosts[0]}, which leads the run and has its files"
@@ -89,12 +94,30 @@ class Generations:
 
     def drop(self, lost: Collection[int], why: str) -> Generation:
         """The next generation, without these processes."""
-        self._repeats = 0
+        self._repeats, self._wrong, self._done = 0, None, -1  # they may go back to a checkpoint
         self.joining -= {*lost}
         numbers = self.numbers
         ranks = [rank for rank, number in enumerate(numbers) if number in lost]
         members = tuple(self._members[number] for number in numbers if number not in lost)
         return self._publish(self.present.roster.without(ranks), members, why)
+
+    def sends_wrong_again(self, causes: Sequence[str], done: int) -> int | None:
+        """The process that has sent wrong bits twice in a row; `causes` are why ranks have lost their group.
+
+        Once may be anybody's memory, and all do it again; whoever does so twice is lost to the others.
+        """
+        sender = next((rank for cause in causes if (rank := sender_of(cause)) is not None), None)
+        if sender is None or sender >= len(self.present.members):
+            self._wrong = None
+            return None
+        before, self._wrong = self._wrong, self.present.members[sender]
+        return self._members.index(self._wrong) if before == self._wrong and done <= self._done else None
+
+    def let_go(self, numbers: Collection[int], why: str) -> Generation:
+        """The next generation, without these processes, which have handed in what they trained."""
+        self.given_up |= {*numbers}
+        self.left += tuple(self._members[number] for number in numbers)
+        return self.drop(numbers, why)
 
     def repeat(self, cause: str, done: int) -> Generation:
         """The next generation, of the same members: all of them live, and one has lost its group.
@@ -112,8 +135,13 @@ class Generations:
         return self._publish(self.present.roster, self.present.members, f"{cause}: all ranks start a new group")
 
     def _publish(self, roster: Roster, members: tuple[str, ...], why: str) -> Generation:
-        self.present = Generation(self.present.number + 1, roster, members, why)
+        self.present = Generation(self.present.number + 1, roster, members, why, self.left)
         return self.present
+
+
+def is_past(status: Mapping[str, Any]) -> bool:
+    """Whether this rank has the result of its run, and has begun no other: nobody is needed for that any more."""
+    return bool(status.get("is_past"))
 
 
 def steps_done(status: Mapping[str, Any]) -> int:
@@ -121,12 +149,19 @@ def steps_done(status: Mapping[str, Any]) -> int:
     return int((status.get("rounds") or {}).get("round", status.get("slot", 0)))
 
 
-def describe_loss(causes: Sequence[str], left: int, is_local: bool) -> str:
-    """One line for the user: who is lost and why, and what follows."""
+def describe_loss(causes: Sequence[str], statuses: Sequence[Mapping[str, Any]]) -> str:
+    """One line for the user: who is lost and why, and what follows; `statuses` are of those who are left."""
+    left, lost = len(statuses), "; ".join(causes)
+    if all(is_past(status) for status in statuses):
+        return f"{lost}: the run had its result already, and {count_ranks(left, 'goes on', 'go on')}"
+    known = [int(status["checkpoint"]) for status in statuses if "checkpoint" in status]
+    if known:  # shards without a copy
+        return f"{lost}: {count_ranks(left, 'goes on', 'go on')} from the checkpoint of step {max(known)}"
+    is_local = any(status.get("rounds") for status in statuses)
     since = "round" if is_local else "step"
     whose = "its" if len(causes) == 1 else "their"
     goes_on = f"{count_ranks(left, 'goes on', 'go on')}, {whose} samples since the last {since} are trained again"
-    return f"{'; '.join(causes)}: {goes_on}"
+    return f"{lost}: {goes_on}"
 
 
 def count_ranks(count: int, one: str = "is", many: str = "are") -> str:

@@ -18,6 +18,7 @@ TERMINATED = "SIGTERM"  # the stop request's text where SIGTERM is its cause; an
 TERMINATED_KEY = "terminated"  # set by a rank that got a SIGTERM
 SAVE_KEY = "save"  # how many checkpoints were asked for
 GENERATION_KEY = "generation"  # the number of the newest roster; not set while it is the first
+LEAVE, STAY = "leave", "stay"  # what a member is asked for, under `leave_key`
 
 
 def heartbeat_key(member: str) -> str:
@@ -40,6 +41,16 @@ def ready_key(member: str) -> str:
     return f"ready/{member}"
 
 
+def leave_key(member: str) -> str:
+    """Where a member reads that it is to leave, or to stay after all."""
+    return f"leave/{member}"
+
+
+def handed_key(generation: int, member: str) -> str:
+    """Where a member that leaves writes how many samples it has trained and handed in."""
+    return f"handed/{generation}/{member}"
+
+
 def settled_key(generation: int, member: str) -> str:
     """Where a member writes when it trains in a generation."""
     return f"settled/{generation}/{member}"
@@ -48,8 +59,10 @@ def settled_key(generation: int, member: str) -> str:
 class Heartbeat:
     """Writes `read_status()` under the member's key until `close()`; calls `on_stop(is_terminated)` once when asked to.
 
-    While `was_terminated()`, the launcher is asked to stop all ranks.
-    `on_save` is called whenever another checkpoint is asked for, `on_generation` with the text of a new roster.
+    While `was_terminated()`, the launcher is asked to stop all ranks. A guest's status says so instead: its machine has
+    joined, and it alone is to leave.
+    `on_save` is called whenever another checkpoint is asked for, `on_generation` with the text of a new roster,
+    `on_leave` with whether this rank is to leave, whenever that changes.
     """
 
     def __init__(
@@ -62,13 +75,17 @@ class Heartbeat:
         on_save: Callable[[], None] = lambda: None,
         was_terminated: Callable[[], bool] = lambda: False,
         on_generation: Callable[[str], None] = lambda _: None,
+        on_leave: Callable[[bool], None] = lambda _: None,
+        *,
+        is_guest: bool = False,
     ) -> None:
         self._store = store
         self._key = heartbeat_key(member)
         self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
         self._on_save, self._saves, self._was_terminated = on_save, "0", was_terminated
         self._on_generation, self._generation = on_generation, "0"
-        self._was_stop_read = False
+        self._on_leave, self._leave_key, self._is_leaving = on_leave, leave_key(member), False
+        self._was_stop_read, self._is_guest = False, is_guest
         self._closed = threading.Event()
         self._count = 0
         self._thread = threading.Thread(target=self._run, name="uneven-heartbeat", daemon=True)
@@ -88,11 +105,12 @@ class Heartbeat:
     def _exchange(self) -> None:
         try:
             self._send()
-            if not self._was_stop_read and self._was_terminated():
+            if not self._was_stop_read and not self._is_guest and self._was_terminated():
                 self._store.set(TERMINATED_KEY, "1")
             stop = None if self._was_stop_read else get_text(self._store, STOP_KEY)
             saves = get_text(self._store, SAVE_KEY) or "0"
             generation = get_text(self._store, GENERATION_KEY) or "0"
+            is_leaving = get_text(self._store, self._leave_key) == LEAVE
             roster = "" if generation == self._generation else get_text(self._store, roster_key(int(generation))) or ""
         except RuntimeError:
             self._on_orphaned()
@@ -100,6 +118,9 @@ class Heartbeat:
         if roster:
             self._generation = generation
             self._on_generation(roster)
+        if is_leaving != self._is_leaving:
+            self._is_leaving = is_leaving
+            self._on_leave(is_leaving)
         if stop is not None:
             self._was_stop_read = True
             self._on_stop(stop == TERMINATED)
@@ -111,6 +132,8 @@ class Heartbeat:
         self._count += 1
         # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
         status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
+        if self._is_guest and self._was_terminated():
+            status["terminated"] = True
         self._store.set(self._key, json.dumps(status))
 
 

@@ -32,6 +32,10 @@ class Recruits(Protocol):
         """This process has not joined, and will not."""
         ...
 
+    def let_go(self, number: int, line: str) -> None:
+        """This process has left on purpose; the line says what it has handed in."""
+        ...
+
 
 class Joining:
     """Life cycle: one per launched run, with its watch. `ranks` is the watch's list, which grows by newcomers."""
@@ -47,29 +51,32 @@ class Joining:
         self._recruits, self._store, self._ranks = recruits, store, ranks
         self._generations, self._reporter = generations, reporter
         self._restarts = 0  # that were used up
+        self._allowed = 0  # by the setting, which travels in the heartbeats of ranks that are in the run
+        self._together: dict[int, tuple[str, int]] = {}  # process -> host and number of those that it came with
 
     def take_arrivals(self, now_s: float) -> None:
         """Machines that have come by the door; before exit codes are read, which are theirs too from now on."""
-        for newcomer in self._recruits.arrivals(len(self._ranks), self._generations.present):
-            self._expect(newcomer, now_s)
+        first = len(self._ranks)
+        for newcomer in self._recruits.arrivals(first, self._generations.present):
+            self._expect(newcomer, now_s, first)
 
     def restart(self, lost: Collection[int], now_s: float) -> None:
         """Start those of the lost ranks again that are of this machine, as often as the setting says."""
-        allowed = max((int(self._ranks[n].status.get("restarts", 0)) for n in lost), default=0)
+        self._allowed = max([self._allowed, *(int(self._ranks[n].status.get("restarts", 0)) for n in lost)])
         for number in sorted(lost):
-            if self._restarts >= allowed:
+            if self._restarts >= self._allowed:
                 return
             newcomer = self._recruits.restart(number, len(self._ranks), self._generations.present)
             if newcomer is not None:
                 self._restarts += 1
-                self._expect(newcomer, now_s)
-                times = f"restart {self._restarts} of {allowed}"
+                self._expect(newcomer, now_s, len(self._ranks))
+                times = f"restart {self._restarts} of {self._allowed}"
                 self._reporter.say(
                     [f"a rank on {newcomer.device} is started again, and joins when it is ready ({times})"]
                 )
 
-    def _expect(self, newcomer: Newcomer, now_s: float) -> None:
-        self._generations.expect(newcomer)
+    def _expect(self, newcomer: Newcomer, now_s: float, first: int) -> None:
+        self._together[self._generations.expect(newcomer)] = newcomer.host, first
         self._ranks.append(RankHealth(newcomer.member, newcomer.device, now_s, now_s))
 
     def forget_ended(self, causes: Mapping[int, str]) -> None:
@@ -84,14 +91,15 @@ class Joining:
     def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
         """The generation with those who are ready, where the `statuses` of all present ranks say that others may join.
 
-        The ranks of a machine join together: every generation costs all others a moment.
+        The ranks of a machine that has come join together: every generation costs all others a moment. One that was
+        started again waits for nobody: the next may be lost, too, before it is ready.
         """
         waiting = self._generations.waiting
         if not waiting or not all(status.get("admits") for status in statuses):
             return None
         is_ready = {number: self._store.check([ready_key(newcomer.member)]) for number, newcomer in waiting.items()}
-        late = {waiting[number].host for number, ready in is_ready.items() if not ready}
-        ready = [number for number, newcomer in waiting.items() if newcomer.host not in late]
+        late = {self._together[number] for number, ready in is_ready.items() if not ready}
+        ready = [number for number in waiting if self._together[number] not in late]
         return self._generations.admit(ready) if ready else None
 
     def note_settled(self) -> None:

@@ -15,8 +15,9 @@ from uneven.errors import InputError
 from uneven.hardware.device import Device
 from uneven.hardware.mps import check_slices
 from uneven.hardware.roster import Roster
-from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.environment import new_member_id
+from uneven.launch.leave_requests import RequestFiles
+from uneven.launch.listing import Listing, listed
 from uneven.launch.local_ranks import RunPlan, local_ranks
 from uneven.launch.payload import write_payload
 from uneven.launch.requests import Requests
@@ -35,9 +36,10 @@ def train_on_ranks(
     requests: Requests,
     reporter: Reporter,
     program: Program | None = None,
+    listing: Listing | None = None,
 ) -> TrainedState:
     """Train on one process per device; the state that the ranks collected. `program` trains in place of the worker."""
-    return run_ranks((task, config, program), devices, requests, reporter, read_result)
+    return run_ranks((task, config, program), devices, requests, reporter, read_result, listing=listing)
 
 
 def run_ranks(
@@ -47,14 +49,19 @@ def run_ranks(
     reporter: Reporter,
     collect: Callable[[Path], T],
     script: dict[str, Any] | None = None,
+    listing: Listing | None = None,
 ) -> T:
     """Run on one process per device, then `collect` from the folder they wrote to (rank r: `result-r`).
 
     In place of `content` it may be a user's script: its path, args and the settings of the command line. Ranks that
-    are lost may be started again, unless a program of the caller's own trains.
+    are lost may be started again, unless a program of the caller's own trains. `listing` is the caller's to close;
+    without one the run is listed while it is on, and not remembered.
     """
     check_slices(devices)
-    folder = make_private_folder()
+    if listing is None:
+        with listed(Listing(None if script is None else script["path"], keeps=False)) as own:
+            return run_ranks(content, devices, requests, reporter, collect, script, own)
+    folder = listing.folder
     store, port = open_store()
     try:
         members = tuple(new_member_id(str(device)) for device in devices)
@@ -63,12 +70,15 @@ def run_ranks(
         if content is not None:
             _write_content(content, folder)
         with local_ranks(folder, placement, script, reporter.say) as processes:
-            watch = Watch(processes, store, folder, members, roster, reporter, processes)
+            files = RequestFiles(folder)
+            asked = lambda: files.requests(tuple(processes.numbers))  # noqa: E731
+            watch = Watch(processes, store, folder, members, roster, reporter, processes, asked)
+            watch.show = listing.hear
             watch.keeps_payload = content is not None and content[1].restarts > 0
             watch.wait(requests)
             return collect(folder)
     finally:
-        remove(folder)
+        listing.clear()
         del store
 
 

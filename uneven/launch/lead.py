@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from uneven.errors import InputError, MachineError, RefusedError, Terminated
 from uneven.hardware.device import Device, parse_device, parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.environment import new_member_id
 from uneven.launch.gathering import Gathering
+from uneven.launch.listing import Listing, listed, new_run_id
 from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_devices
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
@@ -119,6 +119,7 @@ class Leader:
             "script": where.relative_to(Path.cwd()).as_posix() if is_below else str(where),
             "host": self._own,
             "ports": options.ports,
+            "run": new_run_id(),
         }
 
     def check(self, nodes: Sequence[RemoteNode]) -> None:
@@ -142,9 +143,10 @@ class Leader:
         names = "  ".join(f"{host}: {count}" for host, count in zip(hosts, counts, strict=True))
         self._reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
         self._script["settings"]["devices"] = ",".join(map(str, devices))
-        run_stoppable(
-            lambda requests: self._train(gathering, roster, requests), self._script, len(devices), self._reporter
-        )
+        with listed(Listing(self._script["path"], run_id=self.order["run"])) as listing:
+            listing.attach(self._reporter)
+            train = partial(self._train, gathering, roster, listing)
+            run_stoppable(train, self._script, len(devices), self._reporter)
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""
@@ -163,7 +165,7 @@ class Leader:
             raise RefusedError(str(differences[0]))
         return reports
 
-    def _train(self, gathering: Gathering, roster: Roster, requests: Requests) -> int:
+    def _train(self, gathering: Gathering, roster: Roster, listing: Listing, requests: Requests) -> int:
         """Start all ranks and watch them; returns how many never called uneven."""
         nodes = gathering.nodes
         # The ranks may knock before the store answers: all processes load torch at the same time, this one too.
@@ -179,7 +181,7 @@ class Leader:
             node.session.send(go=placement.to_json(), settings=self._script["settings"])
         door = (self._door.address, self._door.port, self._options.token)
         own = RunPlan(roster, members, place, 0, door, self._door.address)
-        folder = make_private_folder()
+        folder = listing.folder
         store: Any = None
         try:
             with local_ranks(folder, own, self._script, self._reporter.say) as processes:
@@ -193,10 +195,13 @@ class Leader:
                 late = Late(self._options, place, self._script["settings"], self._reporter)
                 ranks = AllRanks(processes, nodes, folder, requests, gathering.arrived, late.start)
                 gathering.open_again(partial(self._check_late, place))
-                Watch(ranks, store, folder, members, roster, self._reporter, ranks).wait(requests)
+                watch = Watch(ranks, store, folder, members, roster, self._reporter, ranks, ranks.asked)
+                watch.show, listing.on_shown = listing.hear, ranks.tell
+                watch.wait(requests)
                 return unused_ranks(folder)
         finally:
-            remove(folder)
+            listing.on_shown = lambda _: None
+            listing.clear()
             del store
 
     def _check_late(self, place: tuple[str, int], node: RemoteNode) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from uneven.hardware.cores import CorePlan, assign_cores, available_cores, check_count
@@ -98,9 +99,10 @@ class LocalRanks(RankProcesses):
     ) -> None:
         self._placement, self._script = placement, script
         self._places: dict[int, tuple[Device, tuple[int, ...], int]] = {}  # device, cores and threads by process
+        self._began_as: dict[int, int] = {}  # the process that had its place at the start, by process
         places = zip(placement.devices, cores.cores, cores.threads, strict=True)
         for number, (rank, place) in enumerate(zip(placement.ranks, places, strict=True)):
-            self._places[number] = place
+            self._places[number], self._began_as[number] = place, number
             self._write_plan(folder, number, placement, rank)
         super().__init__(folder, list(cores.threads), variables)
 
@@ -111,10 +113,11 @@ class LocalRanks(RankProcesses):
         device, host = self._places[lost][0], present.roster.hosts[0]
         member = new_member_id(str(device), None if len(present.roster.hosts) == 1 else host)
         roster, members = present.roster.with_rank(device, host), (*present.members, member)
-        self._places[number] = self._places[lost]
+        self._places[number], self._began_as[number] = self._places[lost], self._began_as[lost]
         plan = replace(self._placement, roster=roster, members=members, joins=present.number)
         self._write_plan(self._folder, number, plan, len(members) - 1)
         self.start_again(number, like=lost)
+        self._remove_files(lost)
         return Newcomer(member, device, host)
 
     def arrivals(self, number: int, present: "Generation") -> list[Newcomer]:
@@ -126,6 +129,16 @@ class LocalRanks(RankProcesses):
         """It has ended."""
         del number, why
 
+    def let_go(self, number: int, line: str) -> None:
+        """It ends by itself."""
+        del number, line
+
+    def _remove_files(self, number: int) -> None:
+        """Of a process that was given up: a long run with many restarts must not fill the shared memory."""
+        for name in (f"plan-{number}.json", f"pid-{number}", f"error-{number}.json", f"result-{number}"):
+            path = self._folder / name
+            rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
     def _write_plan(self, folder: Path, number: int, placement: RunPlan, rank: int) -> None:
         _, cores, threads = self._places[number]
         plan = {
@@ -136,6 +149,7 @@ class LocalRanks(RankProcesses):
             "launcher_pid": os.getpid(),
             "cores": cores,
             "threads": threads,
+            "began_as": self._began_as[number],
             "script": self._script,
         }
         (folder / f"plan-{number}.json").write_text(json.dumps(plan))

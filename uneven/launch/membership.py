@@ -17,12 +17,22 @@ from uneven.comm.form import form_group
 from uneven.comm.group import Group
 from uneven.comm.store import Store, get_text, under
 from uneven.config import RunConfig
-from uneven.errors import GroupLostError, RankError
+from uneven.errors import GroupLostError, Left, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import SILENT_S
-from uneven.launch.heartbeat import GENERATION_KEY, ready_key, roster_key, settled_key, suspicion_key
-from uneven.launch.newcomer import facts_key, why_closed
+from uneven.launch.heartbeat import (
+    GENERATION_KEY,
+    LEAVE,
+    handed_key,
+    leave_key,
+    ready_key,
+    roster_key,
+    settled_key,
+    suspicion_key,
+)
+from uneven.launch.newcomer import OVER, facts_key, why_closed
+from uneven.train.leaving import PARTING
 from uneven.train.membership import Generation
 
 POLL_S = 0.02
@@ -59,6 +69,9 @@ class StoreMembership:
         self._first = number  # of the run's start
         self._newest: Generation | None = None  # that was announced since
         self._group: Group | None = None
+        self._is_leaving = False  # as the heartbeat's thread has read it
+        self._known: frozenset[str] | None = None  # members of the newest generation, where joins are deferred
+        self._deferred: Generation | None = None
 
     def joined(self, group: Group) -> None:
         """The group of the start has formed."""
@@ -66,14 +79,52 @@ class StoreMembership:
 
     def announce(self, generation: Generation) -> None:
         """A newer generation is published: whatever waits for a collective of the present group is to give up."""
-        if generation.number <= (self._first if self._newest is None else self._newest.number):
+        before = self._deferred or self._newest
+        if generation.number <= (self._first if before is None else before.number):
             return
+        is_deferred = self._known is not None and self._known < {*generation.members}
+        self._known = None if self._known is None else frozenset(generation.members)
+        if is_deferred:
+            self._deferred = generation
+            return
+        self._deferred = None
         self._newest = generation  # before the group is read: `form` looks at it again when it has a new one
         if (group := self._group) is not None:
             group.abort(generation.why)
 
+    def ask_to_leave(self, is_leaving: bool) -> None:
+        """The leader wants this rank to go, or to stay after all; on the heartbeat's thread."""
+        self._is_leaving = is_leaving
+
+    def is_leaving(self) -> bool:
+        return self._is_leaving
+
+    def must_leave(self) -> bool:
+        try:
+            self._is_leaving = get_text(self._store, leave_key(self._member)) == LEAVE
+        except RuntimeError as error:
+            raise GroupLostError("the launcher is gone") from error
+        return self._is_leaving
+
+    def leave(self, number: int, samples: int) -> Generation:
+        generation = self._wait_after(number, handed_key(number, self._member), str(samples), PARTING)
+        if self._member not in generation.members:
+            raise Left(generation.why)
+        return generation
+
     def begin(self, facts: dict[str, Any]) -> None:
         self._store.set(facts_key(self._run), json.dumps({**self._facts, **facts}))
+
+    def defer_joins(self, members: tuple[str, ...]) -> None:
+        self._known = frozenset(members)
+
+    @property
+    def deferred(self) -> int:
+        return 0 if (found := self._deferred) is None else found.number
+
+    def let_in(self) -> None:
+        if (found := self._deferred) is not None:
+            self._deferred, self._newest = None, found
 
     def enter(self) -> Generation:
         self._before_enter()
@@ -94,10 +145,19 @@ class StoreMembership:
         return self._newest is not None and self._newest.number > number
 
     def await_next(self, number: int, cause: str) -> Generation:
+        generation = self._wait_after(number, suspicion_key(number, self._member), cause, cause)
+        if self._member not in generation.members:
+            raise GroupLostError(f"this rank was given up, and the others go on: {generation.why}")
+        return generation
+
+    def _wait_after(self, number: int, key: str, value: str, cause: str) -> Generation:
+        """Tell the leader where this rank is, by `key`, and wait for the generation after this one."""
         end_s = time.monotonic() + self._limit_s
+        known, self._known = self._known, None  # the group is lost: nobody waits any more
+        self.let_in()
         try:
             if not self.is_stale(number):
-                self._store.set(suspicion_key(number, self._member), cause)
+                self._store.set(key, value)
             while not self.is_stale(number):
                 if time.monotonic() > end_s:
                     raise GroupLostError(f"{cause}; the launcher announced no other ranks within {self._limit_s:.0f} s")
@@ -108,21 +168,22 @@ class StoreMembership:
                 raise
             raise GroupLostError(cause) from error  # the launcher is gone: this process is about to end
         assert self._newest is not None, "it is newer than `number`"
-        if self._member not in self._newest.members:
-            raise GroupLostError(f"this rank was given up, and the others go on: {self._newest.why}")
+        self._known = None if known is None else frozenset(self._newest.members)
         return self._newest
 
     def _read(self) -> None:
         if (number := get_text(self._store, GENERATION_KEY)) is not None:
             self.announce(Generation.from_json(json.loads(self._store.get(roster_key(int(number))))))
 
-    def form(self, generation: Generation) -> Group:
+    def form(self, generation: Generation, *, is_own_loop: bool = False) -> Group:
         rank = generation.members.index(self._member)
         before, self._group = self._group, None
         if before is not None:  # nobody uses it any more; torch's default group is one for the whole process
             before.abort(generation.why)
             before.close()
         try:
+            if is_own_loop:
+                self._await_all(generation)
             group = self._make_group(generation, rank)
         except RankError:
             raise
@@ -136,6 +197,17 @@ class StoreMembership:
             raise GroupLostError(self._newest.why)
         self._on_formed(generation, rank)
         return group
+
+    def _await_all(self, generation: Generation) -> None:
+        """The launcher watches over those who are missing: one that is lost makes another generation."""
+        own = f"run/{self._run}/here/{generation.number}"
+        self._store.set(f"{own}/{self._member}", "1")
+        while not self._store.check([f"{own}/{member}" for member in generation.members]):
+            if self.is_stale(generation.number):
+                raise GroupLostError("a newer generation was announced")
+            if why_closed(self._store) == OVER:  # they have ended without this newcomer
+                raise GroupLostError(f"this run cannot be joined any more: {OVER}")
+            time.sleep(POLL_S)
 
     def record_store(self) -> Store:
         clone: Store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it

@@ -17,7 +17,7 @@ from uneven.config import RunConfig
 from uneven.errors import RefusedError
 from uneven.launch.agreement import PER_RANK_SETTINGS, describe_data
 from uneven.launch.environment import LaunchEnvironment
-from uneven.train.settle import admits, why_not
+from uneven.train import settle
 from uneven.train.worker import Worker
 
 RUN = 1  # the run of a script that can be joined
@@ -65,19 +65,17 @@ def why_not_joined(config: RunConfig | None, worker: Worker | None) -> str:
     """Why nobody can join this run, or empty; its first group has formed."""
     if config is None or worker is None:
         return BY_HAND
+    if config.replay is not None:
+        return "it is a replay"
     if config.on_fault == "end":
         return "it has on_fault='end'"
-    if (why := why_not(worker.engine)) is not None:
+    if (why := settle.why_not(worker.engine)) is not None:
         return why
     if worker.membership is None:
         return "it has one rank" if worker.rank_info.world_size == 1 else "a program of its own trains"
     if config.sync_batchnorm and worker.rank_info.world_size == 1:
         return "it began on one device, where sync_batchnorm=True has no effect"
-    if config.backend == "nccl":
-        return "its ranks speak over NCCL, whose group forms once in a process; backend='cpu' would do"
-    if admits(config):
-        return ""
-    return "its settings have one entry for each rank, or its ranks have shards"
+    return settle.why_not_joined(worker.engine) or ""
 
 
 def adopt_settings(config: RunConfig, facts: Mapping[str, Any]) -> RunConfig:

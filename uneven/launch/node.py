@@ -1,7 +1,8 @@
 """`uneven join`: this machine takes part in a run that another one leads. It never loads torch; its ranks do.
 
 Script, arguments and settings come from the leader, devices are this machine's own. From the start to the end of the
-run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended.
+run the connection to the leader is open: when it breaks, or the leader is silent, the ranks here are ended. Whoever
+needs this machine asks its ranks to leave (launch/departure.py).
 """
 
 import json
@@ -13,7 +14,11 @@ from typing import Any, TypeVar
 
 from uneven.errors import InputError, MachineError, RankError, RefusedError, Terminated
 from uneven.hardware.preflight import refuse_unsupported
+from uneven.hardware.presence import Presence
 from uneven.launch.cleanup import make_private_folder, remove
+from uneven.launch.departure import Departure
+from uneven.launch.leave_requests import await_readers
+from uneven.launch.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
@@ -46,18 +51,26 @@ class JoinOptions:
     script: Path | None = None  # in place of the leader's path
     allow_ship: bool = False
     wait: float = WAIT_S
+    presence: Presence | None = None  # whether somebody needs this machine, where that counts
 
 
-def join_run(options: JoinOptions, say: Callable[[str], None]) -> None:
-    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses."""
+def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: bool = False) -> bool:
+    """Take part from beginning to end. Errors and exit codes as the leader has them; RefusedError where it refuses.
+
+    Returns whether the ranks here have left because somebody needs this machine: they may come back. With `is_return`
+    they do; where nobody leads a run any more, that is no failure.
+    """
     address, port = split_place(options.place)
     try:
         session = Session(knock(address, port, options.token, options.wait))
     except InputError as error:
+        if is_return:
+            say(f"no run is led at {options.place} any more")
+            return False
         raise RefusedError(str(error)) from error
     folder = make_private_folder()
     try:
-        Node(options, session, folder, (address, port), say).run()
+        return Node(options, session, folder, (address, port), say).run()
     except WireError as error:
         raise RankError(f"the leader at {options.place} is lost: {error}") from error
     except KeyboardInterrupt:
@@ -65,6 +78,7 @@ def join_run(options: JoinOptions, say: Callable[[str], None]) -> None:
         raise
     finally:
         session.close()
+        await_readers(folder)
         remove(folder)
 
 
@@ -83,8 +97,10 @@ class Node:
         self._door = (*place, options.token)
         self._order: Mapping[str, Any] = {}
         self._leader = options.place
+        self._departure = Departure(session, folder, options.presence, say)
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether it has left because somebody needs this machine."""
         self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
         self._order = self._hear("order", timeout_s=ORDER_S)["order"]
         self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
@@ -102,7 +118,12 @@ class Node:
         else:
             self._say(f"rank {names} joins the run that is on when it is ready; progress is shown on the leader")
         order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
-        self._train(placement, order)
+        run_id = str(self._order.get("run") or new_run_id())
+        with listed(Listing(order["path"], run_id=run_id, leader=self._leader, folder=self._folder)) as listing:
+            self._train(placement, order, listing)
+            if self._departure.has_left:
+                listing.close(LEFT)
+        return self._departure.may_return
 
     def _prepare(self, script: Path, listener: Listener) -> tuple[Path, dict[str, Any]]:
         """Answer the leader until it says go; the script, which it may have sent, and its message."""
@@ -155,19 +176,19 @@ class Node:
         self._say(f"received the script's folder from {self._leader}")
         return folder / script.name
 
-    def _train(self, placement: RunPlan, order: dict[str, Any]) -> None:
+    def _train(self, placement: RunPlan, order: dict[str, Any], listing: Listing) -> None:
         """Start the ranks, report how they do, and obey the leader to the end."""
         grace_s = float(order["settings"].get("grace", GRACE_S))
-        stoppable = Stoppable(lambda: grace_s, lambda number: self._session.send(stop=number))
+        stoppable = Stoppable(lambda: grace_s, self._departure.on_signal)
         SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
         try:
             with local_ranks(self._folder, placement, order, self._say_all) as ranks:
-                end = self._watch(ranks, placement.ranks[0])
+                end = self._watch(ranks, placement.ranks[0], listing)
         finally:
             SIGNALS.discard(stoppable)
         self._finish(end)
 
-    def _watch(self, ranks: RankProcesses, first: int) -> dict[str, Any]:
+    def _watch(self, ranks: RankProcesses, first: int, listing: Listing) -> dict[str, Any]:
         """Until the leader says that the run is over; WireError where it is gone."""
         told: list[int | None] = []
         while True:
@@ -175,9 +196,15 @@ class Node:
             if codes != told:
                 told = codes
                 self._session.send(codes=codes, errors=self._errors(), unused=self._unused(first))
+            self._departure.look()
             message = self._session.take(POLL_S)
+            if message is not None and "answer" in message:
+                self._departure.hear(message)
+                continue
             if message is None and self._session.why_lost is not None:
                 raise WireError(self._session.why_lost)
+            if message is not None and "status" in message:
+                listing.show(message["status"])
             if message is not None and "give_up" in message:
                 ranks.give_up(int(message["give_up"]))
             if message is not None and "watched" in message:
@@ -217,6 +244,7 @@ class Node:
     def _finish(self, message: Mapping[str, Any]) -> None:
         """As the leader ended: return, or raise what leads to the same exit code."""
         reason, code = str(message["end"]), int(message["code"])
+        self._departure.has_left = bool(message.get("has_left"))
         if code == 0:
             self._say(reason or f"trained; {self._leader} has the results")
             return

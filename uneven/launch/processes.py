@@ -4,6 +4,7 @@ Each rank is `python -m uneven.launch.rank FOLDER RANK`. A command, not a fork o
 unguarded script, from `python -c`, from pytest and from a notebook.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
@@ -97,3 +99,20 @@ def describe_exit(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
+
+
+def read_errors(folder: Path, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What those of these processes that failed by themselves have reported."""
+    paths = {number: folder / f"error-{number}.json" for number in numbers}
+    return {number: json.loads(path.read_text()) for number, path in paths.items() if path.exists()}
+
+
+def describe_error(error: Mapping[str, Any]) -> str:
+    """What a rank has reported in its error-NUMBER.json, as one line."""
+    place = f" at {error['place']}" if error.get("place") else ""
+    return str(error["what"]).partition("\n")[0][:200] + place
+
+
+def is_about_peer(what: str) -> bool:
+    """Whether this error of a rank only says that another one is gone."""
+    return "peer" in what or what.startswith("GroupLostError")

@@ -12,12 +12,17 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uneven.errors import USER_ERRORS, NotFiniteError, Terminated
-from uneven.launch.cleanup import end_orphaned_run, record_pid, watch_launcher
+from uneven.errors import USER_ERRORS, Left, LeftLoopError, NotFiniteError, Terminated
+from uneven.launch.cleanup import end_cut_off_rank, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
+from uneven.launch.rank_log import FOLDER as LOGS
+from uneven.launch.rank_log import begin_log, end_log, rank_file
 from uneven.launch.signals import RankSigterm
 
 if TYPE_CHECKING:
@@ -32,21 +37,28 @@ def main(folder: Path, number: int) -> None:
     sigterm = RankSigterm()
     plan = json.loads((folder / f"plan-{number}.json").read_text())
     record_pid(folder, number)
+    begin_log(folder / LOGS / rank_file(plan["rank"]))
     watch_launcher(folder, plan["launcher_pid"])
     code = 0
     context: ProcessContext | None = None
     try:
         context = _make_context(plan, number)
         context.sigterm = sigterm
+        end = partial(_end_cut_off, context, folder, number, own_member(plan))
         if plan["script"] is None:
-            _train(context, folder, number)
+            _train(context, folder, number, end)
         else:
             from uneven.launch.script import execute_as_rank
 
-            execute_as_rank(context, folder, plan["script"])
+            execute_as_rank(context, folder, plan["script"], end)
         context.close_heartbeat()
     except (KeyboardInterrupt, Terminated):
         code = INTERRUPTED
+        if context is not None:
+            with suppress(RuntimeError):  # the launcher may be gone
+                context.close_heartbeat()  # it says where the state was saved
+    except Left:
+        pass  # it has handed in what it trained, and the others go on without it
     except BaseException as error:
         code = 1
         if isinstance(error, NotFiniteError) and context is not None:
@@ -54,6 +66,7 @@ def main(folder: Path, number: int) -> None:
         _report_error(error, folder, number, own_member(plan), 0 if context is None else context.slot)
     sys.stdout.flush()
     sys.stderr.flush()
+    end_log()
     os._exit(code)
 
 
@@ -100,8 +113,9 @@ def own_member(plan: dict[str, Any]) -> str:
     return str(plan["members"][plan["rank"]])
 
 
-def _train(context: "ProcessContext", folder: Path, number: int) -> None:
-    """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state.
+def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[], None]) -> None:
+    """Run the payload: the worker trains, or the program that came with it; rank 0 leaves the collected state. `end` is
+    called when the launcher cannot be reached.
 
     Every rank has that state, and stays until it is written: where rank 0 is lost meanwhile, the next one writes it.
     """
@@ -114,7 +128,7 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
     requests, devices = Requests(), context.devices("auto")
     report = HeartbeatReport(str(devices[context.rank]))
     context.begin_run(requests)
-    context.start_heartbeat(lambda: report.status, lambda: end_orphaned_run(folder))
+    context.start_heartbeat(lambda: report.status, end)
     task, config, program = read_payload(folder)
     report.loaded()
     own_folder = folder / f"result-{number}"
@@ -129,22 +143,28 @@ def _train(context: "ProcessContext", folder: Path, number: int) -> None:
     context.end_run()
 
 
+def _end_cut_off(context: "ProcessContext", folder: Path, number: int, member: str) -> None:
+    end_cut_off_rank(lambda error: _report_error(error, folder, number, member, context.slot))
+
+
 def _report_error(error: BaseException, folder: Path, number: int, member: str, slot: int) -> None:
     """Leave error-N.json for the launcher, complete from the first moment that it can be seen."""
     from uneven.launch.user_frames import show_user_frames, user_place
 
     place = user_place(error)
     show_user_frames(error)
+    known = {**USER_ERRORS, "left": LeftLoopError}
     report = {
         "time": time.time(),
         "member": member,
-        "kind": next((name for name, kind in USER_ERRORS.items() if isinstance(error, kind)), "other"),
+        "kind": next((name for name, kind in known.items() if isinstance(error, kind)), "other"),
         "message": str(error),
         "what": f"{type(error).__name__}: {error}",
         "place": place,
         "slot": slot,
         "traceback": "".join(traceback.format_exception(error)),
     }
+    end_log(str(report["traceback"]))
     temporary = folder / f".error-{number}"
     temporary.write_text(json.dumps(report))
     temporary.rename(folder / f"error-{number}.json")

@@ -36,18 +36,35 @@ class RankPlace:
         self.generation = generation  # the number of that roster
         self.is_newcomer = is_newcomer  # until it is in a roster
         self.slot = 0  # trained in the last run
+        self.is_past = False  # that run has its result, and no other has begun
         self.newest: Generation | None = None  # that the heartbeat has read
         self.membership: StoreMembership | None = None  # of the run that is on
+        self._is_leaving = False  # the launcher has asked this rank to go
 
     def is_first(self, rank: int) -> bool:
         """Whether this is rank 0 by the newest roster that is known, which its run may not have settled on."""
         return rank == 0 if self.newest is None else self.newest.members[0] == self.environment.member
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this rank is on a machine that has joined the leader's."""
+        return self.roster is not None and self.roster.machines[self.environment.rank] != 0
 
     def hear(self, roster: str) -> None:
         """The launcher has published another generation; on a heartbeat's thread."""
         self.newest = Generation.from_json(json.loads(roster))
         if (membership := self.membership) is not None:
             membership.announce(self.newest)
+
+    def leave(self, is_leaving: bool) -> None:
+        """The launcher has asked this rank to go, or to stay after all; on a heartbeat's thread."""
+        self._is_leaving = is_leaving
+        if (membership := self.membership) is not None:
+            membership.ask_to_leave(is_leaving)
+
+    def show(self) -> dict[str, Any]:
+        """For a heartbeat, while no worker trains: the user's own code runs, or our setup; both may take their time."""
+        return {"slot": 0, "phase": "setup", "is_past": self.is_past}
 
     def was_peer_terminated(self) -> bool:
         """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
@@ -116,5 +133,6 @@ class RankPlace:
             facts=facts,
             before_enter=before_enter,
         )
+        membership.ask_to_leave(self._is_leaving)
         self.membership = membership
         return membership

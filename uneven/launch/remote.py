@@ -9,9 +9,11 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uneven.launch.leave_requests import Answer, LeaveRequest, RequestFiles
 from uneven.launch.local_ranks import LocalRanks, Newcomer
 from uneven.launch.requests import Requests
 from uneven.machines.session import Session
@@ -19,6 +21,7 @@ from uneven.machines.session import Session
 if TYPE_CHECKING:
     from uneven.train.membership import Generation  # imports torch
 
+MOST_TOLD = 256  # ranks in a status that goes to other machines
 ENDED_S = 5.0  # for a machine that was told to end its ranks
 
 
@@ -34,6 +37,9 @@ class RemoteNode:
     codes: list[int | None] = field(default_factory=list)
     left: str | None = None  # why it went by itself
     refused: set[int] = field(default_factory=set)  # of its processes, those that could not join
+    asked: dict[str, dict[str, Any]] = field(default_factory=dict)  # requests to leave that it has sent, by their names
+    gone: dict[int, str] = field(default_factory=dict)  # those that have left on purpose, and a line about each
+    is_let_go: bool = False
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -60,6 +66,36 @@ class RemoteNode:
                 requests.on_rank_terminated() if message["stop"] == signal.SIGTERM else requests.stop.set()
             if "left" in message:
                 self.left = str(message["left"])
+            if "leave" in message:
+                self.asked[str(message["leave"])] = {**message, "is_new": True}
+            if "stays" in message:
+                self.asked.pop(str(message["stays"]), None)
+
+    def take_requests(self) -> list[LeaveRequest]:
+        """What it has asked for since the last call."""
+        new = {name: message for name, message in self.asked.items() if message.pop("is_new", False)}
+        return [self._request(name, message) for name, message in new.items()]
+
+    def _request(self, name: str, message: Mapping[str, Any]) -> LeaveRequest:
+        ranks = message.get("ranks")
+        return LeaveRequest(
+            self.ranks,
+            partial(self._answer, name),
+            None if ranks is None else tuple(int(rank) for rank in ranks),
+            waits=bool(message.get("waits")),
+            is_urgent=bool(message.get("is_urgent")),
+            is_open=lambda: name in self.asked,
+        )
+
+    def _answer(self, name: str, answer: Answer) -> None:
+        self.session.send(answer=name, **answer)
+
+    def let_go(self) -> None:
+        """Where all of its ranks have left on purpose, and ended, it may go."""
+        is_left = bool(self.gone) and {*self.gone} | self.refused == {*self.ranks}
+        if is_left and not self.is_let_go and all(code is not None for code in self.codes):
+            self.is_let_go = True
+            self.session.send(end="; ".join(dict.fromkeys(self.gone.values())), code=0, has_left=1)
 
     def lost(self) -> dict[int, str]:
         """Its ranks that ran when it went, with the line that says so."""
@@ -87,11 +123,13 @@ class AllRanks:
     ) -> None:
         self._processes, self._nodes, self._folder, self._requests = processes, list(nodes), folder, requests
         self._arrived, self._start_node = arrived, start
+        self._files = RequestFiles(folder)
 
     def exit_codes(self) -> list[int | None]:
         codes = dict(zip(self._processes.numbers, self._processes.exit_codes(), strict=True))
         for node in self._nodes:
             node.hear(self._folder, self._requests)
+            node.let_go()
             codes |= dict.fromkeys(node.ranks) | dict(zip(node.ranks, node.codes, strict=False))
         return [codes[number] for number in sorted(codes)]
 
@@ -104,6 +142,11 @@ class AllRanks:
             self._nodes += [node] if node.ranks else []
         return newcomers
 
+    def asked(self) -> list[LeaveRequest]:
+        """Which ranks were asked to leave since the last call, on this machine or another."""
+        own = self._files.requests(tuple(self._processes.numbers))
+        return [*own, *(request for node in self._nodes for request in node.take_requests())]
+
     def restart(self, lost: int, number: int, present: "Generation") -> Newcomer | None:
         return self._processes.restart(lost, number, present)
 
@@ -114,6 +157,19 @@ class AllRanks:
                 node.refused.add(number)
                 if node.refused == {*node.ranks}:
                     node.session.send(refused=why)
+
+    def let_go(self, number: int, line: str) -> None:
+        """This process has left on purpose. Its machine may go when all of its processes have."""
+        for node in self._nodes:
+            if number in node.ranks:
+                node.gone[number] = line
+
+    def tell(self, status: Mapping[str, Any]) -> None:
+        """Where the run is, for `uneven status` on the other machines; all of it where it is small."""
+        short = status if len(status["ranks"]) <= MOST_TOLD else {**status, "ranks": status["ranks"][:MOST_TOLD]}
+        for node in self._nodes:
+            if node.session.why_lost is None and not node.is_let_go:
+                node.session.send(status=short)
 
     def lost(self) -> dict[int, str]:
         return {rank: why for node in self._nodes for rank, why in node.lost().items()}

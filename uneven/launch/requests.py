@@ -18,6 +18,7 @@ class Requests:
         self.save = threading.Event()
         self.grace = grace  # seconds from a signal until the run must have saved
         self.is_terminated = False  # the stop is a SIGTERM: once the run is saved the process ends with its exit code
+        self.is_interrupted = False  # the stop is a Ctrl-C: the run saves where it would not for `Run.stop`
         self.on_rank_terminated: Callable[[], None] = self.terminate  # a rank process got a SIGTERM
 
     def terminate(self) -> None:

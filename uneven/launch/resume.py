@@ -5,7 +5,6 @@ by itself (train/resume.py). The data order, the samples of a slot and the seed 
 their number, policy and strategy may be others.
 """
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from uneven.files import check_resumed_folder, folder_error, mark_as_run
 from uneven.policy.axis import Axis
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, read_checkpoint
-from uneven.results.checkpoint_folders import find_checkpoints, first_whole
-from uneven.results.record import RECORD, read_record
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole, set_aside
+from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.resume import check_model, learn_sizes
 
@@ -89,14 +88,9 @@ def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
         found = find_checkpoints(out)
         later = found[: [folder.resolve() for folder in found].index(checkpoint.resolve())]
         result = _result_files(out)
-        if not later and not result:
+        aside = set_aside(out, [*later, *result])
+        if aside is None:
             return []
-        number = 1
-        while (aside := out / f"superseded-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for entry in [*later, *result]:
-            entry.rename(aside / entry.name)
     except OSError as error:
         raise folder_error(out, error) from error
     what = ["the result"] if result else []
@@ -137,10 +131,6 @@ def content_lines(config: RunConfig) -> list[str]:
     return [
         f"{what} = crc32 {crc32_of(folder / name):08x}" for what, (folder, name) in files.items() if folder is not None
     ]
-
-
-def crc32_of(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())
 
 
 def check_length(what: str, samples: int, axis: Axis) -> None:

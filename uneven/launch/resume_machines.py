@@ -8,7 +8,6 @@ they can go on, and raise the same error where one cannot.
 """
 
 import json
-import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +22,11 @@ from uneven.data.replay import LOG
 from uneven.errors import InputError
 from uneven.hardware.roster import Roster
 from uneven.launch.context import ProcessContext
-from uneven.launch.resume import ResumePlan, crc32_of, follow_plan, plan_resume
+from uneven.launch.resume import ResumePlan, follow_plan, plan_resume
 from uneven.machines.wire import WireError
-from uneven.results.record import RECORD, listed_files, read_record
+from uneven.results.checkpoint import files_of_ranks
+from uneven.results.record import RECORD, crc32_of, listed_files, read_record
 from uneven.results.state import TrainedState
-
-_PART = re.compile(r"rank-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -178,15 +176,13 @@ def _follow(task: Task, config: RunConfig, context: ProcessContext, meeting: _Me
 
 
 def _copy(context: ProcessContext, ranks: tuple[int, ...], choice: _Choice) -> Path:
-    """The files that these ranks read: tensors of rank 0 and of their own, and all that is everybody's."""
+    """The files that these ranks read."""
     leader = context.leader
     if leader is None or choice.key is None:
         raise InputError("this rank was not told how to reach the leader")
     folder = leader.scratch / Path(choice.folder).name
     folder.mkdir()
-    kept = {0, *ranks}
-    wanted = [name for name in choice.names if not (part := _PART.fullmatch(name)) or int(part[1]) in kept]
-    leader.get(choice.key, wanted, folder)
+    leader.get(choice.key, files_of_ranks(choice.names, ranks), folder)
     return folder
 
 

@@ -10,38 +10,31 @@ import queue
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from uneven.config import RunConfig, Task
 from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
-from uneven.files import folder_error, release_out_folder
+from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
 from uneven.launch.cleanup import end_all_runs
 from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
+from uneven.launch.listing import describe_result
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
-from uneven.launch.signals import SIGNALS, Stoppable, end_process, is_main_thread
+from uneven.launch.signals import SIGNALS, end_process, is_main_thread
+from uneven.launch.start import Start
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
-from uneven.timeline.cold_start import cold_starts, describe_cold_starts
-from uneven.timeline.export import save_timeline
-from uneven.timeline.links import describe_links, machine_links
-from uneven.timeline.page import write_page
-from uneven.timeline.record import TRAINING
-from uneven.timeline.timeline import Timeline
 
 HEARD_S = 2.0  # for a heartbeat, which comes several times a second
 Body = Callable[[Requests, Reporter], TrainedState]
@@ -57,14 +50,16 @@ class Run:
         devices: tuple[Device, ...],
         reporter: Reporter,
         context: ProcessContext,
-        start: "Start",
+        start: Start,
+        plan: Mapping[str, Any] | None = None,
     ) -> None:
-        self._body = body
+        """`plan`: what was predicted for it (launch/predicted.py)."""
+        self._body, self._plan = body, plan
         self._context = context
         self._config = config
         self._devices = devices
         self._reporter = reporter
-        self._requests, self._stoppable = start.requests, start.stoppable
+        self._requests, self._stoppable, self._start = start.requests, start.stoppable, start
         self._is_saved = False  # for a caller that was interrupted
         self._is_joined = False  # the main thread waits for the end, and learns how it came
         # Python < 3.13 takes a thread for ended when Ctrl-C hits Thread.join(), so we wait on our own event.
@@ -138,6 +133,7 @@ class Run:
 
     def _finish_interrupted(self) -> None:
         """First Ctrl-C: stop after this step and save. A second one ends the process at once, with exit code 130."""
+        self._requests.is_interrupted = True
         self.stop()
         grace_s = self._config.grace
         try:
@@ -167,7 +163,7 @@ class Run:
         """Once, by the thread of the run after a SIGTERM, else by the caller's after Ctrl-C."""
         if self._state is not None and self._context.rank == 0 and not self._is_saved:
             self._is_saved = True
-            save_interrupted(self._state, self._reporter)
+            self._start.tell_saved(self._context, save_interrupted(self._state, self._reporter))
 
     def _join_thread(self) -> None:
         # The interpreter must not shut down while a thread still frees tensors: torch's destructors would be unwound
@@ -190,7 +186,11 @@ class Run:
                 self._state = state
                 return
             interference = Interference.between(begin, read_counters(self._context.tree_pid))
-            self._state = save_results(state, self._config, self._reporter, interference, self._context.rank == 0)
+            is_lead = self._context.rank == 0
+            has_page = self._start.keeps and not self._requests.is_terminated  # then the time is for saving
+            saved = (state, self._config, self._reporter, interference, is_lead)
+            self._state = save_results(*saved, plan=self._plan, has_page=has_page)
+            self._start.tell_saved(self._context, self._state.folder)
             if not state.finished and state.stopped is None:
                 if self._context.environment.launcher in OWN_LAUNCHERS:
                     # It has stopped with its peers, and its own heartbeat reads the request a moment later.
@@ -198,7 +198,7 @@ class Run:
                 if self._context.ranks.was_peer_terminated():
                     self._requests.terminate()
             for _ in range(2):  # again when no signal can come any more: one may have come since
-                if self._requests.is_terminated:
+                if self._requests.is_terminated or self._requests.is_interrupted:
                     self._save_interrupted()
                 SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
         except BaseException as error:  # handed to join(), which raises it in the caller's thread
@@ -211,6 +211,7 @@ class Run:
         finally:
             self._reporter.close()
             self._context.end_saving(self._requests)
+            self._start.end_listing(self._state, self._error)
             SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
             self._epochs.put(None)
             self._done.set()
@@ -223,20 +224,19 @@ def launch(
     title: str = "train",
     program: Program | None = None,
     on_epoch: Sequence[Callable[[dict[str, Any]], None]] = (),
+    plan: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    keeps: bool = True,
 ) -> Run:
-    """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop."""
+    """Check, print the configuration, start; returns at once. `program` trains in place of the worker's own loop.
+
+    `plan` is what was predicted for this run, and `notes` are lines about its choice. Without `keeps` it leaves
+    neither page nor logs, and is not remembered: for a program of many runs.
+    """
     context = process_context()
     with starting(context, config) as start:
-        return _launch(task, config, context, title, program, on_epoch, start)
-
-
-@dataclass
-class Start:
-    """A run that is about to begin: from here on SIGTERM is its own."""
-
-    requests: Requests
-    stoppable: Stoppable
-    has_begun: bool = False
+        start.keeps = keeps
+        return _launch(task, config, context, title, program, on_epoch, start, plan, notes)
 
 
 @contextmanager
@@ -253,6 +253,8 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
         yield start
     except BaseException as error:
         SIGNALS.discard(start.stoppable)
+        if start.listing is not None:
+            start.listing.close(*describe_result(error))
         if context.leader is not None:
             context.leader.close()
         context.tell_failure(error)
@@ -271,20 +273,24 @@ def _launch(
     program: Program | None,
     on_epoch: Sequence[Callable[[dict[str, Any]], None]],
     start: Start,
+    plan: Mapping[str, Any] | None,
+    chosen: Sequence[str],
 ) -> Run:
     requests = start.requests
     requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
     task, notes = rebuild_instances(task)
     prepared = prepare(task, config, context, title)
-    prepared.reporter.say(notes)
+    prepared.reporter.say([*chosen, *notes])
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices
     if (finished := prepared.finished) is not None:
         return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context, start)
     starts_ranks = context.is_alone and needs_ranks(devices)
-    train = partial(train_on_ranks, program=program) if starts_ranks else partial(_train_in_process, context)
+    start.list_run(context, prepared.reporter, None if starts_ranks else devices)
+    on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
+    train = on_ranks if starts_ranks else partial(_train_in_process, context)
     body = partial(train, task, prepared.config, devices)
-    return Run(body, prepared.config, devices, prepared.reporter, context, start)
+    return Run(body, prepared.config, devices, prepared.reporter, context, start, plan)
 
 
 def _at_epoch_end(callback: Callable[[dict[str, Any]], None], entry: dict[str, Any]) -> None:
@@ -308,75 +314,3 @@ def _train_in_process(
         return state
     finally:
         context.leave_group()
-
-
-def save_results(
-    state: TrainedState, config: RunConfig, reporter: Reporter, interference: Interference, is_lead: bool
-) -> TrainedState:
-    """Print the summary and write `out`, on the first rank."""
-    assert state.timeline is not None, "a finished rank has a timeline"
-    reporter.close()
-    reporter.say(summary_lines(state, state.timeline, interference))
-    if config.out is None or not is_lead:
-        return state
-    state.save(config.out)
-    try:
-        save_timeline(state.timeline, config.out)
-        _write_machines_page(state, state.timeline, config.out)
-    except OSError as error:
-        raise folder_error(config.out, error) from error
-    reporter.say([f"state and timeline are in {config.out}"])
-    return replace(state, folder=config.out)
-
-
-def _write_machines_page(state: TrainedState, timeline: Timeline, out: Path) -> None:
-    """All ranks of several machines on one page, where bokeh is installed: no machine alone can show them."""
-    if timeline.is_one_machine or find_spec("bokeh") is None:
-        return
-    facts = {"machines": ", ".join(machine.host for machine in timeline.machines), "samples": f"{state.samples:,}"}
-    write_page(out / "timeline.html", timeline, state.history, f"Run {out.name}", facts)
-
-
-def save_interrupted(state: TrainedState, reporter: Reporter) -> None:
-    """Save a stopped run; where `out` was not given below runs/, beside the checkpoint that its ranks took there."""
-    folder = state.folder
-    if folder is None:
-        aside = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
-        folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
-    on = "" if state.checkpoint is None else f"; go on with resume={str(folder)!r}"
-    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}{on}"])
-
-
-def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:
-    """How the run went: totals, and where each rank's time was spent. Nothing is derived from a disturbed speed."""
-    training_s = max(account.training_s for account in timeline.accounts)
-    stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
-    done = "trained" if state.finished else f"{stopped}: trained"
-    # The time is that since the last start; generations of ranks are segments of it.
-    starts = [segment for segment in state.segments if "generation" not in segment]
-    before = starts[-1].get("samples", 0) if starts else 0
-    speed = (state.samples - before) / training_s if training_s else 0.0
-    resumed = f", {state.samples - before:,} of them since it was resumed," if before else ""
-    lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]
-    if state.dropped:
-        lost, steps = sum(samples for _, _, _, samples in state.dropped), len({slot for slot, *_ in state.dropped})
-        lines.append(f"  {lost:,} samples were dropped: {steps} steps were not finite and were skipped")
-    for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
-        spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
-        user_s = account.seconds["user"]
-        outside_s = account.wall_s - account.training_s - user_s
-        own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
-        own = state.rank_samples[lane.rank]
-        share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
-        outside = f"outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
-        lines.append(f"  {timeline.name(lane)}: {share}{spent}; {outside}")
-    lines += describe_cold_starts(cold_starts(timeline)) + describe_links(machine_links(timeline))
-    alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
-    if interference.is_disturbed:
-        lines.append(f"  {interference.describe()} Do not compare this speed with another.")
-    elif alone and speed:
-        lines.append(
-            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
-            "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"
-        )
-    return lines

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.listing import Listing, listed
+from uneven.launch.rank_log import begin_log
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
 from uneven.launch.signals import SIGNALS, Stoppable
@@ -33,8 +36,13 @@ if TYPE_CHECKING:
 CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 
 
-def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C."""
+def run_script(
+    script: Path, args: Sequence[str], settings: Mapping[str, Any], plan: Mapping[str, Any] | None = None
+) -> None:
+    """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C.
+
+    `plan` is what was predicted for its run (launch/predicted.py).
+    """
     check_script(script, settings)
     if (engine := read_engine()) is not None:
         # srun, torchrun or a pod has started this process as one of its ranks: it takes part as that one.
@@ -48,11 +56,11 @@ def run_script(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -
         check_device(device)
     check_count(devices, available_cores())
     if not needs_ranks(devices):
-        _execute_here(script, args, settings, None)
+        _execute_here(script, args, settings, None, plan)
         return
     if len(devices) > 1:
         refuse_plain_script(script, len(devices))
-    run_on_ranks(script, args, devices, Reporter("lines"), settings)
+    run_on_ranks(script, args, devices, Reporter("lines"), settings, plan)
 
 
 def check_script(script: Path, settings: Mapping[str, Any]) -> None:
@@ -80,16 +88,25 @@ def run_on_ranks(
     devices: tuple[Device, ...],
     reporter: Reporter,
     settings: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    *,
+    keeps: bool = True,
 ) -> None:
-    """The script on one process per device, a single one included; `reporter` prints the launcher's own lines."""
+    """The script on one process per device, a single one included; `reporter` prints the launcher's own lines.
+
+    Without `keeps` the run is not remembered: for a program of many runs.
+    """
     from uneven.launch.launcher import run_ranks  # imports torch
 
-    order = script_order(script, args, settings or {})
+    order = {**script_order(script, args, settings or {}), "plan": plan}
 
-    def run(requests: Requests) -> int:
-        return run_ranks(None, devices, requests, reporter, unused_ranks, script=order)
+    with listed(Listing(order["path"], keeps=keeps)) as listing:
+        listing.attach(reporter)
 
-    run_stoppable(run, order, len(devices), reporter)
+        def run(requests: Requests) -> int:
+            return run_ranks(None, devices, requests, reporter, unused_ranks, order, listing)
+
+        run_stoppable(run, order, len(devices), reporter)
 
 
 def script_order(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,17 +144,21 @@ def run_stoppable(run: Callable[[Requests], int], order: Mapping[str, Any], rank
         )
 
 
-def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str, Any]) -> None:
-    """In a rank process. Raises what the script raises; KeyboardInterrupt whenever a stop was requested."""
-    from uneven.launch.cleanup import end_orphaned_run
+def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str, Any], end: Callable[[], None]) -> None:
+    """In a rank process, which calls `end` when its launcher cannot be reached.
+
+    Raises what the script raises; KeyboardInterrupt whenever a stop was requested.
+    """
     from uneven.launch.context import set_process_context
+    from uneven.launch.predicted import hand_down
 
     # The launcher passes Ctrl-C on as a stop request; while no run is on, it interrupts the script.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    context.start_heartbeat(lambda: {"handles_stop": True}, lambda: end_orphaned_run(folder))
+    context.start_heartbeat(lambda: {"handles_stop": True}, end)
     set_process_context(context)
+    hand_down(order.get("plan"))
     try:
-        _execute(Path(order["path"]), order["args"])
+        execute(Path(order["path"]), order["args"])
         _end_as_python_does()
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -157,16 +178,24 @@ def unused_ranks(folder: Path) -> int:
 
 
 def _execute_here(
-    script: Path, args: Sequence[str], settings: Mapping[str, Any], engine: LaunchEnvironment | None
+    script: Path,
+    args: Sequence[str],
+    settings: Mapping[str, Any],
+    engine: LaunchEnvironment | None,
+    plan: Mapping[str, Any] | None = None,
 ) -> None:
     """In this process, alone or as a rank of an engine. The settings hold to its end: a thread of the script may still
     train after its last line."""
     from uneven.launch.context import make_context, set_process_context  # imports torch
+    from uneven.launch.predicted import hand_down
 
+    if engine is None:
+        begin_log(None)
     context = make_context(engine, settings)
     set_process_context(context)
+    hand_down(plan)
     try:
-        _execute(script, args)
+        execute(script, args)
     except SystemExit as error:
         if error.code in (None, 0):
             _warn_unused(context, script, settings)
@@ -176,12 +205,45 @@ def _execute_here(
 
 def _warn_unused(context: "ProcessContext", script: Path, settings: Mapping[str, Any]) -> None:
     if not context.was_used:
-        ignored = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
-        effect = f", and {ignored} had no effect" if ignored else ""
+        effect = f", and the settings {', '.join(settings)} had no effect" if settings else ""
         print(f"uneven: {script} ended without calling uneven: it ran as by python{effect}", file=sys.stderr)
 
 
-def _execute(script: Path, args: Sequence[str]) -> None:
+def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the script itself passes to uneven, found by running it in this process up to there.
+
+    What it prints goes to stderr. `settings` replace its own, as in a run; InputError where it never calls uneven.
+    """
+    from uneven.launch.context import make_context, set_process_context  # imports torch
+
+    check_script(script, settings)
+    context = make_context(None, settings)
+    context.on_settings = _end_with
+    set_process_context(context)
+    try:
+        with redirect_stdout(sys.stderr):
+            execute(script, args)
+    except _Settings as found:
+        return found.settings
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    raise InputError(f"{script} ended without calling fit or Ddp.setup, so it has no settings")
+
+
+class _Settings(BaseException):
+    """Ends a script where it passes its settings; no Exception, so that `except Exception` in it lets it through."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__("the script's settings are known")
+        self.settings = dict(settings)
+
+
+def _end_with(settings: Mapping[str, Any]) -> None:
+    raise _Settings(settings)
+
+
+def execute(script: Path, args: Sequence[str]) -> None:
     """As `python script.py args` would: `__name__` is "__main__", sys.argv and sys.path are the script's own."""
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)

@@ -14,8 +14,10 @@ from pathlib import Path
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
+from uneven.data.replay import read_generations
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
+from uneven.launch.replayed import train_members
 from uneven.launch.requests import Requests
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState, verified_state
@@ -26,6 +28,7 @@ from uneven.train.worker import Worker
 # (worker, folder for files of its own), run in place of `worker.train()`; its result is collected where it has one.
 Program = Callable[[Worker, Path], RankResult | None]
 
+SEGMENT = ("slot", "samples", "devices")  # what the log tells of where the run began or was resumed
 RESULT = "result"  # in the run's private folder: the name of the folder with its state
 
 
@@ -44,18 +47,24 @@ def train_as_rank(
     other ranks, and the error has to be reported first.
     """
     can_lose = run is Worker.train  # other programs leave a result of every rank
-    worker = context.make_worker(task, config, devices, requests, report, can_lose=can_lose)
-    result = run(worker)
-    if result is None:
-        return None
-    state = worker.finish(lambda: collect(worker.group, result, worker.axis))
-    context.close_run()
-    return state
+
+    def train(worker: Worker) -> TrainedState | None:
+        result = run(worker)
+        if result is None:
+            return None
+        state = worker.finish(lambda: collect(worker.group, result, worker.axis))
+        context.close_run()
+        return state
+
+    if config.replay is not None and (recorded := read_generations(config.replay)) is not None:
+        return train_members(context, task, config, devices, requests, report, recorded, train)
+    return train(context.make_worker(task, config, devices, requests, report, can_lose=can_lose))
 
 
 def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     """The run's state with every rank's log and timeline, the same on every rank; checked to be exactly once."""
     own = {
+        "member": result.run.member,
         "timeline": result.timeline.to_json(),
         "log": result.log,
         "rounds": result.rounds,
@@ -71,8 +80,14 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     dropped = [_parts(record["dropped"]) for record in records]
     logs += [_parts(earlier["log"]) for earlier in records[0]["earlier_logs"]]
     dropped += [_parts(earlier["dropped"]) for earlier in records[0]["earlier_logs"]]
-    run = result.run
-    state = replace(result.state, saves=run.saves, stop_rounds=run.stop_rounds, segments=run.segments)
+    if any(rounds):
+        rounds += [_rounds(earlier.get("rounds", [])) for earlier in records[0]["earlier_logs"]]
+    run, segments, members = result.run, [dict(segment) for segment in result.run.segments], []
+    if any("generation" in segment for segment in segments):
+        members = [record.get("member") for record in [*records, *records[0]["earlier_logs"]]]
+    else:  # names are new in every run: without a loss the logs of a run and of its replay are the same
+        segments = [{name: value for name, value in one.items() if name in SEGMENT} for one in segments]
+    state = replace(result.state, saves=run.saves, stop_rounds=run.stop_rounds, segments=segments, members=members)
     return verified_state(state, axis, logs, rounds, timelines, dropped)
 
 
@@ -101,7 +116,7 @@ def read_state(folder: Path) -> TrainedState:
     log = json.loads((folder / "log.json").read_text())
     timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
     logs, rounds = [_parts(parts) for parts in log["ranks"]], [_rounds(rows) for rows in log["rounds"]]
-    resumed = {name: log[name] for name in ("saves", "stop_rounds", "segments")}
+    resumed = {name: log[name] for name in ("saves", "stop_rounds", "segments")} | {"members": log.get("members", [])}
     return replace(TrainedState.load(folder), folder=None, timeline=timeline, log=logs, rounds=rounds, **resumed)
 
 

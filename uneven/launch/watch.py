@@ -9,15 +9,16 @@ that fails, falls silent or hangs. Where the others can go on it publishes the n
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from uneven.comm.store import Store, get_text
+from uneven.comm.wrong_message import sender_of
 from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, RefusedError, StoppedError
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import RankHealth, find_lost
-from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, steps_done
+from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     SAVE_KEY,
@@ -29,8 +30,10 @@ from uneven.launch.heartbeat import (
     suspicion_key,
 )
 from uneven.launch.joining import Joining, Recruits
+from uneven.launch.leave_requests import LeaveRequest
+from uneven.launch.leaving import Leaving
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import INTERRUPTED, describe_exit
+from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, is_about_peer, read_errors
 from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
 from uneven.results.progress import Reporter
@@ -74,8 +77,12 @@ class Watch:
         roster: Roster,
         reporter: Reporter,
         recruits: Recruits | None = None,
+        asked: Callable[[], list[LeaveRequest]] = list,
     ) -> None:
-        """`recruits` starts processes that join the run while it is on; without it none does."""
+        """`recruits` starts processes that join the run while it is on; without it none does.
+
+        `asked` returns what ranks were asked to leave since the last call.
+        """
         self._processes, self._store, self._folder, self._reporter = processes, store, folder, reporter
         now = time.monotonic()
         pairs = zip(members, roster.devices, strict=True)
@@ -83,6 +90,8 @@ class Watch:
         self._generations = Generations(roster, members)
         known = (store, self._ranks, self._generations, reporter)
         self._joining = None if recruits is None else Joining(recruits, *known)
+        on_gone = (lambda *_: None) if recruits is None else recruits.let_go
+        self._asked, self._leaving = asked, Leaving(store, self._ranks, self._generations, processes.give_up, on_gone)
         self._looked_s = now
         self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
         self._result_s: float | None = None  # when the result was first seen
@@ -93,6 +102,7 @@ class Watch:
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
         self.keeps_payload = False  # for ranks that may be started later
+        self.show: Callable[[Sequence[Mapping[str, Any]], Generations], None] = lambda *_: None  # for `uneven status`
 
     def wait(self, requests: Requests) -> None:
         """Until every rank has ended well or was given up; raises when the run fails. `requests` are passed on."""
@@ -102,13 +112,15 @@ class Watch:
     def _look(self, requests: Requests) -> bool:
         """Once at everything; returns whether the run is over."""
         if self._joining is not None:
+            self._joining.note_settled()
             self._joining.take_arrivals(time.monotonic())
         codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
         now = time.monotonic()
         self._read_heartbeats(now)
         ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
         aside = self._generations.aside
-        if all(code in ended_well or number in aside for number, code in enumerate(codes)) or self._is_past(now):
+        late = aside | self._generations.joining  # a newcomer has nobody to settle with where all others have ended
+        if all(code in ended_well or number in late for number, code in enumerate(codes)) or self._is_past(now):
             return True
         failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in aside]
         gone = {number: why for number, why in self._processes.lost().items() if number not in aside}
@@ -118,8 +130,10 @@ class Watch:
         elif hanging := find_lost(self._ranks, running, now):
             self._lose_hanging(hanging)
         else:
-            self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
-            self._let_in(codes, now)
+            self._let_go(requests, now)
+            if not self._leaving.is_parting:
+                self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
+                self._let_in(codes, now)
         self._drop_mapped_tensors()
         self._pass_on(requests, now)
         if self._stop_sent_s is not None:
@@ -131,21 +145,34 @@ class Watch:
         """Processes that want to join: those that are ready are in the next generation."""
         if (joining := self._joining) is None:
             return
-        joining.note_settled()
         waiting, lost = self._generations.waiting, self._processes.lost()
         errors = self._errors(list(waiting))
         ended = {number: lost[number] for number in waiting if number in lost}
         for number in waiting:
             if (code := codes[number]) is not None:
-                ended[number] = _short(errors[number]) if number in errors else f"it {describe_exit(code)}"
+                ended[number] = describe_error(errors[number]) if number in errors else f"it {describe_exit(code)}"
             elif now_s - self._ranks[number].heard_s > self._ranks[number].silence_limit_s:
                 ended[number] = "it fell silent"
                 self._processes.give_up(number)
         joining.forget_ended(ended)
-        if self._stop_sent_s is not None or has_result(self._folder) or self._generations.joining:
+        if self._stop_sent_s is not None or has_result(self._folder):
+            return
+        joining.restart([number for number in ended if number not in errors], now_s)  # an error would come again
+        if self._generations.joining:
             return
         present = [self._ranks[number].status for number in self._generations.numbers]
         if (generation := joining.admit(present)) is not None:
+            self._publish(generation)
+
+    def _let_go(self, requests: Requests, now_s: float) -> None:
+        """Ranks that were asked to leave: those that have handed in their work are not in the next generation."""
+        self._leaving.ask(self._asked())
+        self._leaving.ask_terminated(requests.on_rank_terminated)
+        if not self._leaving.is_asked:
+            return
+        if self._stop_sent_s is not None or has_result(self._folder):
+            self._leaving.end()
+        elif (generation := self._leaving.look(self._refusal, now_s)) is not None:
             self._publish(generation)
 
     def _is_past(self, now_s: float) -> bool:
@@ -161,23 +188,32 @@ class Watch:
             self._generations.given_up |= {*failed, *gone}
             return
         refusal = self._refusal([*failed, *gone])
-        if refusal == "" and self._may_say_more([*failed, *gone]):
+        if self._is_unsure(refusal, [*failed, *gone]) and self._may_say_more([*failed, *gone]):
             return
         errors = self._errors(failed)
         joining = self._generations.joining  # what keeps one of them out is its own
         is_common = any(error["kind"] in COMMON_ERRORS for n, error in errors.items() if n not in joining)
         is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
-        if refusal is not None or is_common or is_bug:
+        others = [self._ranks[number].status for number in self._generations.numbers if number not in failed]
+        if refusal is not None or is_common or is_bug or (errors and any(map(is_past, others))):
             if failed:
                 raise self._failure(requests, refusal or "")
             raise RankError(f"{next(iter(gone.values()))}{_because(refusal)}; the run ends on all machines")
         causes = [
             f"{self._ranks[number].name(number)} "
-            + (f"failed: {_short(errors[number])}" if number in errors else describe_exit(code or 0))
+            + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
             for number, code in enumerate(self._processes.exit_codes())
             if number in failed
         ]
         self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
+
+    def _is_unsure(self, refusal: str | None, lost: Sequence[int]) -> bool:
+        """Whether the next heartbeats tell more: what a loss means, or the newest checkpoint where one is needed."""
+        since_s = time.monotonic() if self._unsure_s is None else self._unsure_s
+        left = [self._ranks[number] for number in self._generations.numbers if number not in lost]
+        said = {"checkpoint", "ends_because"}
+        asked = [rank for rank in left if "min_ranks" in rank.status and said & {*rank.status}]
+        return refusal == "" or any(rank.heard_s <= since_s for rank in asked)
 
     def _may_say_more(self, lost: Sequence[int]) -> bool:
         """Whether to look again: ranks that have just begun to train say a moment later that they can go on."""
@@ -195,21 +231,20 @@ class Watch:
             raise RankError(f"{names[number]} {what}{advice}{_because(refusal)}")
         self._go_on_without(set(hanging), [f"{names[number]} {what}" for number, (what, _) in hanging.items()])
 
-    def _refusal(self, lost: Sequence[int] | Mapping[int, Any]) -> str | None:
+    def _refusal(self, lost: Collection[int]) -> str | None:
         return self._generations.refusal([rank.status for rank in self._ranks], lost)
 
     def _go_on_without(self, lost: set[int], causes: Sequence[str]) -> None:
         self._generations.given_up |= lost
+        self._unsure_s = None
         if not lost & set(self._generations.numbers):
             return  # it had finished, and left the roster
-        left = [number for number in self._generations.numbers if number not in lost]
-        is_local = any(self._ranks[number].status.get("rounds") for number in left)
-        why = describe_loss(causes, len(left), is_local)
-        self._publish(self._generations.drop(lost, why))
+        statuses = [self._ranks[number].status for number in self._generations.numbers if number not in lost]
+        self._publish(self._generations.drop(lost, describe_loss(causes, statuses)))
         # Ended after the others know: a woken one finds that it is not in the roster any more.
         for number in lost:
             self._processes.give_up(number)
-        if self._joining is not None and self._stop_sent_s is None:
+        if self._joining is not None and self._stop_sent_s is None and not all(map(is_past, statuses)):
             self._joining.restart(lost, time.monotonic())
 
     def _publish(self, generation: Generation) -> None:
@@ -230,6 +265,7 @@ class Watch:
             return
         keys = {number: suspicion_key(generation, self._ranks[number].member) for number in numbers}
         causes = [text for key in keys.values() if (text := get_text(self._store, key)) is not None]
+        causes.sort(key=lambda cause: sender_of(cause) is None)  # the others miss who has given up the group
         if not causes:
             return
         self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
@@ -247,6 +283,10 @@ class Watch:
             self._publish(self._generations.drop(left, f"{names} had finished already: {rest}"))
             return
         done = max(steps_done(self._ranks[number].status) for number in numbers)
+        wrong = self._generations.sends_wrong_again(causes, done)
+        if wrong is not None and self._refusal([wrong]) is None:
+            self._go_on_without({wrong}, [f"{self._ranks[wrong].name(wrong)} sent wrong bits twice ({causes[0]})"])
+            return
         self._publish(self._generations.repeat(causes[0], done))
 
     def _pass_on(self, requests: Requests, now_s: float) -> None:
@@ -276,8 +316,9 @@ class Watch:
         self._show_ranks()
 
     def _show_ranks(self) -> None:
-        # Those of the start: who joins later is in the lines, and has no bar of its own.
-        self._reporter.ranks([rank.status for rank in self._ranks], first=self._generations.numbers[0])
+        statuses = [rank.status for rank in self._ranks]  # who joins later is in the lines, and has no bar of its own
+        self._reporter.ranks(statuses, first=self._generations.numbers[0])
+        self.show(statuses, self._generations)
 
     def _statuses(self) -> list[dict[str, Any]]:
         """Of the ranks that are in the run."""
@@ -310,7 +351,8 @@ class Watch:
         """
         aside = self._generations.aside
         running = [self._ranks[n].status for n, code in enumerate(codes) if code is None and n not in aside]
-        waits = all(not status.get("slot") and status.get("phase", "setup") in BEFORE_FIRST for status in running)
+        begun = [one for one in running if one.get("slot") or is_past(one)]  # a rank that is past its run saves it
+        waits = not begun and all(status.get("phase", "setup") in BEFORE_FIRST for status in running)
         if INTERRUPTED not in codes or not running or not waits:
             self._alone_since_s = now_s
         elif now_s - self._alone_since_s > ALONE_S:
@@ -326,8 +368,7 @@ class Watch:
 
     def _errors(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
         """What those of these processes that failed by themselves have reported."""
-        paths = {number: self._folder / f"error-{number}.json" for number in numbers}
-        return {number: json.loads(path.read_text()) for number, path in paths.items() if path.exists()}
+        return read_errors(self._folder, numbers)
 
     def _failure(self, requests: Requests, refusal: str) -> Exception:
         """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
@@ -344,7 +385,7 @@ class Watch:
                 assert code is not None
                 return RankError(f"{self._ranks[number].name(number)} {describe_exit(code)}{_because(refusal)}")
         # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
-        by_itself = {number: error for number, error in errors.items() if not _is_about_peer(error["what"])} or errors
+        by_itself = {number: error for number, error in errors.items() if not is_about_peer(error["what"])} or errors
         number = min(by_itself, key=lambda number: float(errors[number]["time"]))
         error, name = errors[number], self._ranks[number].name(number)
         if error["kind"] in USER_ERRORS:
@@ -357,13 +398,3 @@ class Watch:
 
 def _because(refusal: str | None) -> str:
     return f"; {refusal}" if refusal else ""
-
-
-def _is_about_peer(what: str) -> bool:
-    return "peer" in what or what.startswith("GroupLostError")
-
-
-def _short(error: Mapping[str, Any]) -> str:
-    """A rank's error as one line."""
-    place = f" at {error['place']}" if error.get("place") else ""
-    return str(error["what"]).partition("\n")[0][:200] + place

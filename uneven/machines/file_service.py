@@ -11,18 +11,20 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from uneven.files import failure_mark, leave_mark, read_mark, why_not_written
-from uneven.machines.transfer import ANSWER_S, MAX_FILE, RefusedError, receive_file, send_file
+from uneven.machines.transfer import ANSWER_S, MAX_FILE, NEVER, NOT_YET, RefusedError, receive_file, send_file
 from uneven.machines.wire import Connection, WireError
 
 IDLE_S = 60.0  # for the next request of a connection
 MAX_RECORD = 1 << 30  # bytes of a rank's JSON
 MAX_SHARES = 64
+AWAITED_S, LOOK_S = 10.0, 0.1  # for a checkpoint to become whole, before the other side asks again
 GIVEN_UP = "another rank has given this save up"
 _KEY = re.compile(r"\w{1,64}")
 _PART = re.compile(r"rank-([1-9]\d{0,5})\.(json|safetensors)")
@@ -90,7 +92,7 @@ class FileService:
         connection.send(done=True)
 
     def _get(self, connection: Connection, message: dict[str, Any]) -> None:
-        share, name = self._share(message), message.get("name")
+        share, name = self._share(message) if "partial" not in message else self._await(message), message.get("name")
         if name not in share.names or Path(str(name)).name != name:
             raise RefusedError(f"{str(name)[:100]!r} is not shared")
         try:
@@ -99,6 +101,20 @@ class FileService:
             raise
         except OSError as error:
             raise RefusedError(f"{name} cannot be read: {error.strerror or error}") from error
+
+    def _await(self, message: dict[str, Any]) -> _Share:
+        """What rank 0 shares when a checkpoint is whole, as long as it may become so; RefusedError where it is not."""
+        token = str(message["partial"]).rpartition("-")[2].rpartition("_")[0]
+        end_s = time.monotonic() + AWAITED_S
+        while time.monotonic() < end_s:
+            with self._lock:
+                found, run = self._shares.get(str(message.get("key"))), self._shares.get(token)
+            if found is not None:
+                return found
+            if run is None or failure_mark(self._partial(run, {**message, "key": token})).exists():
+                raise RefusedError(NEVER)
+            time.sleep(LOOK_S)
+        raise RefusedError(NOT_YET)
 
     def _put(self, connection: Connection, message: dict[str, Any]) -> None:
         """A file of a rank's part. Where it fails all ranks are told, by the mark of a failed save, and it is removed

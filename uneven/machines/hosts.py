@@ -11,7 +11,6 @@ Each gets `uneven join` over ssh, with keys and without questions. The token goe
 can be read by every user of a machine. What a machine prints comes back with its name before each line.
 """
 
-import importlib
 import shlex
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from uneven.config.sources import load_toml
 from uneven.errors import InputError
 
 END_S = 5.0  # for a machine that was told to end
@@ -44,10 +44,7 @@ class Host:
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """The hosts of a file; InputError that names the entry where one is wrong."""
-    try:
-        content = _load_toml(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--hosts {path}: {error}") from error
+    content = load_toml(path)
     unknown = set(content) - {"hosts"}
     entries = content.get("hosts")
     if unknown or not isinstance(entries, list) or not entries:
@@ -160,13 +157,3 @@ def _read_host(entry: Any, where: str) -> Host:
     if not address or address.startswith("-") or str(entry.get("user", "u")).startswith("-") or " " in address:
         raise InputError(f"{where}: address = {address!r} must be an address, or a name that ssh knows")
     return Host(**entry)
-
-
-def _load_toml(text: str) -> dict[str, Any]:
-    for name in ("tomllib", "tomli"):  # Python 3.10 has none of its own
-        try:
-            found: dict[str, Any] = importlib.import_module(name).loads(text)
-        except ModuleNotFoundError:
-            continue
-        return found
-    raise InputError("--hosts needs Python 3.11, or: pip install tomli")

@@ -25,6 +25,8 @@ ANSWER_S = 60.0  # a busy disk may take its time to sync
 STALL_S = 30.0  # without a byte from the other side
 MAX_FILE = 1 << 42
 SUMMING_S = 1800.0  # the other side reads a whole file before it sends it
+# What the leader says of a checkpoint that is not whole: ask again, or it will not become so.
+NOT_YET, NEVER = "it is not whole yet", "it was given up"
 _PIECE, _SYNC = 1 << 20, 1 << 27
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -175,6 +177,26 @@ class LeaderFiles:
             for name in names:
                 connection.send(role="files", do="get", key=key, name=name)
                 receive_file(connection, into, {name}, header_s=SUMMING_S)
+
+    def get_awaited(
+        self, key: str, partial: str, name: str, into: Path, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """A copy of a file of a checkpoint that rank 0 shares when it is whole; `partial` is its name until then.
+
+        False where it was given up, or `is_cancelled`; WireError where the leader is gone, OSError without room.
+        """
+        while not is_cancelled():
+            with self._asking("get", key=key, name=name, partial=partial) as connection:
+                try:
+                    receive_file(connection, into, {name}, header_s=SUMMING_S)
+                except RefusedError as refused:
+                    if str(refused) == NOT_YET:
+                        continue
+                    if str(refused) == NEVER:
+                        return False
+                    raise
+                return True
+        return False
 
     @contextmanager
     def _asking(self, do: str | None = None, **request: Any) -> Iterator[Connection]:

@@ -11,9 +11,10 @@ findable until the new one is in its place (results/checkpoint_folders.py finds 
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, writ
 
 STATE, BEST = "state.safetensors", "best.safetensors"
 OTHER_RANK = "another rank could not write its part"
+_PART = re.compile(r"rank-(\d+)\.safetensors")
 POLL_S = 0.01  # how often rank 0 looks for the other ranks' parts
 
 
@@ -75,6 +77,16 @@ def part_files(folder: Path, rank: int) -> list[Path]:
     return [folder / f"rank-{rank}.safetensors", folder / f"rank-{rank}.json"]
 
 
+def files_of_ranks(names: Iterable[str], ranks: Collection[int]) -> list[str]:
+    """Of a checkpoint's files those that these ranks read: all but the tensors of others than rank 0 and themselves.
+
+    >>> files_of_ranks(["state.json", "rank-1.json", "rank-1.safetensors", "rank-2.safetensors"], [2])
+    ['state.json', 'rank-1.json', 'rank-2.safetensors']
+    """
+    kept = {0, *ranks}
+    return [name for name in names if not (part := _PART.fullmatch(name)) or int(part[1]) in kept]
+
+
 def seal(
     partial: Path,
     folder: Path,
@@ -98,7 +110,7 @@ def seal(
     content = encode({**record, **{key: value for key, value in whole.record.items() if key not in record}})
     write_pieces(partial / RECORD, [content])
     sync_folder(partial)
-    _put_in_place(partial, folder)
+    put_in_place(partial, folder)
 
 
 def _wait_for_part(partial: Path, rank: int, is_cancelled: Callable[[], bool], place: str) -> dict[str, FileSum]:
@@ -113,7 +125,7 @@ def _wait_for_part(partial: Path, rank: int, is_cancelled: Callable[[], bool], p
     return {f"rank-{rank}.safetensors": FileSum.from_json(json.loads(content)["file"]), path.name: FileSum.of(content)}
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
+def put_in_place(partial: Path, folder: Path) -> None:
     """Rename; one that is replaced keeps a hidden name until the new one stands, and `find_checkpoints` knows it."""
     old = folder.with_name(f".{folder.name}.old-{partial.name.rpartition('-')[2]}")
     if folder.exists():

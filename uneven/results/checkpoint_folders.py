@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,6 +112,19 @@ def remove_partial(run: Path) -> list[Path]:
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
             removed.append(entry)
     return removed
+
+
+def set_aside(run: Path, entries: Sequence[Path]) -> Path | None:
+    """Move what a run that goes on further back must not find to a new folder superseded-N; none where nothing is."""
+    if not entries:
+        return None
+    number = 1
+    while (aside := run / f"superseded-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for entry in entries:
+        entry.rename(aside / entry.name)
+    return aside
 
 
 def _remove(folder: Path) -> None:

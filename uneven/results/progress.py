@@ -28,6 +28,7 @@ from uneven.results.notebook import Block, in_notebook
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
 _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
+MOST_SAID = 200
 REFRESHES_PER_S = 4  # drawing three bars takes 3 ms of a slow core, which may be one that trains
 
 _prints_bars_only: ContextVar[bool] = ContextVar("uneven_bars_only", default=False)
@@ -58,7 +59,13 @@ class Reporter:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called with every finished epoch's entry
         self._prints_bars_only = _prints_bars_only.get()
         self._title = title
+        self._log: Callable[[Sequence[str]], None] | None = None  # keeps the lines, too
+        self._said: list[str] = []  # before there was one
         self._console = Console(stderr=True, highlight=False)
+        stream: Any = sys.stderr
+        if style == "bar" and hasattr(stream, "terminal"):
+            # What this process prints is kept in a log (launch/rank_log.py), which is no place for bars.
+            self._console, self._log = Console(file=stream.terminal, highlight=False), stream.log.write
         self._bar: Progress | None = None
         self._headings: dict[int, TaskID] = {}  # of machines, where there are several
         self._epochs = 0
@@ -70,6 +77,10 @@ class Reporter:
         self._last = (0, 0.0)  # samples and training seconds when the speed was last computed
 
     def say(self, lines: Sequence[str]) -> None:
+        if self._log is not None:
+            self._log(lines)
+        else:
+            self._said = [*self._said, *lines][-MOST_SAID:]
         if self.style == "off" or self._prints_bars_only or not lines:
             return
         if self._block is not None:
@@ -77,6 +88,11 @@ class Reporter:
             return
         for line in lines:
             self._console.print(line, markup=False, soft_wrap=True)
+
+    def keep_in(self, log: Callable[[Sequence[str]], None]) -> None:
+        """Hand all lines to a log, those that were said already included."""
+        log(self._said)
+        self._log, self._said = log, []
 
     def started(self, axis: Axis, place: str) -> None:
         del place
@@ -158,6 +174,7 @@ class Reporter:
         )
         self._tasks = [self._bar.add_task(title, total=total, speed="", loss="") for title in titles]
         self._bar.start()
+        _keep_prints()
         if self._block is not None:
             self._block.draw = self._bar.get_renderable
             self._block.update(at_once=True)
@@ -261,6 +278,15 @@ def describe_rounds(rounds: Mapping[str, float]) -> str:
         return ""
     place = f"round {rounds['round']:.0f} anchor {rounds['anchor']:.0f}"
     return f"{place} staleness {rounds['staleness']:.0f} delay {rounds['delay']:.1f}"
+
+
+def _keep_prints() -> None:
+    """While bars are drawn rich prints what is printed above them, past the log of this process: add it there again."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        kept: Any = getattr(stream, "rich_proxied_file", None)
+        if hasattr(kept, "log"):
+            setattr(sys, name, type(kept)(stream, kept.log))  # rich puts back the one that was there before it
 
 
 class _TextColumn(ProgressColumn):

@@ -91,7 +91,7 @@ class Saver:
         everybody's. `after` runs in that thread once this rank's files (on rank 0: the checkpoint) are in place.
         """
         self.finish()
-        partial = partial_folder(folder, f"{self._token}_{self._count}")
+        partial = self.next_partial(folder)
         self._count += 1
         self._homes.add(folder.parent)
         self._idle.clear()
@@ -101,6 +101,10 @@ class Saver:
             self._thread.start()
         self._jobs.put(_Save(folder, partial, take, after))
 
+    def next_partial(self, folder: Path) -> Path:
+        """Where the next save, to this folder, is written until it is whole: the same on all ranks."""
+        return partial_folder(folder, f"{self._token}_{self._count}")
+
     def wait_taken(self) -> None:
         """Return when no `take` is running: called before tensors change. Otherwise it costs one look at a flag."""
         if not self._taken.is_set():
@@ -109,6 +113,10 @@ class Saver:
     @property
     def is_saving(self) -> bool:
         return not self._idle.is_set()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
 
     def finish(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait for the save that is under way. `check` is called meanwhile, and may raise: nobody waits then."""
@@ -153,7 +161,8 @@ class Saver:
             if save.after is not None:
                 save.after()
         except Exception as error:
-            self._note(f"after saving {save.folder}: {_reason(error)}; training goes on")
+            if not self.is_closing:
+                self._note(f"after saving {save.folder}: {_reason(error)}; training goes on")
 
     def _write(self, save: _Save) -> None:
         part, whole = save.take()

@@ -58,7 +58,9 @@ class TrainedState:
     saves: list[int] = field(default_factory=list)  # slots at which checkpoints were taken
     stop_rounds: list[int] = field(default_factory=list)  # rounds after which a run of a local policy was stopped
     checkpoint: Path | None = None  # the last one that this run has saved
-    segments: list[dict[str, Any]] = field(default_factory=list)  # (slot, devices): where it began and was resumed
+    # (slot, devices): where it began and was resumed, and the generations of its ranks with what a replay must know
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    members: list[str | None] = field(default_factory=list)  # the name of each rank in `log`, where it is known
     folder: Path | None = None
     structure: str | None = None  # of a model that describes what it computes, line by line
 
@@ -69,6 +71,14 @@ class TrainedState:
         for _, rank, _, samples in self.dropped:
             trained[rank] -= samples
         return trained
+
+    @property
+    def lane_samples(self) -> list[int]:
+        """The samples of each lane's rank; empty for a resumed run, whose log is longer than its timeline."""
+        starts = [segment for segment in self.segments if "generation" not in segment]
+        lanes = [] if self.timeline is None or len(starts) > 1 else self.timeline.lanes
+        trained = self.rank_samples
+        return [trained[lane.rank] for lane in lanes] if all(lane.rank < len(trained) for lane in lanes) else []
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
@@ -148,6 +158,7 @@ class TrainedState:
                 if self.log:
                     head = (self.dataset_samples, self.slot, self.config, self.skipped)
                     resumed = {"saves": self.saves, "stop_rounds": self.stop_rounds, "segments": self.segments}
+                    resumed |= {"members": self.members} if self.members else {}
                     log = log_record(self.log, self.rounds, self.dropped, *head, resumed)
                     files["log.json"] = write_pieces(work / "log.json", [json.dumps(log).encode()])
                 write_pieces(work / RECORD, [encode({**record_head("result", files), **self.record()})])

@@ -1,0 +1,100 @@
+"""The end of a run: the summary that is printed, and what is written into its folder.
+
+Called on every rank by launch/run.py, and for a loop of the user's own by api/fit.py; only the first rank writes.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from uneven.config import RunConfig
+from uneven.files import folder_error
+from uneven.hardware.interference import Interference
+from uneven.launch.predicted import record_outcome
+from uneven.launch.results_file import tell_result
+from uneven.launch.run_page import leave_page
+from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
+from uneven.timeline.cold_start import cold_starts, describe_cold_starts
+from uneven.timeline.export import save_timeline
+from uneven.timeline.links import describe_links, machine_links
+from uneven.timeline.record import TRAINING
+from uneven.timeline.timeline import Timeline
+
+
+def save_results(
+    state: TrainedState,
+    config: RunConfig,
+    reporter: Reporter,
+    interference: Interference,
+    is_lead: bool,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    has_page: bool = True,
+) -> TrainedState:
+    """Print the summary and write `out`, on the first rank."""
+    assert state.timeline is not None, "a finished rank has a timeline"
+    reporter.close()
+    reporter.say(summary_lines(state, state.timeline, interference))
+    if is_lead:
+        tell_result(state, state.timeline)
+    if config.out is None or not is_lead:
+        reporter.say(record_outcome(plan, state, state.timeline, None))
+        return state
+    state.save(config.out)
+    try:
+        reporter.say(record_outcome(plan, state, state.timeline, config.out))
+        save_timeline(state.timeline, config.out)
+    except OSError as error:
+        raise folder_error(config.out, error) from error
+    reporter.say(leave_page(state, state.timeline, config, config.out) if has_page else [])
+    reporter.say([f"state and timeline are in {config.out}"])
+    return replace(state, folder=config.out)
+
+
+def save_interrupted(state: TrainedState, reporter: Reporter) -> Path:
+    """Save a stopped run; where `out` was not given below runs/, beside the checkpoint that its ranks took there."""
+    folder = state.folder
+    if folder is None:
+        aside = Path("runs") / time.strftime("interrupted-%Y%m%d-%H%M%S")
+        folder = state.save(aside if state.checkpoint is None else state.checkpoint.parent)
+    on = "" if state.checkpoint is None else f"; go on with resume={str(folder)!r}"
+    reporter.say([f"stopped after {state.slot} steps; the state is in {folder}{on}"])
+    return folder
+
+
+def summary_lines(state: TrainedState, timeline: Timeline, interference: Interference) -> list[str]:
+    """How the run went: totals, and where each rank's time was spent. Nothing is derived from a disturbed speed."""
+    training_s = max(account.training_s for account in timeline.accounts)
+    stopped = "stopped" if state.stopped is None else f"stopped early ({state.stopped})"
+    done = "trained" if state.finished else f"{stopped}: trained"
+    # The time is that since the last start; generations of ranks are segments of it.
+    starts = [segment for segment in state.segments if "generation" not in segment]
+    before = starts[-1].get("samples", 0) if starts else 0
+    speed = (state.samples - before) / training_s if training_s else 0.0
+    resumed = f", {state.samples - before:,} of them since it was resumed," if before else ""
+    lines = [f"{done} {state.samples:,} samples{resumed} in {training_s:.1f} s ({speed:,.0f} samples/s)"]
+    if state.dropped:
+        lost, steps = sum(samples for _, _, _, samples in state.dropped), len({slot for slot, *_ in state.dropped})
+        lines.append(f"  {lost:,} samples were dropped: {steps} steps were not finite and were skipped")
+    for lane, account in zip(timeline.lanes, timeline.accounts, strict=True):
+        spent = "  ".join(f"{name} {100 * account.shares[name]:.1f} %" for name in TRAINING if account.shares[name])
+        user_s = account.seconds["user"]
+        outside_s = account.wall_s - account.training_s - user_s
+        own_code = f", in your own code {user_s:.1f} s" if user_s >= 0.05 else ""
+        own = state.rank_samples[lane.rank]
+        share = f"{100 * own / max(1, state.samples):.0f} % of the samples; " if len(timeline.lanes) > 1 else ""
+        outside = f"outside it (setup, compile, evaluation) {outside_s:.1f} s{own_code}"
+        lines.append(f"  {timeline.name(lane)}: {share}{spent}; {outside}")
+    lines += describe_cold_starts(cold_starts(timeline)) + describe_links(machine_links(timeline))
+    alone: list[float] = next((event.fields["alone"] for event in timeline.events if event.kind == "shares"), [])
+    if interference.is_disturbed:
+        lines.append(f"  {interference.describe()} Do not compare this speed with another.")
+    elif alone and speed:
+        lines.append(
+            f"  ~{speed / sum(alone):.2f} of what the devices do alone, added up, ~{speed / max(alone):.2f} times the "
+            "fastest of them (an estimate from their warm-up; 'uneven bench efficiency' measures it)"
+        )
+    return lines

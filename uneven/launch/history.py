@@ -1,0 +1,60 @@
+"""The runs of this user that have ended: one line of JSON each, the newest last. No torch in this file.
+
+Written by whoever ends a run (launch/listing.py), read by `uneven status --all`, `uneven stop` and `uneven logs`. A run
+is never disturbed by it: what cannot be written is left out.
+"""
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MOST = 100  # runs that are kept
+NAME = "runs.jsonl"
+
+
+def state_folder() -> Path:
+    """Where small files about this user's runs are: $UNEVEN_HOME, else the user's folder for state."""
+    if home := os.environ.get("UNEVEN_HOME"):
+        return Path(home)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "uneven"
+
+
+def remember(record: dict[str, Any]) -> None:
+    """Add a run that has ended; the oldest ones are forgotten."""
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home folder
+        folder = state_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(record)
+        with (folder / f".{NAME}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder / NAME
+            lines = [*_lines(path), line]
+            if len(lines) <= MOST:
+                with path.open("a") as file:
+                    file.write(line + "\n")
+            else:
+                draft = folder / f".{NAME}.draft"
+                draft.write_text("".join(f"{one}\n" for one in lines[-MOST:]))
+                draft.rename(path)
+
+
+def ended_runs() -> list[dict[str, Any]]:
+    """Those that are remembered, the newest first."""
+    found = []
+    with suppress(OSError, RuntimeError):
+        for line in _lines(state_folder() / NAME):
+            with suppress(ValueError):  # a line that was cut off by a full disk
+                record = json.loads(line)
+                found += [record] if isinstance(record, dict) and "id" in record else []
+    return found[::-1]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text().splitlines() if line.strip()]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,138 @@
+"""The runs of this user that are known on this machine, live ones and ended ones, and which of them is meant by a name.
+
+Used by `uneven status`, `stop` and `logs`. Live runs are found by their private folders (launch/leave_requests.py),
+ended ones by the history. No torch in this file.
+"""
+
+import os
+import pwd
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.errors import InputError
+from uneven.files import MARK
+from uneven.launch import cleanup
+from uneven.launch.history import ended_runs
+from uneven.launch.leave_requests import RunHere, find_runs
+from uneven.launch.listing import read_status
+from uneven.launch.rank_log import FOLDER as LOGS
+
+LAST = "last"
+MOST_SHOWN = 8  # runs in a message
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """One run. `here` is None for one that has ended; `record` is then its line in the history."""
+
+    id: str
+    record: dict[str, Any] = field(default_factory=dict)
+    here: RunHere | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.here is not None
+
+    @property
+    def script(self) -> str:
+        return Path(str(self.record.get("script") or "fit")).name
+
+    @property
+    def leader(self) -> str | None:
+        """The machine that leads the run, where this one only takes part."""
+        return self.record.get("leader")
+
+    @property
+    def log_folders(self) -> list[Path]:
+        """Where what it prints may be; it moves from the first to the second when training begins."""
+        here = [] if self.here is None else [self.here.folder / LOGS]
+        out = self.record.get("out")
+        return [*here, *([Path(out) / LOGS] if out and self.leader is None else [])]
+
+    def to_json(self) -> dict[str, Any]:
+        state = "live" if self.is_live else self.record.get("result")
+        return {"id": self.id, "state": state, **{key: value for key, value in self.record.items() if key != "start"}}
+
+
+def live_runs() -> list[KnownRun]:
+    """Those that are on, the oldest first."""
+    found = [_live(run) for run in find_runs()]
+    return sorted(found, key=lambda run: float(run.record.get("since") or 0.0))
+
+
+def _live(run: RunHere) -> KnownRun:
+    return KnownRun(str(run.about.get("id") or run.pid), {**run.about, "pid": run.pid, **read_status(run.folder)}, run)
+
+
+def known_runs() -> list[KnownRun]:
+    """Live ones first, then those that have ended, the newest first."""
+    live = live_runs()
+    ids = {run.id for run in live}
+    return [*live, *(KnownRun(str(one["id"]), one) for one in ended_runs() if one["id"] not in ids)]
+
+
+def choose_known(named: str | None, *, live_only: bool = False) -> KnownRun:
+    """The run that is meant: an id or the beginning of one, a process id, a script, `last`, or a run's folder.
+
+    Without a name it is the only live one. InputError with the known ones where it is not clear.
+    """
+    runs = live_runs() if live_only else known_runs()
+    live = [run for run in runs if run.is_live]
+    if named is None:
+        if len(live) == 1:
+            return live[0]
+        what = f"{len(live)} runs of yours are on" if live else "no run of yours is on here"
+        raise InputError(f"{what}; {_advice(live or runs)}")
+    if named == LAST and runs:
+        return max(runs, key=lambda run: float(run.record.get("since") or 0.0))
+    for matching in (
+        [run for run in runs if run.id == named or (str(run.record.get("pid")) == named and run.is_live)],
+        [run for run in runs if _is_in(run, named)],
+        [run for run in runs if len(named) > 1 and run.id.startswith(named)],
+        [run for run in runs if named in (run.record.get("script"), run.script)],
+    ):
+        live = [run for run in matching if run.is_live]
+        if len(live or matching) == 1 or (matching and not live):
+            return (live or matching)[0]  # of several that have ended, the newest
+        if live:
+            raise InputError(f"run {named!r}: {len(live)} runs are meant; {_advice(live)}")
+    if not live_only and (folder := _run_folder(Path(named))) is not None:
+        return KnownRun(folder.name, {"out": str(folder.resolve())})
+    if (owner := _other_owner(named)) is not None:
+        raise InputError(f"run {named!r} is of the user {owner}: only they, or root, may look at it or stop it")
+    raise InputError(f"run {named!r}: there is no such {'live ' if live_only else ''}run; {_advice(runs)}")
+
+
+def _advice(runs: list[KnownRun]) -> str:
+    if not runs:
+        return "none is known: runs are started by uneven run, or by fit in a script"
+    shown = ", ".join(f"{run.id} ({run.script}{'' if run.is_live else ', ended'})" for run in runs[:MOST_SHOWN])
+    more = f" and {len(runs) - MOST_SHOWN} more" if len(runs) > MOST_SHOWN else ""
+    return f"known {'is' if len(runs) == 1 else 'are'} {shown}{more}; name one by its id"
+
+
+def _is_in(run: KnownRun, named: str) -> bool:
+    """Whether a run's folder is meant."""
+    out = run.record.get("out")
+    return out is not None and run.leader is None and os.path.realpath(named) == os.path.realpath(out)
+
+
+def _run_folder(path: Path) -> Path | None:
+    """A folder that a run has written to, by anybody and at any time."""
+    return path if (path / MARK).is_file() or (path / LOGS).is_dir() else None
+
+
+def _other_owner(named: str) -> str | None:
+    """Whose run has this process id, where it is another user's: their folders can be seen, and not read."""
+    if not named.isdecimal():
+        return None
+    for home in {cleanup.SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for folder in home.glob(f"uneven-*-{named}-*"):
+            with suppress(OSError, KeyError):
+                if re.match(r"uneven-\d+-\d+-", folder.name) and (uid := folder.stat().st_uid) != os.getuid():
+                    return pwd.getpwuid(uid).pw_name
+    return None

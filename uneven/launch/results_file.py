@@ -1,0 +1,74 @@
+"""How `uneven run --json` learns what was trained: the first rank adds a line to a file that the command has named.
+
+The ranks are other processes, and the trained states stay in them. No torch in this file.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uneven.config import results_of
+
+if TYPE_CHECKING:
+    from uneven.results.state import TrainedState
+    from uneven.timeline.timeline import Timeline
+
+VARIABLE = "UNEVEN_RESULTS_FILE"
+
+
+def tell_result(state: "TrainedState", timeline: "Timeline") -> None:
+    """Called by the first rank at the end of each run, a stopped one too."""
+    if (path := os.environ.get(VARIABLE)) is None:
+        return
+    seconds = max(account.training_s for account in timeline.accounts)
+    last = state.history[-1] if state.history else {}
+    result = {
+        "policy": state.config.get("policy"),
+        "devices": state.config.get("devices"),
+        "finished": state.finished,
+        "stopped": state.stopped,
+        "epochs": sum(not entry.get("is_inside_epoch") for entry in state.history),
+        "steps": state.slot,
+        "samples": state.samples,
+        "rank_samples": state.rank_samples,
+        "train_seconds": round(seconds, 3),
+        "metrics": {name: value for name, value in results_of(last).items() if isinstance(value, int | float)},
+        "out": state.config.get("out"),
+    }
+    with suppress(OSError), open(path, "a") as file:  # the command has ended without waiting
+        file.write(json.dumps(result) + "\n")
+
+
+@contextmanager
+def collected_results() -> Iterator[list[dict[str, Any]]]:
+    """Around a run whose own stdout is not wanted: it goes to stderr, and the list is filled at the end."""
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="uneven-results-") as folder:
+        path = Path(folder) / "results"
+        os.environ[VARIABLE] = str(path)
+        try:
+            with stdout_to_stderr():
+                yield results
+        finally:
+            del os.environ[VARIABLE]
+            if path.exists():
+                results += [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """For this process and those that it starts, which inherit the descriptor."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

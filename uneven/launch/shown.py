@@ -1,0 +1,67 @@
+"""What a rank tells of its run beside its place: the figures that are reported anyway, kept for whoever asks.
+
+Held by the process context (launch/context.py). They travel in the heartbeats to the launcher; where the run is in this
+process alone, launch/listing.py reads them. `uneven status` shows them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uneven.launch.heartbeat import HeartbeatReport
+from uneven.launch.rank_log import keep_logs_in, rank_file
+from uneven.train.rank_info import RankInfo, Report
+from uneven.train.worker import Worker
+
+KEPT = ("device", "total", "epochs", "steps", "samples", "own", "seconds", "loss")
+
+
+class Shown:
+    """A Report (train/rank_info.py) that hands everything on to that of the run, and keeps its figures."""
+
+    def __init__(self) -> None:
+        self.saved: str | None = None  # where the state of the last run is
+        self._report: Report | None = None
+        self._kept = HeartbeatReport("")
+        self._last: dict[str, Any] = {}
+        self._logs: tuple[Path, str] | None = None  # the folder of the run, and the name of this rank's log
+
+    def keep(self, report: Report, rank_info: RankInfo, out: Path | None) -> Report:
+        """A run begins, whose results go to `out`: the report to give to its worker."""
+        self._report, self._kept, self.saved = report, HeartbeatReport(str(rank_info.device)), None
+        self._logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
+        return self
+
+    def show(self, worker: Worker) -> dict[str, Any]:
+        """Where a worker is; on a heartbeat's thread at any moment."""
+        config, kept = worker.config, self._kept.status
+        figures = {name: kept[name] for name in KEPT if name in kept}
+        where: Mapping[str, Any] = worker.show()
+        epoch = None if worker.synchronizer is None or "total" not in kept else worker.synchronizer.epoch
+        about = {"policy": config.policy, "out": None if config.out is None else str(config.out), "epoch": epoch}
+        self._last = {**figures, **about, "reached": where["slot"]}
+        return {**self._last, **where, "grace": config.grace}
+
+    def last(self) -> dict[str, Any]:
+        """Of a run that is over: its figures, and where its state is."""
+        return {**self._last, "saved": self.saved}
+
+    def started(self, axis: Any, place: str) -> None:
+        assert self._report is not None, "a run has begun"
+        self._kept.started(axis, place)
+        if self._logs is not None:
+            keep_logs_in(*self._logs)
+        self._report.started(axis, place)
+
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+        assert self._report is not None, "a run has begun"
+        self._kept.stepped(samples, own_samples, training_s, loss)
+        self._report.stepped(samples, own_samples, training_s, loss)
+
+    def epoch_done(self, entry: dict[str, Any]) -> None:
+        assert self._report is not None, "a run has begun"
+        self._report.epoch_done(entry)
+
+    def say(self, lines: Sequence[str]) -> None:
+        assert self._report is not None, "a run has begun"
+        self._report.say(lines)

@@ -1,0 +1,57 @@
+"""A run that is about to begin, and what is known about it to its end: requests, signals, its place in the list.
+
+Made by launch/run.py for `fit` and the builder, and for a loop of your own (api/fit.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from uneven.hardware.device import Device
+from uneven.launch.context import ProcessContext
+from uneven.launch.listing import FINISHED, STOPPED, Listing, describe_result
+from uneven.launch.live_status import describe
+from uneven.launch.requests import Requests
+from uneven.launch.signals import Stoppable
+from uneven.results.progress import Reporter
+from uneven.results.state import TrainedState
+
+
+@dataclass
+class Start:
+    """A run that is about to begin: from here on SIGTERM is its own."""
+
+    requests: Requests
+    stoppable: Stoppable
+    has_begun: bool = False
+    keeps: bool = True  # a page and logs in its folder, and a line in the history
+    listing: Listing | None = None  # of a process alone; a launcher's ranks are in its own
+
+    def list_run(self, context: ProcessContext, reporter: Reporter, devices: tuple[Device, ...] | None) -> None:
+        """Put the run on the list of this user's runs, unless a launcher has; with `devices` it is in this process."""
+        if not context.is_alone:
+            return
+        try:
+            self.listing = listing = Listing(keeps=self.keeps)
+        except OSError:  # no place for a small file: the run is not listed, and trains
+            return
+        listing.attach(reporter)
+        if devices is not None:
+            names, hosts = [str(device) for device in devices], [str(listing.about["host"])]
+            listing.follow(lambda: describe([context.show()], names[:1], hosts))
+
+    def tell_saved(self, context: ProcessContext, folder: Path | None) -> None:
+        """The state of the run is there; the launcher is told by the next heartbeat."""
+        context.shown.saved = None if folder is None else str(folder.resolve())
+        if self.listing is not None:
+            self.listing.saved = context.shown.saved
+
+    def end_listing(self, state: TrainedState | None, error: BaseException | None) -> None:
+        """The run has ended and is saved, or has failed."""
+        if self.listing is None:
+            return
+        if error is not None:
+            self.listing.close(*describe_result(error))
+        elif state is None:
+            self.listing.close(STOPPED, "it was left before its end")
+        else:
+            self.listing.close(FINISHED if state.finished else STOPPED, state.stopped or "", state.samples)
