@@ -115,26 +115,23 @@ def fails(folder: Path, policy: str, fault: Step, error: type[Exception], *words
     return took_s
 
 
-def killed(folder: Path, policy: str, devices: str = CPUS) -> float:
+def signalled(folder: Path, policy: str, devices: str, number: signal.Signals, word: str) -> float:
     marker = folder / "fault"
 
     def fault(rank: int, count: int) -> None:
         if (rank, count) == (1, FAULTY):
             marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
-    return fails(folder, policy, fault, RankError, "rank 1", devices.split(",")[1], "SIGKILL", devices=devices)
+    return fails(folder, policy, fault, RankError, "rank 1", devices.split(",")[1], word, devices=devices)
+
+
+def killed(folder: Path, policy: str, devices: str = CPUS) -> float:
+    return signalled(folder, policy, devices, signal.SIGKILL, "SIGKILL")
 
 
 def stopped(folder: Path, policy: str, devices: str = CPUS) -> float:
-    marker = folder / "fault"
-
-    def fault(rank: int, count: int) -> None:
-        if (rank, count) == (1, FAULTY):
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    return fails(folder, policy, fault, RankError, "rank 1", devices.split(",")[1], "silent", devices=devices)
+    return signalled(folder, policy, devices, signal.SIGSTOP, "silent")
 
 
 def raising(folder: Path, policy: str, devices: str = CPUS) -> float:

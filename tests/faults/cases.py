@@ -9,30 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tests.faults.fault import SILENT_S, Fault, draw_faults
+
 POLICIES = ("sync", "balanced", "cadence", "async")
 EXACT = ("sync", "balanced")
 # kill: SIGKILL. stop: SIGSTOP for good. wake: SIGSTOP, and SIGCONT before or after its silence counts. delay: the
-# leader, which holds the store, is stopped for a moment.
-FAULTS = ("kill", "stop", "wake", "delay")
-SILENT_S = 2.0  # after which a silent rank is lost in the storm
+# leader, which holds the store, is stopped for a moment. cut: a machine's cable is pulled, for good or for a moment, or
+# its launcher is killed. join: a machine joins, or a killed rank is started again. flip: a bit of what a rank averages
+# changes (local policies). shards: a rank with a part of the state is lost (exact policies). full: the disk is full
+# while checkpoints are written. hold: a healthy rank holds Python's lock for ten seconds, and is not dropped.
+FAULTS = ("kill", "stop", "wake", "delay", "cut", "join", "flip", "shards", "full", "hold")
+NEEDS_MACHINES, NEEDS_MOUNT = ("cut",), ("full",)
+DEFAULT_SILENT_S = 15.0
 MODELS = ("rows", "mlp", "norm", "dropout")
+STRATEGIES = ("zero1", "zero2", "fsdp")
 BATCH = 4
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that happens to one process of a run."""
-
-    kind: str
-    victim: int  # the number of its process; any for a delay, which is the launcher's
-    at: float  # when this part of the run's samples is trained
-    later_ms: float  # and so much later: anywhere inside a step, a sum or what lies between
-    for_s: float = 0.0  # until it is woken
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether the others must go on without it. Near the limit either may happen, so no case is drawn there."""
-        return self.kind in ("kill", "stop") or (self.kind == "wake" and self.for_s > SILENT_S)
+# Whether a run without copies of its shards must go on from its last checkpoint where there is one; else a loss may end
+# it in words.
+ROLLS_BACK = True
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,14 @@ class Case:
 
     seed: int
     number: int
+    kind: str  # the fault that the case was drawn for
     policy: str
     devices: tuple[str, ...]
+    machines: tuple[int, ...]  # how many of the devices are on each; of one alone it has no network
+    joins: int  # machines that join later, with one device each
+    restarts: int
+    strategy: str | None
+    redundancy: int
     model: str
     optimizer: str
     epochs: int
@@ -61,6 +61,10 @@ class Case:
         return self.policy in EXACT
 
     @property
+    def has_network(self) -> bool:
+        return len(self.machines) + self.joins > 1
+
+    @property
     def slot_size(self) -> int:
         return BATCH * len(self.devices) if self.is_exact else BATCH
 
@@ -69,14 +73,20 @@ class Case:
         return self.slots * self.epochs
 
     @property
-    def losses(self) -> int:
-        """How many processes the run has to go on without."""
-        return len({fault.victim for fault in self.faults if fault.is_loss})
+    def silent_s(self) -> float:
+        """After which a silent rank is lost."""
+        return DEFAULT_SILENT_S if any(fault.kind == "hold" for fault in self.faults) else SILENT_S
 
     @property
-    def kind(self) -> str:
-        """The fault that the case was drawn for."""
-        return self.faults[0].kind if self.faults else "none"
+    def may_end(self) -> bool:
+        """Whether a loss may end the run in words: shards without copies, and no checkpoint yet."""
+        return self.strategy is not None and not self.redundancy
+
+    def devices_on(self, machine: int) -> tuple[str, ...]:
+        if machine >= len(self.machines):
+            return ("cpu",)
+        first = sum(self.machines[:machine])
+        return self.devices[first : first + self.machines[machine]]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,16 +94,25 @@ class Case:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Case":
         faults = tuple(Fault(**fault) for fault in found["faults"])
-        return cls(**{**found, "devices": tuple(found["devices"]), "faults": faults})
+        lists = {name: tuple(found[name]) for name in ("devices", "machines")}
+        return cls(**{**found, **lists, "faults": faults})
 
     def __str__(self) -> str:
-        faults = " ".join(
-            f"{fault.kind}:{fault.victim}@{fault.at:.2f}" + (f"+{fault.for_s:.1f}s" if fault.for_s else "")
-            for fault in self.faults
-        )
         beside = [word for word, is_on in (("eval", self.eval_every), ("save", self.save_every)) if is_on]
-        words = [self.policy, ",".join(self.devices), self.model, self.optimizer, self.backend, *beside, faults]
-        return " ".join(words)
+        if self.strategy is not None:
+            beside.append(f"{self.strategy}/{self.redundancy}")
+        if self.verify:
+            beside.append("verify")
+        if self.restarts:
+            beside.append(f"restarts={self.restarts}")
+        places = [",".join(self.devices_on(machine)) for machine in range(len(self.machines) + self.joins)]
+        words = [self.policy, "|".join(places), self.model, self.optimizer, self.backend, *beside]
+        return " ".join([*words, *map(str, self.faults)])
+
+
+def kinds_of(policy: str, faults: Sequence[str]) -> list[str]:
+    """Those that can happen to it: a checksum of averages, or shards."""
+    return [kind for kind in faults if kind != ("flip" if policy in EXACT else "shards")]
 
 
 def draw_case(
@@ -103,59 +122,65 @@ def draw_case(
     faults: Sequence[str] = FAULTS,
     *,
     is_small: bool = False,
+    has_machines: bool = True,
 ) -> Case:
     """Policies and kinds of faults take turns, so that every pair occurs; everything else is chance."""
     chance = random.Random(f"{seed}/{number}")
     policy = policies[number % len(policies)]
-    kind = faults[number // len(policies) % len(faults)]
+    kinds = kinds_of(policy, faults)
+    kind = kinds[number // len(policies) % len(kinds)]
+    is_exact = policy in EXACT
     ranks = chance.choice([2, 2, 3]) if is_small else chance.randint(2, 5)
-    model = chance.choice(MODELS)
+    is_sharded = is_exact and (kind == "shards" or (kind not in ("join", "cut") and chance.random() < 0.3))
+    machines = _split(chance, ranks, kind) if has_machines and not is_small else (ranks,)
+    joins = int(kind == "join" and has_machines and not is_small and chance.random() < 0.5)
+    machines = (ranks,) if kind == "join" else machines
+    model = chance.choice(["mlp", "mlp", "dropout"] if is_sharded else MODELS)
     epochs = 1 if model == "rows" else chance.randint(1, 3)
     slots = chance.randint(*((24, 36) if is_small else (60, 120))) // epochs
-    if policy not in EXACT:
+    if not is_exact:
         slots *= ranks  # each rank trains slots of its own
-    size = BATCH * ranks if policy in EXACT else BATCH
+    size = BATCH * ranks if is_exact else BATCH
     rest = 0 if model == "rows" else chance.choice([0, 0, 1, size // 2])  # a short slot ends an epoch
     rest += model == "norm" and rest == 1  # BatchNorm has no variance of one sample
-    devices = tuple(chance.choice(["cpu", "cpu", "cpu@0.5"]) if rank else "cpu" for rank in range(ranks))
+    redundancy, strategy = int(is_sharded), chance.choice(STRATEGIES) if is_sharded else None
+    if kind == "shards":  # all strategies with and without copies, in turn
+        turn = number // (len(policies) * len(kinds))
+        strategy = STRATEGIES[(turn + number % len(policies)) % len(STRATEGIES)]
+        redundancy = int(turn % 2 == 0)
+    saves = [None, None, "1", f"{slots // 4 + 1} steps"]
+    if kind == "full" or (is_sharded and not redundancy):
+        saves = [f"{slots // 8 + 1} steps"]
     return Case(
         seed=seed,
         number=number,
+        kind=kind,
         policy=policy,
-        devices=devices,
+        devices=tuple(chance.choice(["cpu", "cpu", "cpu@0.5"]) if rank else "cpu" for rank in range(ranks)),
+        machines=machines,
+        joins=joins,
+        restarts=2 if kind == "join" and not joins else 0,
+        strategy=strategy,
+        redundancy=redundancy,
         model=model,
         optimizer="sgd" if model == "rows" else chance.choice(["adam", "momentum"]),
         epochs=epochs,
         slots=slots + (rest > 0),
         samples=slots * size + rest,
-        pause_ms=chance.uniform(2.0, 6.0),
+        pause_ms=chance.uniform(2.0, 6.0) * (3.0 if kind == "full" else 1.0),
         eval_every=chance.choice([None, None, "1", f"{slots // 3 + 1} steps"]),
-        save_every=chance.choice([None, None, "1", f"{slots // 4 + 1} steps"]),
-        verify=policy not in EXACT and chance.random() < 0.5,
+        save_every=chance.choice(saves),
+        verify=not is_exact and (kind == "flip" or chance.random() < 0.5),
         backend=chance.choice(["auto", "auto", "gloo"]),
         anchor=chance.choice([1, 2, 4]),
-        faults=_draw_faults(chance, kind, faults, ranks, is_small),
+        faults=draw_faults(chance, kind, faults, machines, most=1 if is_small or is_sharded else 3, joins=joins),
     )
 
 
-def _draw_faults(
-    chance: random.Random, kind: str, allowed: Sequence[str], ranks: int, is_small: bool
-) -> tuple[Fault, ...]:
-    """The fault of the case first, then up to two more; one rank at least is never lost."""
-    victims = chance.sample(range(ranks), ranks)
-    found: list[Fault] = []
-    for place in range(1 if is_small else chance.randint(1, 3)):
-        one = kind if place == 0 else chance.choice(list(allowed))
-        if one == "delay":
-            found.append(_at_some_moment(chance, one, 0, chance.uniform(0.1, 1.0)))
-            continue
-        if len(victims) == 1:
-            break
-        # Clearly before or clearly after its silence counts: what happens in between is the scheduler's choice.
-        sleeps_s = chance.choice([chance.uniform(0.05, 0.5 * SILENT_S), chance.uniform(1.5, 2.0) * SILENT_S])
-        found.append(_at_some_moment(chance, one, victims.pop(), sleeps_s if one == "wake" else 0.0))
+def _split(chance: random.Random, ranks: int, kind: str) -> tuple[int, ...]:
+    """How many ranks are on each of one to three machines; those whose cable is pulled are two at least."""
+    count = min(ranks, chance.choice([2, 3] if kind == "cut" else [1, 1, 1, 2, 3]))
+    found = [1] * count
+    for _ in range(ranks - count):
+        found[chance.randrange(count)] += 1
     return tuple(found)
-
-
-def _at_some_moment(chance: random.Random, kind: str, victim: int, for_s: float) -> Fault:
-    return Fault(kind, victim, chance.uniform(0.03, 0.95), chance.uniform(0.0, 20.0), for_s)

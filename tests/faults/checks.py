@@ -4,17 +4,18 @@ Used by storm.py. A run that a fault ends is a fault of the product as much as o
 """
 
 import json
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.faults.cases import Case
-from tests.faults.one_run import Ran
-from tests.faults.training import factor, loss_of, make_data, make_net, make_optimizer
+from tests.faults.cases import ROLLS_BACK, Case
+from tests.faults.one_run import Ran, RankNotes
+from tests.faults.training import factor, loss_of, make_data, make_net, make_optimizer, run_folder
 from uneven import TrainedState
 from uneven.data.sample_order import permutation
 from uneven.policy.axis import Axis
@@ -32,6 +33,7 @@ class Outcome:
     case: Case
     happened: int = 0
     ended: bool = False
+    in_words: bool = False  # it ended early, as it may, and said why
     hung: bool = False
     lost: int = 0  # samples, by the log or by the params
     doubled: int = 0
@@ -39,13 +41,14 @@ class Outcome:
     distance: float | None = None  # of an exact run from one process
     settled_s: list[float] = field(default_factory=list)  # per loss, from its detection
     again: int = 0  # samples trained again
+    joined: int = 0  # ranks that came later
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
     stacks: str = ""
 
     @property
     def is_right(self) -> bool:
-        return self.ended and not self.faults
+        return (self.ended or self.in_words) and not self.faults
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "case": self.case.to_json(), "is_right": self.is_right}
@@ -54,18 +57,23 @@ class Outcome:
 def judge(ran: Ran) -> Outcome:
     case = ran.case
     found = Outcome(case, happened=len(ran.happened), seconds=ran.seconds, stacks=ran.stacks)
+    found.joined = sum(notes.is_newcomer for notes in ran.notes)
     if ran.code is None:
         found.hung = True
         found.faults.append(f"hung: {_last_words(ran.said)}")
         return found
     if ran.left:
-        found.faults.append(f"{ran.left} rank processes outlived their launcher")
+        found.faults.append(f"{ran.left} processes outlived their launcher")
     if ran.code != 0:
-        found.faults.append(f"exit code {ran.code}: {_last_words(ran.said)}")
+        found.in_words = _may_end_so(ran)
+        if found.in_words:
+            _check_folder(found, ran)
+        else:
+            found.faults.append(f"exit code {ran.code}: {_last_words(ran.said)}")
         return found
     try:
-        state = TrainedState.load(ran.folder / "run")
-        log = json.loads((ran.folder / "run" / "log.json").read_text())
+        state = TrainedState.load(run_folder(ran.folder))
+        log = json.loads((run_folder(ran.folder) / "log.json").read_text())
     except Exception as error:
         found.faults.append(f"its result cannot be read: {error}")
         return found
@@ -84,6 +92,16 @@ def judge(ran: Ran) -> Outcome:
     _check_folder(found, ran)
     _measure(found, ran)
     return found
+
+
+def _may_end_so(ran: Ran) -> bool:
+    """Whether this run could not go on, and says why: without copies of its shards, or without room for its result."""
+    losses_s = [one.time for one in ran.happened if one.fault.is_loss]
+    saved_s = [at for notes in ran.notes for at, letter, _ in notes.lines if letter == "v"]
+    is_lost = bool(losses_s) and not (ROLLS_BACK and min(saved_s, default=math.inf) < min(losses_s))
+    if any(one.fault.kind == "full" for one in ran.happened) and "no space left; choose another folder" in ran.said:
+        return True
+    return ran.code == 1 and ran.case.may_end and is_lost and "redundancy=1 keeps a copy" in ran.said
 
 
 def _last_words(said: str) -> str:
@@ -138,6 +156,8 @@ def _count_rows(found: Outcome, rows: Tensor, log: dict[str, Any]) -> None:
         of_slot.append(float(values[0]))
     if wrong:
         found.faults.append(f"by the params {wrong} samples were not trained once, at the rate of their slot")
+    elif found.joined:
+        return  # who came later counts its rounds from then on
     elif not case.is_exact and (fault := compare_weights(of_slot, log["ranks"], log["rounds"])):
         found.faults.append(fault)
 
@@ -226,13 +246,14 @@ def _check_history(found: Outcome, state: TrainedState) -> None:
 
 def _check_folder(found: Outcome, ran: Ran) -> None:
     """Checkpoints are whole, and none is half-written."""
-    out = ran.folder / "run"
+    out = run_folder(ran.folder)
     try:
         whole = [read_checkpoint(folder) for folder in find_checkpoints(out)] if ran.case.save_every else []
     except Exception as error:
         found.faults.append(f"a checkpoint cannot be read: {error}")
         return
-    if ran.case.save_every and not whole:
+    is_full = any(one.fault.kind == "full" for one in ran.happened)
+    if ran.case.save_every and not whole and not is_full and not found.in_words:
         found.faults.append("no checkpoint was saved")
     half = [path.name for path in out.iterdir() if path.name.startswith(".") and path.name != ".uneven"]
     if half:
@@ -247,19 +268,41 @@ def _measure(found: Outcome, ran: Ran) -> None:
         found.again = sum(notes.interrupted for notes in ran.notes)
     else:
         found.again = sum(notes.batches for notes in ran.notes) - case.samples * case.epochs
-    events = json.loads((ran.folder / "run" / "timeline.json").read_text())["events"]
-    found.settled_s = settle_times(events)
-    losses = sum(one.fault.is_loss for one in ran.happened)
-    if losses and not found.settled_s:
-        found.faults.append(f"{losses} ranks were lost, and the timeline has no generation")
-    if case.is_exact and found.again > losses * case.slot_size:
-        found.faults.append(f"{found.again} samples were trained again, more than a step of {case.slot_size} per loss")
+    events = json.loads((run_folder(ran.folder) / "timeline.json").read_text())["events"]
+    generations = {event["number"] for event in events if event["kind"] == "generation"}
+    found.settled_s = settle_times(ran.generations, ran.notes)
+    if ran.losses and not generations:
+        found.faults.append(f"{ran.losses} ranks were lost, and the timeline has no generation")
+    if case.kind == "hold" and generations:
+        found.faults.append("a healthy rank that held Python's lock was dropped")
+    if case.may_end:
+        return  # all since the last checkpoint
+    most = allowed_again(ran, len(generations))
+    if found.again > most:
+        found.faults.append(f"{found.again} samples were trained again, more than {most}: one step or round per loss")
 
 
-def settle_times(events: Sequence[dict[str, Any]]) -> list[float]:
-    """Per generation, in seconds: how long the rank took that was last to train on, since it had noticed the loss."""
-    took: dict[int, float] = {}
-    for event in events:
-        if event["kind"] == "generation":
-            took[event["number"]] = max(took.get(event["number"], 0.0), event["ms"] / 1e3)
-    return list(took.values())
+def allowed_again(ran: Ran, generations: int) -> int:
+    """Samples: of every generation one global batch or, of a local policy, what who was lost had not handed in.
+
+    A rank hands in a round while it trains on, and merges it later. So what it has handed in for sure was trained
+    before the last round but one that it merged.
+    """
+    case = ran.case
+    if case.is_exact:  # in synchronised BatchNorm a rank without samples passes one, which is none of the slot's
+        return generations * (case.slot_size + (len(case.devices) if case.model == "norm" else 0))
+    lost = sum(notes.since_round(2) for notes in ran.notes if notes.pid in ran.lost_pids)
+    return lost + generations * case.slot_size * len(ran.notes)  # a step that a new generation interrupted
+
+
+def settle_times(told: Mapping[int, float], ranks: Sequence[RankNotes]) -> list[float]:
+    """Per generation, in seconds: from when the launcher had detected a loss until the last rank trained on.
+
+    A generation in which another one was lost, before all had settled, is none.
+    """
+    settled: dict[int, float] = {}
+    for one in ranks:
+        for at, letter, numbers in one.lines:
+            if letter == "g":
+                settled[numbers[0]] = max(settled.get(numbers[0], 0.0), at)
+    return [settled[number] - at for number, at in told.items() if number in settled]

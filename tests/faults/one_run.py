@@ -1,12 +1,12 @@
 """One run of the storm: start it, let its faults happen, end it if it hangs. What it left is judged by checks.py.
 
-Faults are done to processes that this run has started, by their pid, and to no others.
+Faults are done to processes that this run has started, by their pid, and to no others; cables and disks are its own.
 """
 
 import json
+import math
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,16 +14,18 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.cases import Case, Fault
-from tests.faults.training import DUMP
-from tests.forked import ForkedPopen
+from tests.faults.cases import Case
+from tests.faults.fault import INSIDE, Fault
+from tests.faults.places import Place, place
+from tests.faults.training import DUMP, JOIN_S
 
 POLL_S = 0.008
-START_S = 180.0  # until the first step; a busy machine may need long for it
-HANG_S = 60.0  # from the first step on, beside what its own faults take
+START_S = 240.0  # until the first step; a busy machine may need long for it
+HANG_S = 90.0  # from the first step on, beside what its own faults take
 LEFT_S = 5.0  # for ranks to end after their launcher
+CUT_OFF_S = 30.0  # for a machine that was cut off to find out
+END_S = 0.3  # before its end a run needs nobody any more
 DUMP_S = 1.0  # for processes to write their stacks
-START = "from tests.faults.training import main; main()"
 
 
 @dataclass
@@ -48,6 +50,16 @@ class RankNotes:
         after = [letter for letter, _ in own[1:]] + ["b"]
         return sum(numbers[0] for (letter, numbers), then in zip(own, after, strict=True) if letter == then == "b")
 
+    def since_round(self, back: int) -> int:
+        """Samples of its batches since it merged the round so many before its last."""
+        rounds = [place for place, (_, letter, _) in enumerate(self.lines) if letter == "r"]
+        first = rounds[-back] if len(rounds) >= back else 0
+        return sum(numbers[0] for _, letter, numbers in self.lines[first:] if letter == "b")
+
+    @property
+    def is_newcomer(self) -> bool:
+        return any(letter == "s" and numbers[1] for _, letter, numbers in self.lines)
+
     @property
     def checksum(self) -> int | None:
         found = [numbers[1] for _, letter, numbers in self.lines if letter == "z"]
@@ -56,10 +68,10 @@ class RankNotes:
 
 @dataclass
 class Happened:
-    """A fault that was done, at `time` to `pid`."""
+    """A fault that was done, at `time` to these processes."""
 
     fault: Fault
-    pid: int
+    pids: tuple[int, ...]
     time: float
 
 
@@ -75,11 +87,19 @@ class Ran:
     notes: list[RankNotes]
     said: str
     stacks: str = ""
-    left: int = 0  # rank processes that outlived their launcher
+    left: int = 0  # processes that outlived their launcher
+    generations: dict[int, float] = field(default_factory=dict)  # when the launcher told the ranks of each
+
+    @property
+    def losses(self) -> int:
+        """Faults that others had to go on after: a run that is about to end may not notice."""
+        ends = [at for notes in self.notes for at, letter, _ in notes.lines if letter == "z"]
+        return sum(one.fault.is_loss and one.time < min(ends, default=math.inf) - END_S for one in self.happened)
 
     @property
     def lost_pids(self) -> set[int]:
-        return {one.pid for one in self.happened if one.fault.is_loss}
+        """Those that may have been lost."""
+        return {pid for one in self.happened if one.fault.may_be_loss for pid in one.pids}
 
 
 def run_case(case: Case, folder: Path) -> Ran:
@@ -87,45 +107,58 @@ def run_case(case: Case, folder: Path) -> Ran:
     folder.mkdir(parents=True)
     (folder / "case.json").write_text(json.dumps(case.to_json()))
     began = time.monotonic()
-    with (folder / "said").open("w") as said:
-        command = [sys.executable, "-c", START, str(folder)]
-        process = ForkedPopen(command, cwd=folder, stdout=said, stderr=said)
-    run = _Running(case, folder, process)
-    try:
-        run.watch()
-    finally:
-        run.end()
+    with place(case, folder) as there:
+        run = _Running(case, folder, there)
+        try:
+            run.watch()
+        finally:
+            run.end()
     seconds = time.monotonic() - began
-    words = (folder / "said").read_text()
-    return Ran(case, folder, run.code, seconds, run.happened, run.read_notes(), words, run.stacks, run.left)
+    words = (folder / "said-0").read_text()
+    notes = run.read_notes()
+    run.happened += [
+        Happened(case.faults[numbers[0]], (one.pid,), at)
+        for one in notes
+        for at, letter, numbers in one.lines
+        if letter == "x"
+    ]
+    return Ran(case, folder, run.code, seconds, run.happened, notes, words, run.stacks, run.left, _generations(folder))
+
+
+def _generations(folder: Path) -> dict[int, float]:
+    path = folder / "launcher"
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return {int(number): float(at) for at, _, number in lines}
 
 
 class _Running:
     """Life cycle: `watch()` until the run has ended or hangs, then `end()`, which leaves no process."""
 
-    def __init__(self, case: Case, folder: Path, process: "ForkedPopen") -> None:
-        self.case, self.folder, self._process = case, folder, process
+    def __init__(self, case: Case, folder: Path, there: Place) -> None:
+        self.case, self.folder, self._place = case, folder, there
         self.code: int | None = None
         self.happened: list[Happened] = []
         self.stacks = ""
         self.left = 0
-        self._pids: dict[int, int] = {}  # rank process -> pid
+        self._pids: dict[int, dict[int, int]] = {}  # machine -> rank process -> pid
         self._offsets: dict[Path, int] = {}
         self._trained: dict[Path, int] = {}  # slots that each rank has trained, or that all ranks have
-        self._waiting = sorted(case.faults, key=lambda fault: fault.at)
+        outside = [fault for fault in case.faults if fault.kind not in INSIDE]
+        self._waiting = sorted(outside, key=lambda fault: fault.at)
         self._due: list[tuple[float, Fault]] = []
-        self._wakes: list[tuple[float, int]] = []  # (when, pid)
+        self._undo: list[tuple[float, Fault, int]] = []  # (when, what, pid)
         self._family: dict[int, psutil.Process] = {}
 
     def watch(self) -> None:
         limit = time.monotonic() + START_S
         has_begun = False
-        while (code := self._process.poll()) is None:
+        leader = self._place.launchers[0]
+        while (code := leader.poll()) is None:
             self._read()
             if not has_begun and self._trained:
                 has_begun = True
-                faults_s = sum(fault.for_s + (3.0 if fault.is_loss else 0.0) for fault in self.case.faults)
-                limit = time.monotonic() + HANG_S + faults_s
+                faults_s = sum(fault.for_s + (10.0 if fault.may_be_loss else 0.0) for fault in self.case.faults)
+                limit = time.monotonic() + HANG_S + faults_s + (JOIN_S if self.case.kind == "join" else 0.0)
             self._let_happen(time.monotonic())
             if time.monotonic() > limit:
                 self._dump()
@@ -171,35 +204,73 @@ class _Running:
         for when, fault in [one for one in self._due if one[0] <= now]:
             self._due.remove((when, fault))
             self._do(fault, now)
-        for when, pid in [one for one in self._wakes if one[0] <= now]:
-            self._wakes.remove((when, pid))
-            self._send(pid, signal.SIGCONT)
+        for one in [one for one in self._undo if one[0] <= now]:
+            self._undo.remove(one)
+            self._end_fault(one[1], one[2])
 
     def _do(self, fault: Fault, now: float) -> None:
-        pid = self._process.pid if fault.kind == "delay" else self._pid_of(fault.victim)
-        if pid is None:
-            return
         self._note_family()
-        if self._send(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
-            self.happened.append(Happened(fault, pid, time.time()))
-            if fault.for_s:
-                self._wakes.append((now + fault.for_s, pid))
+        leader = self._place.launchers[0].pid
+        pids: tuple[int, ...] = ()
+        if fault.kind == "join":
+            self._place.join(fault.victim)
+        elif fault.kind == "full":
+            self._place.fill_disk()
+        elif fault.kind == "cut":
+            pids = tuple(self._ranks_on(fault.victim).values())
+            if fault.how == "launcher":
+                self._send(self._place.launchers[fault.victim].pid, signal.SIGKILL)
+            else:
+                self._place.cut(fault.victim)
+        else:
+            found = leader if fault.kind == "delay" else self._pid_of(fault.victim)
+            if found is None or not self._send(found, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
+                return
+            pids = (found,)
+        self.happened.append(Happened(fault, pids, time.time()))
+        if fault is self.case.faults[0]:
+            (self.folder / "awaited").touch()
+        if fault.for_s:
+            self._undo.append((now + fault.for_s, fault, pids[0] if pids else 0))
+
+    def _end_fault(self, fault: Fault, pid: int) -> None:
+        if fault.kind == "full":
+            self._place.free_disk()
+        elif fault.kind == "cut":
+            self._place.plug_in(fault.victim)
+        else:
+            self._send(pid, signal.SIGCONT)
 
     def _pid_of(self, victim: int) -> int | None:
-        """The rank process of this number, which is a child of the launcher and says so in its command line."""
-        if not self._pids:
-            self._note_family()
-            for pid, process in self._family.items():
+        """The rank process of this number; they are counted over all machines of the start."""
+        for machine, count in enumerate(self.case.machines):
+            if victim < count:
+                return self._ranks_on(machine).get(victim)
+            victim -= count
+        return None
+
+    def _ranks_on(self, machine: int) -> dict[int, int]:
+        """The rank processes of the start, which are children of the machine's launcher and say so in their command."""
+        if machine not in self._pids:
+            found = {}
+            for process in self._family_of(machine):
                 with suppress(psutil.Error):
                     words = process.cmdline()
                     if "uneven.launch.rank" in words:
-                        self._pids[int(words[words.index("uneven.launch.rank") + 2])] = pid
-        return self._pids.get(victim)
+                        found[int(words[words.index("uneven.launch.rank") + 2])] = process.pid
+            self._pids[machine] = found
+        return self._pids[machine]
+
+    def _family_of(self, machine: int) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self._place.launchers[machine].pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def _note_family(self) -> None:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._process.pid)
-            self._family |= {one.pid: one for one in [process, *process.children(recursive=True)]}
+        for machine in range(len(self._place.launchers)):
+            self._family |= {one.pid: one for one in self._family_of(machine)}
 
     def _send(self, pid: int, number: int) -> bool:
         """Only to a process of this run that is still the same one."""
@@ -224,14 +295,19 @@ class _Running:
 
     def end(self) -> None:
         """Nothing of the run is left, however it ended."""
+        self._place.free_disk()
         self._note_family()
+        others = self._place.launchers[1:]
         if self.code is not None:
-            ranks = [self._family[pid] for pid in self._pids.values()]
-            self.left = len(psutil.wait_procs(ranks, timeout=LEFT_S)[1])
+            patience_s = CUT_OFF_S if others else LEFT_S
+            pids = [*(pid for ranks in self._pids.values() for pid in ranks.values()), *(one.pid for one in others)]
+            known = [self._family[pid] for pid in pids if pid in self._family]
+            self.left = len(psutil.wait_procs(known, timeout=patience_s)[1])
         for pid in list(self._family):
             self._send(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError, ChildProcessError):
-            if self._process.poll() is None:
-                os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        for launcher in self._place.launchers:
+            with suppress(ProcessLookupError, ChildProcessError):
+                if launcher.poll() is None:
+                    os.kill(launcher.pid, signal.SIGKILL)
+            launcher.wait()
         psutil.wait_procs(list(self._family.values()), timeout=10)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.cases import FAULTS, POLICIES, SILENT_S, Case, draw_case
+from tests.faults.cases import EXACT, FAULTS, POLICIES, STRATEGIES, Case, draw_case, kinds_of
 from tests.faults.checks import Outcome, _count_rows, axis_of, compare_weights, count_parts, distance, train_plainly
+from tests.faults.fault import INSIDE, SILENT_S
 from tests.faults.training import Training, factor, make_data, settings_of
 from uneven import fit
 from uneven.data.sample_order import permutation
@@ -27,18 +28,46 @@ def test_a_case_follows_from_seed_and_number_alone() -> None:
     assert cases == [draw_case(3, number) for number in range(200)]
     assert cases != [draw_case(4, number) for number in range(200)]
     assert [Case.from_json(json.loads(json.dumps(one.to_json()))) for one in cases] == cases
-    assert {(one.policy, one.kind) for one in cases} == {(policy, kind) for policy in POLICIES for kind in FAULTS}
+    assert {(one.policy, one.kind) for one in cases} == {
+        (name, kind) for name in POLICIES for kind in kinds_of(name, FAULTS)
+    }
     assert {len(one.devices) for one in cases} == {2, 3, 4, 5}
+    assert {len(one.machines) for one in cases} == {1, 2, 3}
+    assert {one.strategy for one in cases if one.redundancy} == {*STRATEGIES}
+    assert {one.strategy for one in cases if one.strategy and not one.redundancy} == {*STRATEGIES}
+    assert {one.joins for one in cases if one.kind == "join"} == {0, 1}
+    assert {fault.how for one in cases for fault in one.faults if fault.kind == "cut"} == {
+        "cable",
+        "launcher",
+        "flicker",
+    }
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_somebody_is_always_left_and_nobody_wakes_when_its_silence_counts(is_small: bool) -> None:
+@pytest.mark.parametrize("has_machines", [False, True])
+def test_somebody_is_always_left_and_nobody_wakes_when_its_silence_counts(is_small: bool, has_machines: bool) -> None:
+    kinds = FAULTS if has_machines and not is_small else [kind for kind in FAULTS if kind != "cut"]
     for number in range(200):
-        drawn = draw_case(5, number, is_small=is_small)
-        victims = [fault.victim for fault in drawn.faults if fault.kind != "delay"]
-        assert len(victims) == len(set(victims)) < len(drawn.devices)
+        drawn = draw_case(5, number, POLICIES, kinds, is_small=is_small, has_machines=has_machines)
+        lost = set()
+        for fault in drawn.faults:
+            if fault.kind == "cut":
+                first = sum(drawn.machines[: fault.victim])
+                lost |= {*range(first, first + drawn.machines[fault.victim])}
+            elif fault.kind not in ("delay", "full", "join"):
+                assert fault.victim not in lost
+                lost.add(fault.victim)
+        assert lost <= {*range(len(drawn.devices))}
+        assert not lost >= {*range(drawn.machines[0])}, "the first machine keeps a rank"
+        assert sum(drawn.machines) == len(drawn.devices)
         assert all(abs(fault.for_s - SILENT_S) >= 0.5 * SILENT_S for fault in drawn.faults if fault.kind == "wake")
         assert all(0 < fault.at < 1 for fault in drawn.faults)
+        assert all(drawn.verify for fault in drawn.faults if fault.kind == "flip")
+        assert drawn.silent_s == (15.0 if drawn.kind == "hold" else SILENT_S)
+        if drawn.policy not in EXACT:
+            assert drawn.strategy is None
+        if drawn.kind in INSIDE:
+            assert drawn.faults[0].kind == drawn.kind
 
 
 def test_what_the_log_has_lost_or_doubled_is_counted() -> None:

@@ -19,7 +19,12 @@ from uneven.bench.chaos.processes import DisturbedRun, Observer
 from uneven.bench.chaos.report import ChaosReport, Injected, read_results
 
 POLL_S = 0.02
-WORDS = {"kill": "is killed", "stop": "is stopped for good", "pause": "is stopped for {} s"}
+WORDS = {
+    "kill": "is killed",
+    "stop": "is stopped for good",
+    "pause": "is stopped for {} s",
+    "cut": "loses its connections",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +128,20 @@ class _Chaos:
 
     def _do(self, fault: Fault, now: float, at_s: float) -> None:
         asleep = {rank for _, rank in self._wakes}
+        before = dict(self._run.ranks)
+        self._run.find_ranks()  # some may have been started again
+        self._lost -= {rank for rank, process in self._run.ranks.items() if process != before[rank]}
         if fault.rank in self._lost | asleep or not self._run.is_alive(fault.rank):
             return  # it is gone, or sleeps already
         others = [rank for rank in self._run.ranks if rank not in self._lost and self._run.is_alive(rank)]
         if others == [fault.rank]:
             self._say(f"{at_s:.1f} s: rank {fault.rank} is the last one and is left alone")
             return
-        if not self._run.send(fault.rank, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
+        if fault.kind == "cut":
+            is_done = self._run.cut(fault.rank)
+        else:
+            is_done = self._run.send(fault.rank, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        if not is_done:
             return
         if fault.kind == "pause":
             self._wakes.append((now + self._order.pause_s, fault.rank))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from uneven.errors import InputError
 
-KINDS = ("kill", "stop", "pause")
+KINDS = ("kill", "stop", "pause", "cut")
 _RATE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)/(s|min|h)")
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|min|h)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -22,7 +22,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """What happens to one rank process; `rank` is its number when the run starts."""
+    """What happens to one rank process; `rank` is its number when the run starts, also of one started in its place."""
 
     at_s: float
     rank: int

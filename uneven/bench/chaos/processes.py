@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from uneven.bench.chaos.connections import cut
 from uneven.launch.lifeline import LIFELINE
 
 RANK = "uneven.launch.rank"
@@ -43,7 +44,7 @@ class DisturbedRun:
             raise
         finally:
             os.close(lifeline)
-        self.ranks: dict[int, psutil.Process] = {}  # by their number at the start
+        self.ranks: dict[int, psutil.Process] = {}  # by their number at the start; the newest in its place
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -51,12 +52,15 @@ class DisturbedRun:
     def find_ranks(self) -> Path | None:
         """Look for the rank processes; the folder of the run once all of them are there."""
         with suppress(psutil.Error, OSError, ValueError):
+            found: dict[int, tuple[Path, psutil.Process]] = {}
             for child in psutil.Process(self._process.pid).children():
                 words = child.cmdline()
                 if RANK in words:
                     place = words.index(RANK)
-                    folder, number = Path(words[place + 1]), int(words[place + 2])
-                    self.ranks[number] = child
+                    found[int(words[place + 2])] = Path(words[place + 1]), child
+            for number, (folder, child) in sorted(found.items()):
+                plan = json.loads((folder / f"plan-{number}.json").read_text())
+                self.ranks[plan["began_as"]] = child
             if self.ranks and len(self.ranks) == len(json.loads((folder / "plan-0.json").read_text())["members"]):
                 return folder
         return None
@@ -78,6 +82,10 @@ class DisturbedRun:
         except psutil.NoSuchProcess:
             return False
         return True
+
+    def cut(self, rank: int) -> bool:
+        """Whether it had connections, which are shut down now."""
+        return self.is_alive(rank) and cut(self.ranks[rank].pid) > 0
 
     def stop(self, number: int) -> None:
         """Pass Ctrl-C or SIGTERM on to the launcher, which saves."""
