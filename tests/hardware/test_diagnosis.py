@@ -36,7 +36,7 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
     assert [fit.support for fit in diagnosis.compatibility] == [Support.OK, Support.MISSING]
     (problem,) = diagnosis.problems
     assert "GPU 1 (NVIDIA GeForce GTX 1060 6GB): torch has no code for sm_61" in problem.what
-    assert 'TORCH_CUDA_ARCH_LIST="6.1;12.0"' in problem.fix
+    assert "--archs '6.1;12.0'" in problem.fix
     assert [(choice.device, choice.precision) for choice in diagnosis.precision] == [
         ("cpu", "fp32"),
         ("cuda:0", "bf16"),
@@ -47,18 +47,18 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
 @pytest.mark.parametrize(
     ("parts", "what", "fix"),
     [
-        ({"torch": TorchBuild(installed=False)}, "torch is not installed", "pip install 'torch>=2.8'"),
+        ({"torch": TorchBuild(installed=False)}, "torch is not installed", "uneven setup"),
         (
             {"torch": TorchBuild(installed=True, error="OSError: libgomp.so.1")},
             "does not import: OSError: libgomp.so.1",
-            "pip install",
+            "uneven setup --force",
         ),
         (
             {"torch": replace(CPU_BUILD, version="2.7.1")},
             "torch 2.7.1 is too old",
-            "pip install 'torch>=2.8'",
+            "uneven setup",
         ),
-        ({"torch": replace(CPU_BUILD, gloo=False)}, "no Gloo", "pip install"),
+        ({"torch": replace(CPU_BUILD, gloo=False)}, "no Gloo", "uneven setup --force"),
         (
             {"system": make_system(platform="Darwin")},
             "this is Darwin 1; tested: Linux",
@@ -67,7 +67,7 @@ def test_a_gpu_that_torch_was_not_built_for() -> None:
         (
             {"gpus": GpuReport((RTX_5060_TI,), "580.82.07", "13.0", "NVML")},
             "RTX 5060 Ti, but torch 2.13.0+cpu is a CPU build",
-            "<the cu130 index named on pytorch.org/get-started>",
+            "--index-url https://download.pytorch.org/whl/cu130",
         ),
         (
             {
@@ -125,6 +125,7 @@ def test_json_has_the_documented_keys_and_plain_values() -> None:
         "network",
         "problems",
         "notes",
+        "docker",
     ]
     assert again["compatibility"][1]["support"] == "MISSING"
     assert again["backends"] == {"gloo": True, "nccl": True, "nccl_version": "2.27.5"}

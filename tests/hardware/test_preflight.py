@@ -45,10 +45,10 @@ def test_a_missing_or_old_torch_is_refused(
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr(preflight, "installed_version", lambda: version)
-    with pytest.raises(MachineError, match=r"torch 2\.8, 2\.11 and 2\.13") as caught:
+    with pytest.raises(MachineError, match="uneven setup") as caught:
         refuse_unsupported(environ)
     assert named in str(caught.value)
-    assert "pip install 'torch>=2.8'" in str(caught.value)
+    assert (version is None) == isinstance(caught.value, ImportError)
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.20.1", "3.0.0", "unknown"])

@@ -113,7 +113,9 @@ def test_it_waits_until_it_may_and_says_each_reason_once() -> None:
         yield Readings(400.0, NOON, typed_s=400.0, on_battery=False)
 
     found, said, slept = readings(), [], []
-    wait_until_free(Rules(only_when_idle=True, on_battery=False), said.append, lambda: next(found), slept.append)
+    wait_until_free(
+        Presence(Rules(only_when_idle=True, on_battery=False)), said.append, lambda: next(found), slept.append
+    )
     assert [line.partition(": ")[2] for line in said[:-1]] == [
         "it runs on battery",
         "somebody typed in a terminal just now, and it takes part after 5 min without use",
@@ -124,7 +126,7 @@ def test_it_waits_until_it_may_and_says_each_reason_once() -> None:
 
 
 def test_no_rules_read_nothing() -> None:
-    wait_until_free(Rules(), print, lambda: pytest.fail("read"))
+    wait_until_free(None, print, lambda: pytest.fail("read"))
 
 
 def put(path: Path, text: str = "") -> Path:

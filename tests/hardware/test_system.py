@@ -1,11 +1,13 @@
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from uneven.hardware.container import docker_answers, read_container, read_wsl
+from uneven.hardware.container import Surroundings, docker_answers, read_container, read_docker_version, read_wsl
 from uneven.hardware.cpumodel import read_cpu
 from uneven.hardware.system import read_memory, read_system
 
@@ -153,24 +155,47 @@ def test_os_release(tmp_path: Path) -> None:
     assert read_system(root, environ={}).os_name == "Debian GNU/Linux 12"
 
 
-@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="no unix sockets here")
-@pytest.mark.parametrize(("answer", "expected"), [(b"HTTP/1.0 200 OK\r\n\r\nOK", True), (b"", False)])
-def test_a_docker_engine_answers_or_not(tmp_path: Path, answer: bytes, expected: bool) -> None:
-    path = tmp_path / "d.sock"
+@contextmanager
+def engine_at(path: Path, answer: bytes, request: bytes) -> Iterator[None]:
+    """A Docker engine that gives this answer to the first request, which must begin like this."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
         server.listen(1)
+        asked: list[bytes] = []
 
         def serve() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(256)
+                asked.append(connection.recv(256))
                 connection.sendall(answer)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        assert docker_answers(path, timeout_s=30) is expected
+        yield
         thread.join(30)
+        assert asked[0].startswith(request)
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="no unix sockets here")
+@pytest.mark.parametrize(("answer", "expected"), [(b"HTTP/1.0 200 OK\r\n\r\nOK", True), (b"", False)])
+def test_a_docker_engine_answers_or_not(tmp_path: Path, answer: bytes, expected: bool) -> None:
+    path = tmp_path / "d.sock"
+    with engine_at(path, answer, b""):
+        assert docker_answers(path, timeout_s=30) is expected
+
+
+def test_the_version_of_docker_is_that_of_the_engine_else_of_the_client(tmp_path: Path) -> None:
+    client = tmp_path / "docker"
+    client.write_text("#!/bin/sh\necho 'Docker version 28.2.2, build e6534b4'\n")
+    client.chmod(0o755)
+    assert read_docker_version(Surroundings(None, None, str(client), False)) == "28.2.2"
+    assert read_docker_version(Surroundings(None, None, None, False)) is None
+    assert read_docker_version(Surroundings(None, None, str(tmp_path / "gone"), False)) is None
+    body = b'{"Components": [{"Name": "Engine", "Version": "1"}], "Version": "29.1.0"}'
+    path = tmp_path / "d.sock"
+    with engine_at(path, b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + body, b"GET /version "):
+        both = Surroundings(None, None, str(client), True)
+        assert read_docker_version(both, environ={"DOCKER_HOST": f"unix://{path}"}, timeout_s=30) == "29.1.0"
 
 
 def test_a_docker_socket_that_is_silent_or_dead_is_no_engine(tmp_path: Path) -> None:

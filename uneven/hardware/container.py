@@ -4,10 +4,13 @@ The signs are files and variables that the container runtime creates. The only r
 with a timeout.
 """
 
+import contextlib
+import json
 import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +75,45 @@ def _first_variable(path: Path, name: str) -> str | None:
 
 def docker_answers(path: Path, timeout_s: float = 1.0) -> bool:
     """Whether a Docker engine answers a ping on this socket; False after the timeout, never an exception."""
+    return _ask_docker(path, "/_ping", timeout_s, most=64).startswith(b"HTTP/1.")
+
+
+def _ask_docker(path: Path, what: str, timeout_s: float, most: int) -> bytes:
+    """The beginning of the engine's answer, or nothing; the timeout is for each part of it, and `most` ends it."""
     family = getattr(socket, "AF_UNIX", None)
     if family is None or not path.exists():
-        return False
+        return b""
+    answer = b""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(path))
-            connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
-            return connection.recv(64).startswith(b"HTTP/1.")
+            connection.sendall(f"GET {what} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
+            while len(answer) < most and (part := connection.recv(most - len(answer))):
+                answer += part
     except (OSError, ValueError):
-        return False
+        pass
+    return answer
+
+
+def read_docker_version(
+    surroundings: Surroundings, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, timeout_s: float = 2.0
+) -> str | None:
+    """The engine's version where it answers, else that of the client, else None. For `uneven diagnose` alone.
+
+    Not part of read_surroundings, because the client is a program to start and every run reads its machine.
+    """
+    if surroundings.docker_engine:
+        body = _ask_docker(_docker_socket(root, environ), "/version", timeout_s, most=2**16).partition(b"\r\n\r\n")[2]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(body)["Version"])
+    if surroundings.docker_client is not None:
+        command = [surroundings.docker_client, "--version"]
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            match = re.search(r"version v?(\d[\w.+-]*)", done.stdout)
+            return match[1] if match else None
+    return None
 
 
 def _docker_socket(root: Path, environ: Mapping[str, str]) -> Path:

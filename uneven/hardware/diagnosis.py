@@ -12,6 +12,7 @@ import uneven
 from uneven.config import Precision
 from uneven.hardware import preflight
 from uneven.hardware.choices import choose_precision
+from uneven.hardware.container import read_docker_version
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
 from uneven.hardware.inventory import VisibleGpus, read_visible
@@ -27,7 +28,7 @@ from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
 from uneven.hardware.wheels import how_to_cover, oldest_driver
 
-_REINSTALL = "pip install --force-reinstall 'torch>=2.8'"
+_REINSTALL = "uneven setup --force"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Diagnosis:
     likely_why: str
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    docker_version: str | None = None
 
     @property
     def is_fine(self) -> bool:
@@ -100,6 +102,11 @@ class Diagnosis:
             },
             "problems": [asdict(problem) for problem in self.problems],
             "notes": list(self.notes),
+            "docker": {
+                "client": self.system.surroundings.docker_client,
+                "engine": self.system.surroundings.docker_engine,
+                "version": self.docker_version,
+            },
         }
 
 
@@ -142,12 +149,12 @@ def _torch_problems(build: TorchBuild) -> list[Problem]:
 
 
 def _gpu_problems(
-    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus
+    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus, architecture: str
 ) -> list[Problem]:
     if not report.gpus or not build.installed or build.error is not None:
         return []
     sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
-    cover = how_to_cover(sms, report.driver_cuda) if sms else preflight.INSTALL
+    cover = how_to_cover(sms, report.driver_cuda, architecture) if sms else preflight.INSTALL
     names = ", ".join(gpu.name for gpu in report.gpus)
     if build.is_cpu_build:
         return [Problem(f"this machine has {names}, but torch {build.version} is a CPU build", cover)]
@@ -209,7 +216,7 @@ def diagnose(
     problems = [
         *_system_problems(system),
         *_torch_problems(build),
-        *_gpu_problems(report, build, fits, visible),
+        *_gpu_problems(report, build, fits, visible, system.cpu.architecture),
     ]
     return Diagnosis(
         system=system,
@@ -222,4 +229,5 @@ def diagnose(
         likely_why=why,
         problems=tuple(problems),
         notes=(*_notes(system, report, build, fits), *describe_vpns(found_interfaces), *describe_variables()),
+        docker_version=read_docker_version(system.surroundings),
     )

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from uneven.errors import InputError, MachineError
+from uneven.errors import InputError, MachineError, TorchMissingError
 from uneven.hardware.device import Device
 from uneven.hardware.gpus import Gpu, read_gpus
 from uneven.hardware.inventory import read_visible, usable_devices, why_unusable
@@ -19,7 +19,7 @@ __all__ = ["check_device", "refuse_unsupported", "usable_devices"]
 
 OLDEST_TORCH = (2, 8)
 TESTED = "Linux; torch 2.8, 2.11 and 2.13"
-INSTALL = "pip install 'torch>=2.8'"
+INSTALL = "uneven setup"
 OLDEST_SLICED = (7, 0)  # before Volta, MPS ignores the percentage and a slice would be the whole GPU
 
 
@@ -33,7 +33,7 @@ def refuse_unsupported(environ: Mapping[str, str] = os.environ) -> None:
         )
     version = installed_version()
     if version is None:
-        raise MachineError(f"torch is not installed (tested: {TESTED}); run: {INSTALL}")
+        raise TorchMissingError
     major_minor = release(version)
     if major_minor is not None and major_minor < OLDEST_TORCH:
         raise MachineError(f"torch {version} is too old (tested: {TESTED}); run: {INSTALL}")

@@ -1,6 +1,7 @@
 """Whether this machine may take part in a run now, or somebody needs it: by its use, the time of day and its power.
 
-`uneven join` asks before it joins and waits until it may (`--only-when-idle`, `--between`, `--not-on-battery`). The
+`uneven join` asks before it joins and waits until it may (`--only-when-idle`, `--between`, `--not-on-battery`), and
+asks again during the run: a machine that is needed leaves it, and comes back (launch/departure.py). The
 decision is pure: `Presence.answer` gets what was read and remembers only since when the machine is idle. Read without
 root, on Linux: the CPU time of processes that are not ours (hardware/interference.py), when somebody last typed in a
 terminal (as `w` shows it), and the power supply. A keyboard that is used in a graphical session alone shows as CPU use
@@ -196,16 +197,19 @@ def on_battery(root: Path) -> bool | None:
 
 
 def wait_until_free(
-    rules: Rules,
+    presence: Presence | None,
     say: Callable[[str], None],
     read: Callable[[], Readings] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once this machine may take part; says why it waits, whenever the reason becomes another one."""
-    if rules == Rules():
+    """Return once this machine may take part; says why it waits, whenever the reason becomes another one.
+
+    The same `presence` is asked during the run (launch/departure.py); None where there is no rule.
+    """
+    if presence is None:
         return
-    presence, read, said = Presence(rules), read or Machine().read, ""
-    if rules.only_when_idle:  # CPU use is known after some readings
+    read, said = read or Machine().read, ""
+    if presence.rules.only_when_idle:  # CPU use is known after some readings
         for _ in range(BUSY_READINGS):
             presence.answer(read())
             sleep(1.0)

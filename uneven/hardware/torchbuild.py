@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from uneven.errors import TorchMissingError
+
 _T = TypeVar("_T")
 
 
@@ -43,12 +45,23 @@ class Support(str, Enum):
     MISSING = "MISSING"
 
 
+def is_installed() -> bool:
+    """Whether there is a torch to import, without importing it."""
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def raise_if_missing(error: ModuleNotFoundError) -> None:
+    """TorchMissingError in place of `error` if that came of torch not being installed; else nothing."""
+    if (error.name or "").partition(".")[0] == "torch" and not is_installed():
+        raise TorchMissingError from None
+
+
 def installed_version() -> str | None:
     """torch's version without importing it (an import takes seconds); None if it is not installed."""
-    try:
-        if importlib.util.find_spec("torch") is None:
-            return None
-    except (ImportError, ValueError):
+    if not is_installed():
         return None
     try:
         return importlib.metadata.version("torch")
