@@ -1,0 +1,204 @@
+"""policy="auto": when something is probed, what is taken instead, and what the run's folder then has."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import uneven
+from tests.plan.probes import JOB, pair
+from uneven import TensorData
+from uneven.config import RunConfig, Task, resolve
+from uneven.errors import InputError
+from uneven.files import make_out_folder, read_json
+from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.predicted import hand_down
+from uneven.plan import choose as choosing
+from uneven.plan import plan as plans
+from uneven.plan.choose import choose, intercept
+from uneven.plan.plan import Plan, asked_for, chosen_config, plan_from, read_plan, restored, write_plan
+from uneven.plan.probe import Probe, allowed_policies
+
+X, Y = torch.randn(40, 4), torch.randint(0, 3, (40,))
+TASK = Task(lambda: nn.Linear(4, 3), torch.optim.SGD, lambda *_: None, TensorData(X, Y), None, None)
+
+
+def config(**settings: Any) -> RunConfig:
+    given = {"batch_size": 8, "epochs": 2, "policy": "auto", "devices": "cpu,cpu@0.4", "progress": "off"}
+    return resolve({**given, **settings})
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    script = tmp_path / "train.py"
+    script.write_text("a script\n")
+    monkeypatch.setattr("sys.argv", [str(script)])
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
+    yield
+    intercept(None)
+    hand_down(None)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """What was probed; every probe finds the recorded pair."""
+    seen: list[RunConfig] = []
+
+    def make(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Plan:
+        del task, seconds, say
+        seen.append(wanted)
+        return plan_from(pair(job=replace(JOB, candidates=allowed_policies(wanted))), asked_for(wanted))
+
+    monkeypatch.setattr(choosing, "make_plan", make)
+    return seen
+
+
+def test_the_plan_decides_policy_and_devices(probed: list[RunConfig]) -> None:
+    choice = choose(TASK, config())
+    assert (choice.config.policy, choice.config.devices) == ("balanced", "cpu,cpu@0.4")
+    (line,) = choice.notes
+    assert line.startswith("  policy auto -> balanced on cpu,cpu@0.4: balanced on both: ")
+    assert choice.plan is not None
+    assert choice.plan["predicted"]["policy"] == "balanced"
+    local = choose(TASK, config(anchor=5))
+    assert local.config.policy in ("cadence", "async")
+    assert len(probed) == 2
+
+
+def test_other_policies_probe_nothing(probed: list[RunConfig]) -> None:
+    assert choose(TASK, config(policy="sync")).config == config(policy="sync")
+    assert choose(TASK, config(devices="cpu")).config.policy == "balanced"
+    assert probed == []
+
+
+def test_a_fresh_plan_in_the_folder_is_taken(
+    probed: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    wanted = config(out=out)
+    write_plan(plan_from(pair(), asked_for(wanted)), out)
+    choice = choose(TASK, wanted)
+    assert "(from its plan.json)" in choice.notes[0]
+    assert probed == []
+    assert make_out_folder(out) is None  # the plan is for this run, not of an earlier one
+    assert (out / "plan.json").exists()
+    choose(TASK, config(out=out, batch_size=16))
+    assert len(probed) == 1
+    monkeypatch.setattr(plans, "FRESH", timedelta(seconds=-1))
+    choose(TASK, wanted)
+    assert len(probed) == 2
+
+
+def test_a_run_with_a_policy_of_its_own_is_compared_with_the_plan_beside_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    write_plan(plan_from(pair(), asked_for(config())), out)
+    choice = choose(TASK, config(policy="cadence", out=out))
+    assert choice.plan is not None
+    assert choice.plan["predicted"]["policy"] == "cadence"
+    assert choose(TASK, config(policy="cadence", out=out, devices="cpu,cpu")).plan is None
+
+
+def test_ranks_that_run_already_take_the_rule(probed: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    from uneven.launch.context import ProcessContext
+
+    started = ProcessContext(LaunchEnvironment("torchrun", rank=0, world_size=2))
+    monkeypatch.setattr(choosing, "process_context", lambda: started)
+    choice = choose(TASK, config())
+    assert choice.config.policy == "balanced"
+    assert "by rule" in choice.notes[0]
+    assert "torchrun" in choice.notes[0]
+    assert probed == []
+
+
+def test_what_was_handed_down_goes_to_the_first_run_alone() -> None:
+    hand_down({"predicted": {}})
+    assert choose(TASK, config(policy="sync")).plan == {"predicted": {}}
+    assert choose(TASK, config(policy="sync")).plan is None
+
+
+def test_a_plan_intercepts_the_run() -> None:
+    class Left(BaseException): ...
+
+    def leave(task: Task, wanted: RunConfig, is_own_loop: bool) -> None:
+        assert (task, wanted.policy, is_own_loop) == (TASK, "auto", False)
+        raise Left
+
+    intercept(leave)
+    with pytest.raises(Left):
+        choose(TASK, config())
+
+
+def test_settings_narrow_down_the_policies() -> None:
+    assert allowed_policies(config()) == ("sync", "balanced", "cadence", "async")
+    assert allowed_policies(config(anchor=3)) == ("cadence", "async")
+    assert allowed_policies(config(max_staleness=3)) == ("async",)
+    assert allowed_policies(config(strategy="zero1")) == ("sync", "balanced")
+    assert allowed_policies(config(shares=(2, 1))) == ("balanced", "cadence")
+    assert allowed_policies(config(sync_batchnorm=True)) == ("sync", "balanced")
+    assert allowed_policies(config(global_batch_size="auto")) == ("balanced",)
+    with pytest.raises(InputError, match="no policy goes with all"):
+        allowed_policies(config(anchor=3, memory_cap=4))
+
+
+def test_settings_per_device_follow_the_devices() -> None:
+    small = pair(job=replace(JOB, samples_per_epoch=2_000, epochs=1))
+    chosen = chosen_config(config(memory_cap=(8, 4)), plan_from(small, {}))
+    assert (chosen.devices, chosen.policy, chosen.memory_cap) == ("cpu", "balanced", (8,))
+
+
+def test_a_damaged_plan_is_none(tmp_path: Path) -> None:
+    assert read_plan(tmp_path) is None
+    (tmp_path / "plan.json").write_text('{"version": 1}')
+    assert read_plan(tmp_path) is None
+    found = plan_from(pair(), {}).to_json()
+    assert restored(found) is not None
+    assert restored({**found, "probe": {}}) is None
+
+
+def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_run_records_its_choice_and_resume_and_replay_take_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One device is chosen, so no process is started."""
+    probes: list[Probe] = []
+
+    def small(task: Task, wanted: RunConfig, seconds: float, say: Any) -> Plan:
+        del task, seconds, say
+        probes.append(pair(job=replace(JOB, samples_per_epoch=40, epochs=2)))
+        return plan_from(probes[-1], asked_for(wanted))
+
+    monkeypatch.setattr(choosing, "make_plan", small)
+
+    def fit(**settings: Any) -> uneven.TrainedState:
+        given = {"batch_size": 8, "policy": "auto", "devices": "cpu,cpu@0.4", "progress": "lines"}
+        made = lambda: nn.Linear(4, 3)  # noqa: E731
+        return uneven.fit(
+            model=made, optimizer=torch.optim.Adam, step=step, dataset=TensorData(X, Y), **{**given, **settings}
+        )
+
+    state = fit(epochs=2, out=tmp_path / "run", save_every="1 epoch")
+    printed = capsys.readouterr().err
+    assert "policy auto -> one device on cpu: one device, cpu: " in printed
+    assert "plan: predicted 0.02 s per epoch at efficiency 1.00, achieved " in printed
+    kept = read_json(tmp_path / "run" / "plan.json")
+    assert isinstance(kept, dict)
+    assert kept["achieved"]["seconds_per_epoch"] > 0.0
+    assert kept["predicted"]["devices"] == ["cpu"]
+    record = read_json(tmp_path / "run" / "state.json")
+    assert isinstance(record, dict)
+    assert (record["config"]["policy"], record["config"]["devices"]) == ("balanced", "cpu")
+    again = fit(epochs=2, replay=tmp_path / "run")
+    longer = fit(epochs=3, resume=tmp_path / "run")
+    assert len(probes) == 1
+    assert "policy auto -> balanced on cpu, as recorded in" in capsys.readouterr().err
+    assert all(torch.equal(state.params[name], again.params[name]) for name in state.params)
+    assert longer.samples == 120

@@ -1,0 +1,101 @@
+"""From recorded probes to predictions: figures that follow by hand from the costs, and what calibrates them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.probes import JOB, pair, rank, several
+from uneven.plan.predict import ALONE, EQUAL, Prediction, predict, strategies
+from uneven.plan.probe import ExactProbe, LocalProbe, Probe
+from uneven.policy.finish import equal_finish, finish_ms
+
+
+def of(found: list[Prediction], policy: str, *devices: str) -> Prediction:
+    (one,) = (p for p in found if p.policy == policy and p.devices == (devices or ("cpu", "cpu@0.4")))
+    return one
+
+
+def test_the_policies_take_what_follows_from_the_costs() -> None:
+    probe = pair()
+    found = predict(probe)
+    steps = 64_000 / 128
+    assert of(found, "sync").seconds_per_epoch == pytest.approx(steps * 0.101, rel=0.01)
+    assert of(found, EQUAL).seconds_per_epoch == pytest.approx(of(found, "sync").seconds_per_epoch)
+    costs = [one.cost for one in probe.ranks]
+    best_ms = finish_ms(costs, equal_finish(costs, 128))
+    assert of(found, "balanced").seconds_per_epoch == pytest.approx(steps * (best_ms + 1.0) / 1e3, rel=0.02)
+    speed = 64 / 0.040 + 64 / 0.100
+    for policy in ("cadence", "async"):
+        assert of(found, policy).efficiency == pytest.approx(1.0, abs=0.05)
+        assert of(found, policy).samples_per_s == pytest.approx(speed, rel=0.05)
+    assert of(found, "cadence").shares[0] == pytest.approx(2.5 / 3.5, abs=0.02)
+    assert [one.seconds_per_epoch for one in found] == sorted(one.seconds_per_epoch for one in found)
+
+
+def test_a_device_alone_has_all_cores() -> None:
+    found = predict(pair())
+    assert of(found, ALONE, "cpu").samples_per_s == 1700.0
+    assert of(found, ALONE, "cpu").gain == 1.0
+    assert of(found, "balanced").gain == pytest.approx(of(found, "balanced").samples_per_s / 1700.0)
+
+
+def test_measured_speeds_calibrate_all_policies_of_their_kind() -> None:
+    exact = ExactProbe(policy="balanced", speed=1500.0, overhead_ms=1.0, shares=(92, 36))
+    local = LocalProbe(policy="cadence", speed=1600.0, average_ms=1.0, anchor=4)
+    plain, found = predict(pair()), predict(pair(exact=exact, local=local))
+    assert of(found, "balanced").samples_per_s == pytest.approx(1500.0, rel=0.02)
+    assert of(found, "cadence").samples_per_s == pytest.approx(1600.0, rel=0.08)  # its windows are longer than probed
+    slower = of(found, "balanced").seconds_per_epoch / of(plain, "balanced").seconds_per_epoch
+    assert of(found, "sync").seconds_per_epoch == pytest.approx(slower * of(plain, "sync").seconds_per_epoch)
+
+
+def test_an_epoch_that_is_too_long_to_simulate_is_scaled() -> None:
+    long = predict(pair(job=replace(JOB, samples_per_epoch=640_000_000)))
+    short = predict(pair(job=replace(JOB, samples_per_epoch=640_000)))
+    for policy in ("sync", "balanced", "cadence"):
+        ratio = of(long, policy).seconds_per_epoch / of(short, policy).seconds_per_epoch
+        assert ratio == pytest.approx(1000.0, rel=0.03)
+
+
+def test_every_subset_of_few_devices_and_the_fastest_of_many() -> None:
+    few = {one.ranks for one in predict(several(3))}
+    assert few == {(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)}
+    many = {one.ranks for one in predict(replace(several(6), job=replace(JOB, samples_per_epoch=6400)))}
+    assert many == {*((place,) for place in range(6)), *(tuple(range(size)) for size in range(2, 7))}
+
+
+def test_equal_devices_are_predicted_once() -> None:
+    found = predict(pair(ranks=(rank("cpu", 0.5), rank("cpu", 0.5))))
+    assert [one.devices for one in found if one.policy == ALONE] == [("cpu",)]
+
+
+def test_only_policies_that_the_settings_allow_are_candidates() -> None:
+    found = predict(pair(job=replace(JOB, candidates=("balanced",), min_ranks=2)))
+    assert {one.policy for one in found} == {"balanced", EQUAL, ALONE}
+    assert [one.policy for one in found if one.is_candidate] == ["balanced"]
+
+
+def test_max_steps_ends_the_run_earlier() -> None:
+    probe = pair(job=replace(JOB, steps=100))
+    found = of(predict(probe), "sync")
+    assert found.total_s == pytest.approx(4.0 + found.seconds_per_epoch * 100 * 128 / 64_000)
+
+
+def test_the_memory_of_strategies_follows_that_of_the_devices() -> None:
+    ranks = (rank("cuda:0", 0.5, memory_bytes=3 * 10**9), rank("cuda:1", 0.5, memory_bytes=10**9))
+    held = {one.strategy: one.memory_bytes for one in strategies(pair(ranks=ranks))}
+    assert held["ddp"] == (720_000, 720_000)
+    assert held["zero1"] == (360_000 + 270_000, 360_000 + 90_000)
+    assert held["zero2"] == (180_000 + 405_000, 180_000 + 135_000)
+    assert held["fsdp"] == (540_000, 180_000)
+    times = {one.strategy: one.seconds_per_epoch for one in strategies(pair())}
+    assert times["ddp"] == times["zero1"] == pytest.approx(of(predict(pair()), "balanced").seconds_per_epoch)
+    assert times["fsdp"] > times["ddp"]
+
+
+def test_a_probe_is_the_same_after_json() -> None:
+    probe = pair(notes=("a note",))
+    assert Probe.from_json(json.loads(json.dumps(probe.to_json()))) == probe
+    with pytest.raises(ValueError, match="version"):
+        Probe.from_json({**probe.to_json(), "version": 0})

@@ -1,0 +1,155 @@
+"""policy="auto": which policy and devices a run takes. Called by api/ for every run, before anything starts.
+
+A run that is resumed or replayed takes what its folder has recorded, and nothing is measured again. A fresh plan in the
+run's folder is taken, too. Otherwise the devices are probed. Where ranks are running already nothing can be probed, and
+the rule is `balanced`: exact, and samples follow the speeds.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uneven.config import RunConfig, Task
+from uneven.errors import InputError
+from uneven.hardware.device import Device
+from uneven.launch.context import ProcessContext, process_context
+from uneven.launch.predicted import take_handed
+from uneven.plan.plan import SECONDS, Plan, asked_for, chosen_config, make_plan, read_plan, restored
+from uneven.plan.probe import allowed_policies, with_values
+from uneven.results.checkpoint_folders import find_checkpoints
+from uneven.results.record import read_record
+
+AUTO = "auto"
+# Where `uneven plan` runs the script: called with what it was about to train, and does not return.
+Interception = Callable[[Task, RunConfig, bool], None]
+_interceptions: list[Interception] = []
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of a run, the plan that they follow where there is one, and lines to print."""
+
+    config: RunConfig
+    plan: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def intercept(function: Interception | None) -> None:
+    """From now on every run of this process goes to `function` instead of being trained; None ends that."""
+    _interceptions[:] = [] if function is None else [function]
+
+
+def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False) -> Choice:
+    """What this run takes for policy='auto'; settings without it stay as they are."""
+    for function in _interceptions:
+        function(task, config, is_own_loop)
+    handed = take_handed()
+    if config.policy != AUTO:
+        return Choice(config, handed or _plan_beside(config))
+    context = process_context()
+    if not context.is_alone:
+        why = f"the ranks of {context.environment.launcher} are running already, and cannot be probed first"
+        hint = "; 'uneven run --policy auto' probes before it starts them" if context.environment.launcher else ""
+        return _by_rule(config, f"{why}{hint}")
+    if (known := recorded(config)) is not None:
+        return known
+    devices = _devices(config, context, is_own_loop)
+    if len(devices) == 1:
+        return Choice(with_policy(config))
+    named = with_values(config, devices=",".join(str(device) for device in devices))
+    try:
+        plan, is_found = plan_for(task, named, SECONDS)
+    except InputError as error:
+        if not _is_unmeasurable(task, config):
+            raise
+        return _by_rule(config, str(error).split(":")[0])
+    return follow(config, plan, is_found)
+
+
+def plan_for(task: Task, config: RunConfig, seconds: float) -> tuple[Plan, bool]:
+    """A fresh plan of the same in the run's folder (True), or one that is made now."""
+    found = read_plan(config.out, asked_for(config))
+    plan = None if found is None else restored(found)
+    if plan is not None:
+        return plan, True
+    return make_plan(task, config, seconds, _teller(config)), False
+
+
+def describe_choice(plan: Plan, is_found: bool = False) -> str:
+    """The one line about it."""
+    advice, where = plan.advice, " (from its plan.json)" if is_found else ""
+    what = "one device" if advice.is_one_device else advice.policy
+    return f"  policy auto -> {what} on {','.join(advice.devices)}{where}: {advice.reason}"
+
+
+def follow(config: RunConfig, plan: Plan, is_found: bool) -> Choice:
+    """The advice of a plan, as the settings of a run."""
+    return Choice(chosen_config(config, plan), plan.to_json(), (describe_choice(plan, is_found),))
+
+
+def _teller(config: RunConfig) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        if config.progress != "off":
+            print(f"uneven: {line}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _devices(config: RunConfig, context: ProcessContext, is_own_loop: bool) -> tuple[Device, ...]:
+    devices = context.devices(config.devices)
+    return devices[:1] if is_own_loop and config.devices == "auto" else devices
+
+
+def with_policy(config: RunConfig) -> RunConfig:
+    allowed = allowed_policies(config)
+    return with_values(config, policy="balanced" if "balanced" in allowed else allowed[0])
+
+
+def _by_rule(config: RunConfig, why: str) -> Choice:
+    chosen = with_policy(config)
+    return Choice(chosen, None, (f"  policy auto -> {chosen.policy}, by rule: {why}",))
+
+
+def _is_unmeasurable(task: Task, config: RunConfig) -> bool:
+    """Whether no plan can be made of it, whatever the devices: a stream without length, or a sharded model."""
+    return not config.is_replicated or not hasattr(task.dataset, "__len__")
+
+
+def _plan_beside(config: RunConfig) -> dict[str, Any] | None:
+    """The plan in the run's folder, where it predicted this very policy and devices: the run is compared with it."""
+    found = read_plan(config.out)
+    if found is None or config.resume is not None or config.replay is not None:
+        return None
+    plan = restored(found)
+    devices = config.devices if config.devices != AUTO else ",".join(() if plan is None else plan.probe.devices)
+    chosen = None if plan is None else plan.prediction(config.policy, devices.split(","))
+    return None if plan is None or chosen is None else plan.to_json(chosen)
+
+
+def recorded(config: RunConfig) -> Choice | None:
+    """What the run that is resumed or replayed had; None for a new run."""
+    run = config.replay or (config.out if config.resumes_newest else config.resume)
+    if run is None:
+        return None
+    record = _record_of(run)
+    if record is None:
+        return None
+    policy = record["config"]["policy"]
+    plan = next((found for folder in (run, run.parent) if (found := read_plan(folder)) is not None), None)
+    is_same = plan is not None and plan["asked"].get("devices") in (config.devices, record["config"]["devices"])
+    devices = record["config"]["devices"] if is_same or config.devices == AUTO else config.devices
+    chosen = with_values(config, policy=policy, devices=devices)
+    line = f"  policy auto -> {policy} on {devices}, as recorded in {run}"
+    return Choice(chosen, plan if devices == record["config"]["devices"] else None, (line,))
+
+
+def _record_of(run: Path) -> dict[str, Any] | None:
+    """The record of a run: of its result, or of its newest checkpoint that can be read."""
+    for folder in (run, *find_checkpoints(run)):
+        try:
+            return read_record(folder)
+        except InputError:  # noqa: PERF203, a few folders
+            continue
+    return None

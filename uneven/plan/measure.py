@@ -1,0 +1,257 @@
+"""Some seconds of probing: rank processes on all devices, and each CPU alone, with the user's own task.
+
+Called by plan.py with a task that `fit` or the builder was given. When `probe` returns or raises, no process and no
+file of it is left.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from uneven.config import EXACT_POLICIES, LOCAL_POLICIES, RunConfig, Task, is_stream
+from uneven.data.epoch_order import make_axis, make_order
+from uneven.errors import InputError
+from uneven.hardware.cgroup import memory_limit
+from uneven.hardware.device import Device
+from uneven.hardware.interference import measure_interference
+from uneven.launch.context import process_context
+from uneven.launch.instances import rebuild_instances
+from uneven.launch.launcher import run_ranks
+from uneven.launch.preflight import prepare
+from uneven.launch.requests import Requests
+from uneven.plan.probe import (
+    ExactProbe,
+    JobProbe,
+    LocalProbe,
+    Probe,
+    RankProbe,
+    SoloProbe,
+    allowed_policies,
+    with_values,
+)
+from uneven.plan.ranks import ProbeOrder, probe_rank
+from uneven.policy.stream_axis import StreamAxis
+from uneven.results.progress import Reporter
+
+FOREVER = 10**6  # epochs: a probe ends by the clock
+SOLO_SHARE = 0.3  # of the seconds, for a device alone
+STRETCH = "seconds={given} must be a number of at least 1: how long all devices together are measured"
+
+Say = Callable[[str], None]
+
+
+def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
+    """Measure the devices of `config` with this task; `say` is told what is going on."""
+    if not seconds >= 1.0:
+        raise InputError(STRETCH.format(given=seconds))
+    _refuse(task, config)
+    candidates = allowed_policies(config)
+    began = time.perf_counter()
+    task, _ = rebuild_instances(task)
+    first = next((policy for policy in ("balanced", *EXACT_POLICIES) if policy in candidates), "balanced")
+    plain = probe_config(config, first if first in candidates else candidates[0])
+    prepared = prepare(task, plain, process_context(), "plan")
+    devices = prepared.devices
+    config = with_values(config, policy=plain.policy, devices=",".join(map(str, devices)))
+    axis = make_axis(make_order(task, plain), plain, len(devices))
+    if isinstance(axis, StreamAxis):
+        raise InputError(_stream(task))
+    bare = replace(task, make_scheduler=None, evaluation=None, callbacks=(), before_step=task.before_step)
+    endless = with_values(prepared.config, policy=exact_of(candidates), epochs=FOREVER, max_steps=None)
+    if endless.policy not in candidates:  # settings of the local policies alone: the exact steps go without them
+        endless = _without_local(endless)
+    local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
+    with measure_interference() as span:
+        rows: list[dict[str, Any]] = []
+        start_s = 0.0
+        if len(devices) > 1:
+            say(f"measuring {len(devices)} devices together, for {seconds:.0f} s")
+            order = ProbeOrder(seconds, local=local)
+            rows, start_s = _run(bare, endless, devices, order)
+        solos = _probe_solos(bare, endless, devices, rows, seconds, say)
+    measured = rows[0] if rows else solos[0][1]
+    nbytes = {name: measured[name] for name in ("param_bytes", "gradient_bytes", "state_bytes")}
+    job = JobProbe.of(config, axis.epoch_samples, candidates, prepared.config.backend, **nbytes)
+    return _assemble(job, rows, [solo for solo, _ in solos], devices, start_s).with_time(
+        time.perf_counter() - began, span.interference.is_disturbed
+    )
+
+
+def probe_config(config: RunConfig, policy: str) -> RunConfig:
+    """The user's settings without those that read or write a run's files."""
+    return with_values(
+        config,
+        policy=policy,
+        out=None,
+        overwrite=False,
+        resume=None,
+        replay=None,
+        save_every=None,
+        keep_last=None,
+        keep_best=None,
+        monitor_mode="auto",
+        checkpoint_copies=1,
+        monitor=None,
+        eval_every=None,
+        min_ranks=1,
+        restarts=0,
+        progress="off",
+    )
+
+
+def _refuse(task: Task, config: RunConfig) -> None:
+    if not config.is_replicated:
+        raise InputError(
+            f"strategy={config.strategy!r}: a plan is made for devices that each hold the whole model, and shows the "
+            "memory of the other strategies beside it; leave strategy out"
+        )
+    if is_stream(task.dataset) and not hasattr(task.dataset, "__len__"):
+        raise InputError(_stream(task))
+
+
+def _stream(task: Task) -> str:
+    return (
+        f"dataset {type(task.dataset).__name__} is a stream without length: nobody knows how long an epoch takes; "
+        "give it a __len__, or compare policies on a part of it: uneven bench policies train.py"
+    )
+
+
+def exact_of(candidates: Sequence[str]) -> str:
+    return "sync" if "sync" in candidates and "balanced" not in candidates else "balanced"
+
+
+def _without_local(config: RunConfig) -> RunConfig:
+    names = ("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_staleness", "optimizer_state")
+    return with_values(config, verify=False, **dict.fromkeys(names, None))
+
+
+def _run(
+    task: Task, config: RunConfig, devices: tuple[Device, ...], order: ProbeOrder
+) -> tuple[list[dict[str, Any]], float]:
+    """Every rank's figures, and the seconds until the ranks began."""
+    began = time.time()
+    reporter = Reporter("off")
+    rows = run_ranks((task, config, partial(probe_rank, order)), devices, Requests(), reporter, _read)
+    return rows, max(row["began"] for row in rows) - began
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "result-0" / "probe.json").read_text())
+    return rows
+
+
+def _probe_solos(
+    task: Task,
+    config: RunConfig,
+    devices: tuple[Device, ...],
+    rows: list[dict[str, Any]],
+    seconds: float,
+    say: Say,
+) -> list[tuple[SoloProbe, dict[str, Any]]]:
+    """Each device alone. A CPU has more cores then; another device is as fast as it was with the others idle."""
+    found: dict[str, tuple[SoloProbe, dict[str, Any]]] = {}
+    for device in devices:
+        name = str(device)
+        if name in found:
+            continue
+        if device.kind == "cuda" and rows:
+            row = rows[devices.index(device)]
+            found[name] = SoloProbe(device=name, threads=row["threads"], speed=row["alone"]), row
+            continue
+        kin = next(
+            (other for other in found if other.split("@")[0] == device.torch_name and device.percent is None), None
+        )
+        if kin is not None:  # a simulated device sleeps in proportion to its work
+            before, row = found[kin]
+            whole = before.speed / next(other.speed for other in devices if str(other) == kin)
+            found[name] = replace(before, device=name, speed=whole * device.speed), row
+            continue
+        say(f"measuring {name} alone")
+        solo = with_values(config, devices=name, policy="balanced", shares=None, memory_cap=None)
+        many, start_s = _run(task, solo, (device,), ProbeOrder(SOLO_SHARE * seconds))
+        row = many[0]
+        made = SoloProbe(device=name, threads=row["threads"], speed=row["exact"]["speed"], start_s=start_s)
+        found[name] = made, row
+    return list(found.values())
+
+
+def _assemble(
+    job: JobProbe, rows: list[dict[str, Any]], solos: list[SoloProbe], devices: tuple[Device, ...], start_s: float
+) -> Probe:
+    """All figures in one record; a device alone is its own only rank."""
+    if not rows:
+        (solo,) = solos
+        ms = 1e3 * job.batch_size / solo.speed
+        only = RankProbe(
+            device=solo.device,
+            threads=solo.threads,
+            fixed_ms=0.0,
+            sample_ms=ms / job.batch_size,
+            jitter=0.0,
+            at_once=solo.speed,
+            alone=solo.speed,
+            memory_bytes=memory_of(devices[0]),
+        )
+        return Probe(job=job, ranks=(only,), solos=tuple(solos), start_s=solo.start_s)
+    ranks = tuple(_rank(row, memory_of(device)) for row, device in zip(rows, devices, strict=True))
+    return Probe(
+        job=job,
+        ranks=ranks,
+        solos=tuple(solos),
+        exact=_exact(rows, job),
+        local=_local(rows, job),
+        sum_ms=rows[0]["sum_ms"],
+        latency_ms=max(row["latency_ms"] for row in rows),
+        start_s=start_s,
+    )
+
+
+def _rank(row: dict[str, Any], memory_bytes: int | None) -> RankProbe:
+    local = row.get("local", {})
+    return RankProbe(
+        **{name: row[name] for name in ("device", "threads", "fixed_ms", "sample_ms", "jitter", "at_once", "alone")},
+        exact_factor=row["exact"]["factor"],
+        slot_ms=local.get("slot_ms", 0.0),
+        round_ms=local.get("round_ms", 0.0),
+        cap=row["cap"],
+        memory_bytes=memory_bytes,
+    )
+
+
+def _exact(rows: list[dict[str, Any]], job: JobProbe) -> ExactProbe:
+    found = [row["exact"] for row in rows]
+    speed, samples = sum(one["speed"] for one in found), sum(one["samples"] for one in found)
+    step_ms = 1e3 * samples / speed / found[0]["steps"]
+    policy = exact_of(job.candidates)
+    overhead_ms = max(0.0, step_ms - found[0]["longest_ms"])
+    return ExactProbe(policy=policy, speed=speed, overhead_ms=overhead_ms, shares=tuple(found[0]["shares"]))
+
+
+def _local(rows: list[dict[str, Any]], job: JobProbe) -> LocalProbe | None:
+    found = [row["local"] for row in rows if "local" in row]
+    if not found:
+        return None
+    policy = next(policy for policy in LOCAL_POLICIES if policy in job.candidates)
+    average_ms = min(one["average_ms"] for one in found)
+    return LocalProbe(
+        policy=policy, speed=sum(one["speed"] for one in found), average_ms=average_ms, anchor=found[0]["anchor"]
+    )
+
+
+def memory_of(device: Device) -> int | None:
+    """Bytes of a device's memory, where that can be read."""
+    if device.kind == "cuda":
+        import torch
+
+        total = int(torch.cuda.get_device_properties(device.index or 0).total_memory)
+        return total if device.percent is None else total * device.percent // 100
+    limit, _ = memory_limit()
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+            return total if limit is None else min(limit, total)
+    return limit

@@ -1,0 +1,186 @@
+"""What some seconds of probing found out about the devices, the links and the job: plain data, as JSON and back.
+
+Made by measure.py, read by predict.py. Recorded probes are the input of most tests.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from uneven.config import LOCAL_POLICIES, POLICIES, RunConfig
+from uneven.errors import InputError
+from uneven.policy.finish import Cost
+
+VERSION = 1
+
+
+def with_values(config: RunConfig, **values: Any) -> RunConfig:
+    """The settings with other values, checked again; names and values may be known only when it runs."""
+    return replace(config, **values)
+
+
+def allowed_policies(config: RunConfig) -> tuple[str, ...]:
+    """The policies that go with the other settings; InputError where none does."""
+    allowed = []
+    for policy in POLICIES:
+        try:
+            replace(config, policy=policy)
+        except InputError:
+            continue
+        if config.shares is not None and policy not in ("balanced", "cadence"):
+            continue
+        if config.sync_batchnorm and policy in LOCAL_POLICIES:
+            continue
+        allowed.append(policy)
+    if not allowed:
+        raise InputError("policy='auto': no policy goes with all of the other settings; leave out those of one policy")
+    return tuple(allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProbe:
+    """What is trained, as far as it decides how long an epoch takes."""
+
+    samples_per_epoch: int
+    batch_size: int  # per device and step of its own, accumulated micro-batches included
+    global_batch_size: int | None = None  # as the user set it; None: batch_size times the devices
+    epochs: int = 1
+    steps: int | None = None  # max_steps
+    candidates: tuple[str, ...] = ("sync", "balanced", "cadence", "async")  # policies that the settings allow
+    anchor: int | None = None
+    max_anchor: int | None = None
+    min_ranks: int = 1
+    param_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0  # of the optimizer
+    backend: str = "auto"
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, samples: int, candidates: tuple[str, ...], backend: str, **nbytes: int
+    ) -> "JobProbe":
+        """From the settings, and what was measured: samples of an epoch, and the bytes of params, gradients, state."""
+        size = config.global_batch_size
+        return cls(
+            samples_per_epoch=samples,
+            batch_size=config.batch_size * config.accumulate,
+            global_batch_size=size if isinstance(size, int) else None,
+            epochs=config.epochs,
+            steps=config.max_steps,
+            candidates=candidates,
+            anchor=config.anchor,
+            max_anchor=config.max_anchor,
+            min_ranks=config.min_ranks,
+            backend=backend,
+            **nbytes,
+        )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether max_steps may end the run before its last epoch."""
+        return self.steps is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProbe:
+    """One device as a rank among all of them. Times are in ms, speeds in samples/s at the job's batch size."""
+
+    device: str
+    threads: int
+    fixed_ms: float  # of a step, while all ranks compute at the same time
+    sample_ms: float
+    jitter: float  # standard deviation of a step's time, relative
+    at_once: float  # speed while all ranks compute, each by itself
+    alone: float  # speed while the other ranks are idle
+    exact_factor: float = 1.0  # time of its work in a joint step over that by fixed_ms and sample_ms
+    slot_ms: float = 0.0  # of a batch between two rounds; 0: not measured
+    round_ms: float = 0.0  # its own time for a round: snapshot and merge
+    cap: int | None = None  # samples that its memory holds at once, where that is known
+    memory_bytes: int | None = None
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.fixed_ms, self.sample_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoloProbe:
+    """A device alone, with all cores that it would have then."""
+
+    device: str
+    threads: int
+    speed: float  # samples/s at the job's batch size
+    start_s: float = 0.0  # measured of a rank process; a device alone trains in the script's own process
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactProbe:
+    """Some seconds of joint steps by `policy` on all ranks."""
+
+    policy: str
+    speed: float  # samples/s of all ranks together
+    overhead_ms: float  # of a step beyond the work of the slowest rank in it: sums, and what the host does around them
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProbe:
+    """Some seconds of windows and rounds by `policy` on all ranks."""
+
+    policy: str
+    speed: float
+    average_ms: float  # from the moment at which all ranks have entered a round until its average is there
+    anchor: int | None = None  # of the windows that were timed; None: as in the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """All that was measured. `sum_ms`: a sum of the model's size over all ranks; `latency_ms`: one of a few bytes."""
+
+    job: JobProbe
+    ranks: tuple[RankProbe, ...]
+    solos: tuple[SoloProbe, ...] = ()
+    exact: ExactProbe | None = None
+    local: LocalProbe | None = None
+    sum_ms: float = 0.0
+    latency_ms: float = 0.0
+    start_s: float = 0.0  # until the rank processes begin to train
+    seconds: float = 0.0  # that probing took
+    is_disturbed: bool = False  # other programs took time of the cores meanwhile
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(rank.device for rank in self.ranks)
+
+    @property
+    def together(self) -> float:
+        """Speed of all ranks at once over the sum of what each reaches with the others idle; 1: no disturbance."""
+        return sum(rank.at_once for rank in self.ranks) / sum(rank.alone for rank in self.ranks)
+
+    def solo(self, device: str) -> SoloProbe | None:
+        return next((found for found in self.solos if found.device == device), None)
+
+    def with_time(self, seconds: float, is_disturbed: bool) -> "Probe":
+        return replace(self, seconds=seconds, is_disturbed=is_disturbed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Probe":
+        """Of `to_json`; KeyError, TypeError or ValueError for anything else."""
+        fields = dict(found)
+        if fields.pop("version", None) != VERSION:
+            raise ValueError("a probe of another version")
+        job = dict(fields.pop("job"))
+        job["candidates"] = tuple(job["candidates"])
+        exact, local = fields.pop("exact"), fields.pop("local")
+        return cls(
+            job=JobProbe(**job),
+            ranks=tuple(RankProbe(**rank) for rank in fields.pop("ranks")),
+            solos=tuple(SoloProbe(**solo) for solo in fields.pop("solos")),
+            exact=None if exact is None else ExactProbe(**{**exact, "shares": tuple(exact["shares"])}),
+            local=None if local is None else LocalProbe(**local),
+            notes=tuple(fields.pop("notes")),
+            **fields,
+        )

@@ -1,0 +1,181 @@
+"""A plan of a script: it runs up to its `fit`, its builder or its own loop, and what it was about to train is probed.
+
+`plan_script` is `uneven plan`, in a process of its own. `uneven run --policy auto` has `choose_for_script` start such a
+process (this module), since the script's ranks must not find what an earlier run of it has left in the interpreter.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from uneven.config import RunConfig, Task
+from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.launch.lifeline import LIFELINE, end_with_parent
+from uneven.launch.results_file import stdout_to_stderr
+from uneven.launch.script import check_script, execute
+from uneven.launch.script_imports import uses_uneven
+from uneven.plan.probe import with_values
+
+PER_DEVICE = ("shares", "memory_shares", "memory_cap")  # settings of a run that follow its devices
+END_S = 3.0  # for the process that plans, after Ctrl-C
+
+
+class Found(BaseException):
+    """Leaves the user's script where it was about to train. No Exception: a script may catch those."""
+
+    def __init__(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
+        super().__init__("a script that is planned ends here")
+        self.task, self.config, self.is_own_loop = task, config, is_own_loop
+
+
+def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], seconds: float) -> Any:
+    """The Plan of what the script was about to train, with these settings in place of its own; prints on stderr."""
+    from uneven.plan.choose import plan_for
+    from uneven.plan.plan import asked_for, plan_from
+
+    found = find_task(script, args, settings)
+    config = _with_devices(found.config)
+    if found.is_own_loop and len(config.devices.split(",")) > 1:
+        from uneven.plan.own_loop import probe_script
+
+        own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
+        return plan_from(probe_script(script, args, own, found.task, config, seconds, tell), asked_for(config))
+    if found.is_own_loop:
+        raise InputError(
+            f"{script} has a loop of its own, and {config.devices} is one device: there is nothing to choose; name "
+            "several, as in --devices cuda:0,cpu"
+        )
+    plan, _ = plan_for(found.task, with_values(config, out=None), seconds)
+    return plan
+
+
+def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> Found:
+    """Run the script up to where it would train; InputError where it never does."""
+    from uneven.launch.context import make_context, set_process_context
+    from uneven.launch.engines import read_engine
+    from uneven.plan.choose import intercept
+
+    check_script(script, settings)
+    if read_engine() is not None:
+        raise InputError("a plan probes the devices of one machine by processes of its own; start it without an engine")
+    if not uses_uneven(script):
+        raise InputError(f"{script} never imports uneven to train with it: call fit or Ddp.setup in it")
+    set_process_context(make_context(None, settings))
+    intercept(_leave)
+    try:
+        execute(script, args)
+    except Found as found:
+        return found
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    finally:
+        intercept(None)
+    raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
+
+
+def _leave(task: Task, config: RunConfig, is_own_loop: bool) -> NoReturn:
+    raise Found(task, config, is_own_loop)
+
+
+def _with_devices(config: RunConfig) -> RunConfig:
+    from uneven.launch.context import process_context
+
+    return with_values(config, devices=",".join(str(device) for device in process_context().devices(config.devices)))
+
+
+def tell(line: str) -> None:
+    print(f"uneven: {line}", file=sys.stderr, flush=True)
+
+
+def choose_for_script(
+    script: Path, args: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
+    """What `uneven run --policy auto` runs the script with: its settings, the plan, and lines to print."""
+    check_script(script, settings)
+    with tempfile.TemporaryDirectory(prefix="uneven-plan-") as folder:
+        order, result = Path(folder) / "order.json", Path(folder) / "choice.json"
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+        order.write_text(json.dumps({"script": str(script), "args": list(args), "settings": plain}, default=str))
+        code = _run_child([sys.executable, "-m", "uneven.plan.script", str(order), str(result)])
+        if code == STOPPED:
+            raise KeyboardInterrupt
+        if not result.exists():
+            raise SystemExit(code or 1)  # it has said why
+        choice = json.loads(result.read_text())
+    return {**settings, **choice["settings"]}, choice["plan"], choice["notes"]
+
+
+def _run_child(command: list[str]) -> int:
+    """Its exit code; it ends with this process, whatever happens to that one."""
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, LIFELINE: "1"})
+    try:
+        return child.wait()
+    except BaseException:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        raise
+
+
+def choose_here(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """In the process that was started for it: the choice, as JSON."""
+    from uneven.plan.choose import choose
+
+    with stdout_to_stderr():
+        found = find_task(script, args, settings)
+        if found.is_own_loop:
+            choice = _of_own_loop(script, args, settings, found)
+        else:
+            choice = choose(found.task, with_values(found.config, policy="auto"))
+    changed = {"policy": choice.config.policy, "devices": choice.config.devices}
+    changed |= {name: getattr(choice.config, name) for name in PER_DEVICE if getattr(found.config, name) is not None}
+    return {"settings": changed, "plan": choice.plan, "notes": list(choice.notes)}
+
+
+def _of_own_loop(script: Path, args: Sequence[str], settings: Mapping[str, Any], found: Found) -> Any:
+    from uneven.plan.choose import Choice, follow, recorded, with_policy
+    from uneven.plan.own_loop import probe_script
+    from uneven.plan.plan import SECONDS, asked_for, plan_from, read_plan, restored
+
+    config = with_values(found.config, policy="auto")
+    if (known := recorded(config)) is not None:
+        return known
+    config = _with_devices(config)
+    if len(config.devices.split(",")) == 1:
+        return Choice(with_policy(config))
+    kept = read_plan(config.out, asked_for(config))
+    plan = None if kept is None else restored(kept)
+    if plan is not None:
+        return follow(config, plan, is_found=True)
+    own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
+    probe = probe_script(script, args, own, found.task, config, SECONDS, tell)
+    return follow(config, plan_from(probe, asked_for(config)), is_found=False)
+
+
+def main() -> None:
+    """`python -m uneven.plan.script ORDER RESULT`."""
+    end_with_parent()
+    order, result = Path(sys.argv[1]), Path(sys.argv[2])
+    wanted = json.loads(order.read_text())
+    try:
+        choice = choose_here(Path(wanted["script"]), wanted["args"], wanted["settings"])
+    except (InputError, MachineError, RankError) as error:
+        print(f"uneven: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
+    result.write_text(json.dumps(choice))
+
+
+if __name__ == "__main__":
+    main()
