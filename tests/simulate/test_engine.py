@@ -1,0 +1,143 @@
+"""What must hold in every simulated run, whatever the cluster."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.simulate.clusters import FAST, FREE, mixed, pair
+from uneven.errors import InputError
+from uneven.policy.exact import Balanced
+from uneven.policy.windows import Windows
+from uneven.simulate.cluster import POLICIES, Cluster, Job, Link, Policy, RankKind
+from uneven.simulate.engine import STATES, simulate
+
+JOB = Job(samples_per_epoch=6001, batch_size=64, epochs=2)
+LAN = Link(110.0, 0.3)
+
+
+def stormy_cluster(calm: Cluster) -> Cluster:
+    return replace(calm, failures_per_hour=900.0, joins_per_hour=900.0, settle_s=0.3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_sample_is_trained_once(policy: Policy) -> None:
+    for cluster in (pair(), mixed(LAN), replace(mixed(LAN), slowdowns_per_hour=400.0, slowdown_factor=20.0)):
+        found = simulate(cluster, replace(JOB, param_bytes=10**6), policy)
+        assert found.samples == 2 * 6001
+        assert sum(found.shares) == pytest.approx(1.0)
+        assert all(sum(rank.values()) == pytest.approx(1.0) and set(rank) == set(STATES) for rank in found.busy)
+        assert all(part >= 0.0 for rank in found.busy for part in rank.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_devices_with_free_links_lose_nothing(policy: Policy) -> None:
+    found = simulate(Cluster((FAST,) * 8, (0,) * 8, FREE), replace(JOB, samples_per_epoch=64 * 800), policy)
+    assert 0.985 < found.efficiency <= 1.0 + 1e-9
+    assert max(found.shares) - min(found.shares) < 0.01
+
+
+def test_equal_batches_on_a_gap_of_2_5_reach_what_the_readme_says() -> None:
+    job = replace(JOB, samples_per_epoch=32_000)
+    found = {policy: simulate(pair(), job, policy) for policy in POLICIES}
+    assert found["equal"].efficiency == pytest.approx(0.571, abs=0.01)
+    assert "the busiest is rank 1 (slow)" in found["equal"].limits
+    for policy in ("balanced", "cadence", "async"):
+        assert found[policy].efficiency > 0.97
+        assert found[policy].shares[0] == pytest.approx(100 / 140, abs=0.01)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_delay_and_bytes_never_help(policy: Policy) -> None:
+    job = replace(JOB, param_bytes=4 * 10**6)
+    links = [Link(1e6, 0.0), Link(1e6, 5.0), Link(1000.0, 5.0), Link(100.0, 5.0), Link(100.0, 50.0)]
+    seconds = [simulate(mixed(link, jitter=0.0), job, policy).seconds for link in links]
+    # More slots a window may fit an epoch better: whole counts are worth a few per cent.
+    assert all(later > 0.97 * sooner for sooner, later in pairwise(seconds))
+    assert seconds[-1] > 1.05 * seconds[0]
+
+
+def test_a_link_that_limits_is_named() -> None:
+    job = replace(JOB, param_bytes=10**8)
+    assert "the link between machines" in simulate(mixed(Link(10.0, 1.0)), job, "balanced").limits
+    assert "inside machines" in simulate(pair(Link(10.0, 0.0)), job, "sync").limits
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy: Policy) -> None:
+    cluster, job = replace(mixed(LAN), failures_per_hour=500.0, joins_per_hour=500.0), replace(JOB, param_bytes=10**6)
+    first = simulate(cluster, job, policy)
+    assert first == simulate(cluster, job, policy)
+    assert first.seconds != simulate(replace(cluster, seed=2), job, policy).seconds
+
+
+def test_failures_and_joins_are_counted_and_cost_time() -> None:
+    job = replace(JOB, samples_per_epoch=40_001, param_bytes=10**6)
+    for policy in POLICIES:
+        calm = simulate(mixed(LAN), job, policy)
+        stormy = simulate(stormy_cluster(mixed(LAN)), job, policy)
+        assert stormy.samples == 80_002
+        assert stormy.failures > 0
+        assert stormy.joins > 0
+        assert stormy.trained_again > 0
+        assert stormy.efficiency < calm.efficiency
+        assert stormy.mean("settling") > 0.0
+        assert sum(stormy.shares) == pytest.approx(1.0)
+
+
+def test_the_controllers_are_those_of_real_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    for controller in (Balanced, Windows):
+        inner = controller.note
+
+        def note(self: object, *values: object, inner: object = inner, name: str = controller.__name__) -> object:
+            noted.append(name)
+            return inner(self, *values)  # type: ignore[operator]
+
+        monkeypatch.setattr(controller, "note", note)
+    rounds = sum(simulate(pair(), JOB, policy).rounds for policy in ("balanced", "cadence", "async"))
+    assert len(noted) == rounds
+    assert set(noted) == {"Balanced", "Windows"}
+
+
+def test_balanced_leaves_out_what_does_not_help() -> None:
+    useless = RankKind("useless", 5000.0, 1.0)
+    found = simulate(Cluster((FAST, useless), (0, 0), FREE), JOB, "balanced")
+    assert found.shares[1] < 0.01
+    assert found.busy[1]["idle"] > 0.5
+
+
+def test_efficiency_over_time_and_lanes_cover_the_run() -> None:
+    found = simulate(mixed(LAN), replace(JOB, samples_per_epoch=60_000, param_bytes=10**6), "balanced")
+    assert found.over_time[-1][0] == pytest.approx(found.seconds)
+    assert 20 <= len(found.over_time) <= 130
+    assert {span.rank for span in found.lanes} == set(range(6))
+    for rank in range(6):
+        spans = [span for span in found.lanes if span.rank == rank]
+        assert all(one.end_s <= two.start_s + 1e-9 for one, two in pairwise(spans))
+
+
+def test_a_run_may_be_cut_off_and_its_time_per_epoch_stays() -> None:
+    job = replace(JOB, samples_per_epoch=60_000, epochs=50)
+    for policy in POLICIES:
+        hour = simulate(mixed(LAN), job, policy, max_hours=0.01)
+        assert 36.0 <= hour.seconds < 60.0
+        assert hour.samples < 50 * 60_000
+
+
+def test_one_rank_alone_loses_nothing() -> None:
+    for policy in POLICIES:
+        assert simulate(Cluster((FAST,), (0,), FREE), JOB, policy).efficiency > 0.99
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(InputError, match="policy='fast' is not one of equal"):
+        simulate(pair(), JOB, "fast")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="sample_ms=0"):
+        RankKind("x", 1.0, 0.0)
+    with pytest.raises(InputError, match="needs the link between"):
+        Cluster((FAST, FAST), (0, 1), FREE)
+    with pytest.raises(InputError, match="one entry for each of the 2 ranks"):
+        Cluster((FAST, FAST), (0,), FREE)
+    with pytest.raises(InputError, match="max_hours=0"):
+        simulate(pair(), JOB, "sync", max_hours=0)

@@ -1,0 +1,148 @@
+"""What is simulated: devices and what their steps cost, links, what goes wrong, and the job that is trained.
+
+Plain data, checked when it is made: `uneven simulate` reads it from a file, `uneven plan` fills it in with what it
+measured, tests write it down. The engine changes none of it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from uneven.errors import InputError
+
+Policy = Literal["equal", "sync", "balanced", "cadence", "async"]
+POLICIES: tuple[Policy, ...] = ("equal", "sync", "balanced", "cadence", "async")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """A kind of device: a step of n samples takes fixed_ms + n * sample_ms, and one of none takes no time.
+
+    `jitter` is the relative standard deviation of a step's time. `round_ms` is what a round of the local policies takes
+    of the rank's own time: snapshot and merge.
+    """
+
+    name: str
+    fixed_ms: float
+    sample_ms: float
+    jitter: float = 0.0
+    memory_bytes: int | None = None
+    round_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("fixed_ms", "jitter", "round_ms"):
+            if not getattr(self, field) >= 0.0:
+                raise InputError(f"{field}={getattr(self, field)} of {self.name!r} must be 0 or more")
+        if not self.sample_ms > 0.0:
+            raise InputError(f"sample_ms={self.sample_ms} of {self.name!r} must be above 0: what a sample takes, in ms")
+        if self.jitter > 0.5:
+            raise InputError(f"jitter={self.jitter} of {self.name!r} must be at most 0.5, as in 0.05 for 5 %")
+
+    def time_ms(self, samples: int) -> float:
+        """Of a step with so many samples."""
+        return self.fixed_ms + samples * self.sample_ms if samples else 0.0
+
+    def speed(self, batch_size: int) -> float:
+        """Samples per second alone, at this batch size."""
+        return 1e3 * batch_size / self.time_ms(batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one end sends at the same time as it receives: MB per second (1e6 bytes), and the delay of a message."""
+
+    rate_mb_s: float
+    delay_ms: float
+
+    def __post_init__(self) -> None:
+        if not self.rate_mb_s > 0.0:
+            raise InputError(f"rate_mb_s={self.rate_mb_s} of a link must be above 0")
+        if not self.delay_ms >= 0.0:
+            raise InputError(f"delay_ms={self.delay_ms} of a link must be 0 or more")
+
+    def send_ms(self, size: float) -> float:
+        """Of one message with so many bytes."""
+        return self.delay_ms + size / (1e3 * self.rate_mb_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`machines` has the machine of each rank; `between` joins machines, and is needed where there are several.
+
+    The rates are those of the whole cluster. A rank that fails is lost: the others settle for `settle_s` and go on. A
+    join brings back the rank that was lost first, or where none is lost one more of a kind that is there. A slowdown
+    makes one rank `slowdown_factor` times slower for `slowdown_s`.
+    """
+
+    ranks: tuple[RankKind, ...]
+    machines: tuple[int, ...]
+    inside: Link
+    between: Link | None = None
+    failures_per_hour: float = 0.0
+    joins_per_hour: float = 0.0
+    slowdowns_per_hour: float = 0.0
+    slowdown_factor: float = 3.0
+    slowdown_s: float = 30.0
+    settle_s: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise InputError("ranks=() of a cluster: at least one is needed")
+        if len(self.machines) != len(self.ranks):
+            raise InputError(f"machines={self.machines} must have one entry for each of the {len(self.ranks)} ranks")
+        if self.between is None and len(set(self.machines)) > 1:
+            raise InputError("between=None: a cluster of several machines needs the link between them")
+        for field in ("failures_per_hour", "joins_per_hour", "slowdowns_per_hour", "slowdown_s", "settle_s"):
+            if not getattr(self, field) >= 0.0:
+                raise InputError(f"{field}={getattr(self, field)} must be 0 or more")
+        if not self.slowdown_factor >= 1.0:
+            raise InputError(f"slowdown_factor={self.slowdown_factor} must be at least 1: times slower")
+
+    def speed(self, batch_size: int) -> float:
+        """The sum of all ranks' speeds alone, in samples per second."""
+        return sum(kind.speed(batch_size) for kind in self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained. `global_batch_size`: of a step of the exact policies; None: batch_size times the ranks.
+
+    `param_bytes` is what a step of the exact policies and a round of the local ones sum over all ranks. `overlap` is
+    the part of a step's compute during which gradients already travel (0: they are sent after backward). `eval_ms` is
+    spent at every epoch's end by all ranks.
+    """
+
+    samples_per_epoch: int
+    batch_size: int
+    global_batch_size: int | None = None
+    epochs: float = 1.0
+    param_bytes: int = 0
+    anchor: "int | Literal['auto']" = "auto"
+    eval_ms: float = 0.0
+    backend: str = "auto"
+    overlap: float = 0.0
+    max_anchor: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("samples_per_epoch", "batch_size", "global_batch_size"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InputError(f"{field}={value} must be at least 1")
+        if not self.epochs > 0.0:
+            raise InputError(f"epochs={self.epochs} must be above 0")
+        for field in ("param_bytes", "eval_ms"):
+            if getattr(self, field) < 0:
+                raise InputError(f"{field}={getattr(self, field)} must be 0 or more")
+        if not 0.0 <= self.overlap <= 1.0:
+            raise InputError(f"overlap={self.overlap} must be between 0 and 1, a part of a step's compute")
+        if self.backend not in BACKENDS:
+            raise InputError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
+        if self.anchor != "auto" and self.anchor < 1:
+            raise InputError(f"anchor={self.anchor} must be at least 1, or 'auto'")
+
+    def slot_samples(self, policy: Policy, ranks: int) -> int:
+        """Samples of a slot: one rank's batch in the local policies, a step of all ranks in the exact ones."""
+        if policy in ("cadence", "async"):
+            return self.batch_size
+        return self.global_batch_size or self.batch_size * ranks

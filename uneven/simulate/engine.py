@@ -1,0 +1,192 @@
+"""A run of a policy on a cluster that need not exist: the product's own controllers on a simulated clock.
+
+`simulate` is called by `uneven simulate` and `uneven plan`. Nothing here reads a clock or a file, and the same cluster
+with the same seed gives the same numbers on every CPU: uniform random numbers, + - * / and comparisons, in one order.
+"""
+
+import math
+from dataclasses import dataclass
+
+from uneven.errors import InputError
+from uneven.policy.axis import Axis
+from uneven.simulate.cluster import POLICIES, Cluster, Job, Policy
+from uneven.simulate.draws import Draws
+from uneven.simulate.exact_run import SETTLING, ExactRun
+from uneven.simulate.limits import describe_limit
+from uneven.simulate.members import Member, Members
+from uneven.simulate.tally import STATES, Span, Tally
+from uneven.simulate.window_run import WindowRun
+
+__all__ = ["POLICIES", "STATES", "Simulated", "Span", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a simulated run was like. `efficiency`: its samples/s over the sum of the ranks' speeds alone.
+
+    Where ranks fail and join, that sum is of those that were there; evaluation does not count. `shares`: each rank's
+    part of all samples. `counts`: samples per step of the exact policies in the end, slots per window of the local
+    ones. `busy`: for each rank the fraction of the run that it spent in each of STATES. `trained_again`: samples that
+    were lost with a rank. `lanes` has the beginning of the run, of some ranks where there are many.
+    """
+
+    policy: Policy
+    seconds: float
+    seconds_per_epoch: float
+    samples: int
+    samples_per_s: float
+    efficiency: float
+    shares: tuple[float, ...]
+    counts: tuple[int, ...]
+    rounds: int
+    busy: tuple[dict[str, float], ...]
+    limits: str
+    lanes: tuple[Span, ...]
+    failures: int
+    joins: int
+    trained_again: int
+    over_time: tuple[tuple[float, float], ...]
+
+    def mean(self, state: str) -> float:
+        """The fraction of all ranks' time that was spent in a state."""
+        return math.fsum(rank[state] for rank in self.busy) / len(self.busy)
+
+
+def simulate(cluster: Cluster, job: Job, policy: Policy, max_hours: float | None = None) -> Simulated:
+    """Train the job with this policy, to its end or for so many simulated hours."""
+    if policy not in POLICIES:
+        raise InputError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
+    if max_hours is not None and not max_hours > 0.0:
+        raise InputError(f"max_hours={max_hours} must be above 0")
+    run = _Run(cluster, job, policy, math.inf if max_hours is None else 3600.0 * max_hours)
+    run.train()
+    return run.result()
+
+
+class _Run:
+    """Generation after generation: a failure or a join begins the next."""
+
+    def __init__(self, cluster: Cluster, job: Job, policy: Policy, max_s: float) -> None:
+        self._cluster, self._job, self._policy, self._max_s = cluster, job, policy, max_s
+        self._members = Members(cluster)
+        self._tally = Tally(len(cluster.ranks))
+        self._draws = Draws(cluster.seed, "times")
+        slot = job.slot_samples(policy, len(cluster.ranks))
+        per_epoch = -(-job.samples_per_epoch // slot)
+        slots = max(1, round(job.epochs * per_epoch))
+        self._axis = Axis(job.samples_per_epoch, slot, math.ceil(job.epochs), max_slots=slots)
+        self._part = self._generation(None)
+
+    def train(self) -> None:
+        part, tally, members = self._part, self._tally, self._members
+        while not part.is_over and tally.now_s < self._max_s:
+            before_s = tally.now_s
+            part.advance(min(members.next_s, self._max_s))
+            while members.next_s <= tally.now_s and not part.is_over:
+                at_s = members.next_s
+                what, member = members.take()
+                if member is None or what in ("slowdown", "recovery"):
+                    continue
+                if what == "join" and isinstance(part, WindowRun):
+                    self._go_back(part, part.ranks[0], 0, 0.0)  # slots that were handed back are trained by all
+                if what == "failure":
+                    self._lose(part, member, (at_s - before_s) / max(1e-9, tally.now_s - before_s))
+                self._settle()
+                self._part = part = self._generation(part)
+
+    def result(self) -> Simulated:
+        tally, members = self._tally, self._members
+        busy = tuple(_fractions(spent) for spent in tally.spent)
+        losses = {state: math.fsum(rank[state] for rank in busy) / len(busy) for state in STATES}
+        losses["idle"] -= tally.eval_s / max(1e-9, tally.now_s)  # no loss: it is part of the job
+        efficiency = tally.samples / tally.possible if tally.possible else 0.0
+        return Simulated(
+            policy=self._policy,
+            seconds=tally.now_s,
+            seconds_per_epoch=self._job.samples_per_epoch * tally.now_s / max(1, tally.samples),
+            samples=tally.samples,
+            samples_per_s=tally.samples / tally.now_s if tally.now_s else 0.0,
+            efficiency=efficiency,
+            shares=tuple(samples / max(1, tally.samples) for samples in tally.trained),
+            counts=self._part.counts,
+            rounds=tally.rounds,
+            busy=busy,
+            limits=describe_limit(
+                self._policy,
+                efficiency,
+                losses,
+                tally.sums_between_s / tally.sums_s if tally.sums_s else 0.0,
+                [member.kind.name for member in members.all],
+                [rank["compute"] for rank in busy],
+                members.failures,
+            ),
+            lanes=tuple(tally.lanes),
+            failures=members.failures,
+            joins=members.joins,
+            trained_again=tally.again,
+            over_time=tally.over_time(),
+        )
+
+    def _generation(self, before: "ExactRun | WindowRun | None") -> "ExactRun | WindowRun":
+        """Of those who are there now."""
+        job, there = self._job, self._members.there
+        self._tally.grow(len(self._members.all))
+        # Plain DDP sums in one ring of all ranks, over Gloo or NCCL.
+        backend = "gloo" if self._policy == "equal" and job.backend == "auto" else job.backend
+        links = self._members.links(backend)
+        if self._policy in ("cadence", "async"):
+            assert not isinstance(before, ExactRun)
+            is_async = self._policy == "async"
+            return WindowRun(job, is_async, self._axis, there, links, self._draws, self._tally, before)
+        assert not isinstance(before, WindowRun)
+        return ExactRun(
+            job, self._policy, self._axis, there, links, self._draws, self._tally, self._most_steps(there), before
+        )
+
+    def _most_steps(self, there: list[Member]) -> float:
+        """How many steps there will be, at most: the rest of the job, or what fits into the time."""
+        ideal_s = self._axis.slot_size / sum(member.kind.speed(self._job.batch_size) for member in there)
+        return min(float(self._axis.total), self._max_s / ideal_s)
+
+    def _lose(self, part: "ExactRun | WindowRun", member: Member, passed: float) -> None:
+        """What is lost with a member: the step in progress, or what it trained since its last round.
+
+        `passed`: the part of that step or window that was over. Plain DDP starts again from its last checkpoint, which
+        is taken to be that of the epoch's beginning.
+        """
+        if isinstance(part, WindowRun):
+            places = {rank.number: place for place, rank in enumerate(part.ranks)}
+            samples = part.last_samples[places[member.number]] if member.number in places else 0
+            self._go_back(part, member, samples, passed)
+        elif self._policy == "equal":
+            self._tally.go_back()
+            per_epoch = self._axis.slots_per_epoch
+            part.go_back(per_epoch * (part.position // per_epoch))
+        elif part.last_samples:
+            for rank, share in zip(part.ranks, part.last_samples, strict=True):
+                self._tally.lose(rank.number, share, int(share * passed))
+            part.go_back(part.position - 1)
+
+    def _go_back(self, part: WindowRun, member: Member, samples: int, passed: float) -> None:
+        """To the slot before which as many samples lie as are trained without these; a part of a slot is lost, too."""
+        axis, tally = self._axis, self._tally
+        epoch, rest = divmod(tally.samples - samples, axis.samples)
+        position = epoch * axis.slots_per_epoch + rest // axis.slot_size
+        lost = tally.samples - axis.samples_before(position)
+        tally.lose(member.number, lost, int(lost * passed))
+        part.go_back(position)
+
+    def _settle(self) -> None:
+        """Those who are there find each other again."""
+        start_s, end_s = self._tally.now_s, self._tally.now_s + self._cluster.settle_s
+        there = self._members.there
+        self._tally.grow(len(self._members.all))
+        for member in there:
+            self._tally.spend(member.number, SETTLING, end_s - start_s)
+            self._tally.draw(member.number, "settling", start_s, end_s)
+        self._tally.pass_time(end_s, sum(member.kind.speed(self._job.batch_size) for member in there))
+
+
+def _fractions(spent: list[float]) -> dict[str, float]:
+    whole = math.fsum(spent)
+    return {state: seconds / whole if whole else 0.0 for state, seconds in zip(STATES, spent, strict=True)}

@@ -1,0 +1,156 @@
+"""Steps of the exact policies on a simulated clock: every step ends when the slowest rank has, and with one sum.
+
+Drives the policies of policy/exact.py as train/gradient_sync.py does: shares for a slot, then every rank's own time.
+What is left out: see docs/simulate.md. With many ranks and steps one simulated step stands for several alike, so
+that a run of any size takes about MOST_RANK_STEPS draws; the policy then sees fewer of them.
+"""
+
+from uneven.policy.axis import Axis
+from uneven.policy.exact import Balanced, ExactPolicy, Fixed
+from uneven.policy.finish import Cost
+from uneven.simulate.cluster import Job, Policy
+from uneven.simulate.draws import Draws
+from uneven.simulate.links import Links
+from uneven.simulate.members import Member
+from uneven.simulate.tally import Tally
+
+MOST_RANK_STEPS = 2_000_000
+FIRST_STEPS = 64  # are simulated one by one, whatever their number
+COMPUTE, COMMUNICATION, WAIT, SETTLING, IDLE = range(5)
+
+
+class ExactRun:
+    """One generation: the same ranks from slot `position` on. `advance` takes a step, or several alike."""
+
+    def __init__(
+        self,
+        job: Job,
+        policy: Policy,
+        axis: Axis,
+        ranks: list[Member],
+        links: Links,
+        draws: Draws,
+        tally: Tally,
+        most_steps: float,
+        before: "ExactRun | None" = None,
+    ) -> None:
+        """`before`: the generation before it, whose measured costs its ranks keep."""
+        self.axis, self.ranks, self._draws, self._tally = axis, ranks, draws, tally
+        self._job = job
+        self.position: int = 0 if before is None else before.position
+        self._sum = links.all_reduce(job.param_bytes)
+        self._speed = sum(member.kind.speed(job.batch_size) for member in ranks)
+        self.policy: ExactPolicy = Fixed.even(len(ranks))
+        if policy == "balanced":
+            known = {} if before is None else before.costs()
+            costs = [known.get(member.number, Cost(member.kind.fixed_ms, member.kind.sample_ms)) for member in ranks]
+            self.policy = Balanced(tuple(costs), axis.slot_size)
+        self._is_jittery = any(member.kind.jitter for member in ranks)
+        self._stride = max(1, int(most_steps * len(ranks) / MOST_RANK_STEPS))
+        self._number = 0  # simulated steps: what the policy counts
+        self._counts: tuple[int, ...] = ()
+        self._factors: list[float] = []
+        self._base_ms: list[float] = []
+        self.last_samples: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.position >= self.axis.total
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.policy.shares(self._number, self.axis.slot_size)
+
+    def costs(self) -> dict[int, Cost]:
+        """What each member's steps cost by now, as far as the policy has measured it."""
+        if not isinstance(self.policy, Balanced):
+            return {}
+        return {member.number: cost for member, cost in zip(self.ranks, self.policy.current_costs(), strict=True)}
+
+    def advance(self, until_s: float) -> None:
+        """A step; or several alike, as far as they are over by then."""
+        slot = self.axis.slot(self.position)
+        shares = self.policy.shares(self._number, slot.samples)
+        times_ms = self._times_ms(shares)
+        slowest_ms = max(times_ms)
+        hidden_ms = self._job.overlap * slowest_ms
+        sum_ms = max(min(self._sum.ms, self._sum.delay_ms), self._sum.ms - hidden_ms)
+        step_s = (slowest_ms + sum_ms) / 1e3
+        many = self._many(slot.samples, step_s, until_s)
+        self._spend(times_ms, slowest_ms, sum_ms, many)
+        for member, share in zip(self.ranks, shares, strict=True):
+            self._tally.trained[member.number] += share * many
+        self._tally.samples += slot.samples * many
+        self._tally.rounds += many
+        self._tally.sums_s += sum_ms * many / 1e3
+        self._tally.sums_between_s += sum_ms * many / 1e3 * (self._sum.between_ms / self._sum.ms if sum_ms else 0.0)
+        self.last_samples = list(shares)
+        self._tally.pass_time(self._tally.now_s + step_s * many, self._speed)
+        self.position += many
+        self.policy.note(self._number, slot.samples, times_ms)
+        self._number += 1
+        self._end_epoch()
+        self._tally.mark()
+
+    def go_back(self, position: int) -> None:
+        self.position = max(0, position)
+
+    def _times_ms(self, shares: tuple[int, ...]) -> list[float]:
+        factors = [member.factor for member in self.ranks]
+        if shares != self._counts or factors != self._factors:
+            self._counts, self._factors = shares, factors
+            self._base_ms = [
+                member.kind.time_ms(share) * member.factor for member, share in zip(self.ranks, shares, strict=True)
+            ]
+        if not self._is_jittery:
+            return self._base_ms
+        drawn = self._draws.normals(len(self.ranks))
+        return [
+            ms * max(0.1, 1.0 + member.kind.jitter * normal)
+            for ms, member, normal in zip(self._base_ms, self.ranks, drawn, strict=True)
+        ]
+
+    def _many(self, samples: int, step_s: float, until_s: float) -> int:
+        """How many steps this one stands for: none of another size, no other epoch, nothing past what happens next."""
+        if self._stride == 1 or samples < self.axis.slot_size or self._number < FIRST_STEPS:
+            return 1
+        per_epoch = self.axis.slots_per_epoch
+        full = per_epoch if self.axis.samples % self.axis.slot_size == 0 else per_epoch - 1
+        left = min(full - self.position % per_epoch, self.axis.total - self.position)
+        in_time = (until_s - self._tally.now_s) / step_s if until_s < float("inf") else left
+        return max(1, min(self._stride, left, int(in_time)))
+
+    def _spend(self, times_ms: list[float], slowest_ms: float, sum_ms: float, many: int) -> None:
+        scale, tally = many / 1e3, self._tally
+        for member, ms in zip(self.ranks, times_ms, strict=True):
+            spent = tally.spent[member.number]
+            spent[COMPUTE] += ms * scale
+            spent[WAIT if ms else IDLE] += (slowest_ms - ms) * scale
+            spent[COMMUNICATION] += sum_ms * scale
+        if many == 1 and tally.is_drawing:
+            start_s = tally.now_s
+            slowest_s, end_s = start_s + slowest_ms / 1e3, start_s + (slowest_ms + sum_ms) / 1e3
+            for member, ms in zip(self.ranks, times_ms, strict=True):
+                if tally.is_drawn(member.number):
+                    tally.draw(member.number, "compute", start_s, start_s + ms / 1e3)
+                    tally.draw(member.number, "wait" if ms else "idle", start_s + ms / 1e3, slowest_s)
+                    tally.draw(member.number, "communication", slowest_s, end_s)
+
+    def _end_epoch(self) -> None:
+        if not self.axis.ends_epoch(self.position):
+            return
+        if isinstance(self.policy, Balanced):
+            self.policy.settle()
+        self._tally.save()
+        spend_evaluation(self._tally, self.ranks, self._job.eval_ms)
+
+
+def spend_evaluation(tally: Tally, ranks: list[Member], eval_ms: float) -> None:
+    """All ranks evaluate at an epoch's end; not training time, so it does not count against the efficiency."""
+    if eval_ms:
+        start_s, end_s = tally.now_s, tally.now_s + eval_ms / 1e3
+        for member in ranks:
+            tally.spend(member.number, IDLE, end_s - start_s)
+            tally.draw(member.number, "idle", start_s, end_s)
+        tally.eval_s += end_s - start_s
+        tally.pass_time(end_s, 0.0)

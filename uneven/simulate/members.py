@@ -1,0 +1,99 @@
+"""Who takes part in a simulated run, and what happens to them: failures, joins and slowdowns at given rates.
+
+A member keeps its number for the whole run; the ranks of a generation are the members that are there, in their order.
+"""
+
+from dataclasses import dataclass
+
+from uneven.simulate.cluster import Cluster, RankKind
+from uneven.simulate.draws import Draws
+from uneven.simulate.links import Links
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class Member:
+    """A device that takes part, or did: `factor` is how much slower it is at the moment."""
+
+    number: int
+    kind: RankKind
+    machine: int
+    factor: float = 1.0
+    is_lost: bool = False
+    lost_s: float = 0.0
+
+
+class Members:
+    """The members of a run and the next thing that happens to them; `take` it when its time has come."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.all = [
+            Member(number, kind, machine)
+            for number, (kind, machine) in enumerate(zip(cluster.ranks, cluster.machines, strict=True))
+        ]
+        self._draws = Draws(cluster.seed, "what happens")
+        rates = (cluster.failures_per_hour, cluster.joins_per_hour, cluster.slowdowns_per_hour)
+        self._rates = dict(zip(("failure", "join", "slowdown"), rates, strict=True))
+        self._next_s = {kind: self._after(kind, 0.0) for kind in self._rates}
+        self._recoveries: list[tuple[float, int]] = []
+        self.failures = self.joins = 0
+
+    @property
+    def there(self) -> list[Member]:
+        return [member for member in self.all if not member.is_lost]
+
+    @property
+    def is_calm(self) -> bool:
+        """Nothing ever happens."""
+        return not any(self._rates.values())
+
+    @property
+    def next_s(self) -> float:
+        """When the next thing happens."""
+        return min([*self._next_s.values(), *(at_s for at_s, _ in self._recoveries)])
+
+    def links(self, backend: str) -> Links:
+        machines = tuple(member.machine for member in self.there)
+        return Links(machines, self._cluster.inside, self._cluster.between, backend)
+
+    def take(self) -> tuple[str, Member | None]:
+        """Let the next thing happen: "failure", "join", "slowdown" or "recovery", and whom it is about."""
+        if self._recoveries and self._recoveries[0][0] <= min(self._next_s.values()):
+            _, number = self._recoveries.pop(0)
+            self.all[number].factor = 1.0
+            return "recovery", self.all[number]
+        kind = min(self._next_s, key=lambda one: self._next_s[one])
+        at_s = self._next_s[kind]
+        self._next_s[kind] = self._after(kind, at_s)
+        if kind == "join":
+            return kind, self._join()
+        there = self.there
+        member = there[self._draws.below(len(there))]
+        if kind == "slowdown":
+            member.factor = self._cluster.slowdown_factor
+            self._recoveries = [one for one in self._recoveries if one[1] != member.number]
+            self._recoveries.append((at_s + self._cluster.slowdown_s, member.number))
+            return kind, member
+        if len(there) == 1:
+            return kind, None  # the last one: the run could not go on, and is not simulated further into ruin
+        member.is_lost, member.lost_s, member.factor = True, at_s, 1.0
+        self._recoveries = [one for one in self._recoveries if one[1] != member.number]
+        self.failures += 1
+        return kind, member
+
+    def _join(self) -> Member:
+        self.joins += 1
+        lost = [member for member in self.all if member.is_lost]
+        if lost:
+            back = min(lost, key=lambda member: member.lost_s)
+            back.is_lost = False
+            return back
+        model = self.all[self._draws.below(len(self.all))]
+        self.all.append(Member(len(self.all), model.kind, model.machine))
+        return self.all[-1]
+
+    def _after(self, kind: str, now_s: float) -> float:
+        rate = self._rates[kind]
+        return now_s + 3600.0 / rate * self._draws.exponential() if rate else NEVER
