@@ -59,6 +59,23 @@ def test_the_summary_tells_it_only_where_something_was_built_or_waited_for() -> 
     assert cold_starts(quick)[0].waited_s == 0.5, "it is in the files all the same"
 
 
+def test_nobody_waits_for_a_rank_that_joins_later() -> None:
+    """All ranks of the start were said to have waited for it, for as long as the run was on."""
+    found = cold_starts(
+        timeline(
+            Event(2 * SECOND, 0, "ready", {"joins": False}),
+            Event(3 * SECOND, 1, "ready", {"joins": False}),
+            Event(900 * SECOND, 2, "ready", {"joins": True}),
+            prepared(2, "compile", 2000.0),
+        )
+    )
+    assert found == [
+        RankStart(0, "cuda:0", {}, 1.0, 1),
+        RankStart(1, "cpu@0.4", {}),
+        RankStart(2, "cpu", {"compile": 2.0}),
+    ]
+
+
 def test_a_run_without_these_events_has_no_cold_start_to_show() -> None:
     assert [start.phases for start in cold_starts(timeline())] == [{}, {}, {}]
     assert _cold_table(timeline()) == ""

@@ -21,7 +21,7 @@ def test_causes_that_follow_from_the_own_state() -> None:
     assert causes(lanes_of(lane)) == [
         (("start-up", 7), ("compile", 3)),  # communication before the first step is the rendezvous
         (("data", 4),),
-        (("transfer", 6),),
+        (("communication", 6),),
         (("evaluation", 7), ("checkpoint", 2)),
         (("unexplained", 3),),
     ]
@@ -40,9 +40,9 @@ def test_a_rank_waits_for_the_rank_that_joins_last() -> None:
     slow = [("compute", 40), ("communication", 5), ("compute", 5)]
     middle = [("compute", 30), ("wait", 10), ("communication", 5), ("compute", 5)]
     timeline = lanes_of(fast, slow, middle)
-    assert causes(timeline, 0) == [(("waiting for rank 1", 30), ("transfer", 5))]
-    assert causes(timeline, 2) == [(("waiting for rank 1", 10), ("transfer", 5))]
-    assert causes(timeline, 1) == [(("transfer", 5),)]
+    assert causes(timeline, 0) == [(("waiting for rank 1", 30), ("communication", 5))]
+    assert causes(timeline, 2) == [(("waiting for rank 1", 10), ("communication", 5))]
+    assert causes(timeline, 1) == [(("communication", 5),)]
 
 
 def test_the_last_rank_may_be_late_because_of_its_data() -> None:
@@ -55,16 +55,16 @@ def test_waiting_after_all_ranks_have_joined_is_transfer() -> None:
     timeline = lanes_of(
         [("compute", 10), ("wait", 30), ("compute", 5)], [("compute", 18), ("wait", 22), ("compute", 5)]
     )
-    assert causes(timeline, 0) == [(("transfer", 22), ("waiting for rank 1", 8))]
-    assert causes(timeline, 1) == [(("transfer", 22),)]
+    assert causes(timeline, 0) == [(("communication", 22), ("waiting for rank 1", 8))]
+    assert causes(timeline, 1) == [(("communication", 22),)]
     assert causes(lanes_of([("compute", 10), ("wait", 5), ("compute", 1)])) == [(("unexplained", 5),)]
 
 
 def test_a_gap_is_one_interval_with_the_cause_of_its_largest_part() -> None:
     timeline = lanes_of([("compute", MS), ("data", MS // 4), ("communication", MS), ("compute", MS), ("data", MS - 1)])
     (gap,) = idle_gaps(timeline)
-    assert gap == Gap(0, MS, 2 * MS + MS // 4, (("transfer", MS), ("data", MS // 4)))
-    assert (gap.cause, gap.length_ns) == ("transfer", MS + MS // 4)
+    assert gap == Gap(0, MS, 2 * MS + MS // 4, (("communication", MS), ("data", MS // 4)))
+    assert (gap.cause, gap.length_ns) == ("communication", MS + MS // 4)
 
 
 lane = st.lists(st.tuples(st.sampled_from(STATES), st.integers(0, 50)), min_size=1, max_size=25)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from importlib.machinery import PathFinder
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 import uneven.timeline.page
 from tests.timeline.synthetic import MS, history, lanes_of, make_run
 from uneven.errors import InputError, MachineError
-from uneven.timeline.page import write_page
+from uneven.timeline.page import plan_facts, write_page
 from uneven.timeline.record import TRAINING, Event
 from uneven.timeline.sample import Sample
 from uneven.timeline.timeline import Timeline
@@ -70,6 +70,54 @@ def test_the_table_counts_all_of_a_lane(tmp_path: Path) -> None:
     }
 
 
+def test_a_page_begins_with_the_verdict_and_speaks_of_communication(text: str) -> None:
+    body = re.sub(r"<script\b.*?</script>", "", text.partition("<body>")[2], flags=re.DOTALL)
+    sentence = re.search(r'<p class="sentence">(.*?)</p>', body)
+    assert sentence is not None
+    assert re.fullmatch(
+        r"This run gave [\d,.]+ of the [\d,.]+ samples/s that you own \(\d+ %\); "
+        r"equal-batch DDP could give at most [\d,.]+ \(\d+ %\)\.",
+        sentence.group(1),
+    )
+    assert body.index('class="verdict"') < body.index("<dl>") < body.index("<figure")
+    assert "<th>communication</th>" in body
+    assert "transfer" not in body
+    assert len(re.findall(r"<th>", body.partition('<table id="idle">')[2].partition("</thead>")[0])) <= 11
+
+
+def test_a_plan_in_the_folder_is_held_against_the_run(tmp_path: Path) -> None:
+    assert plan_facts(tmp_path / "plan.json") == {}
+    plan = {"predicted": {"seconds_per_epoch": 12.14, "efficiency": 0.951}, "achieved": {"seconds_per_epoch": 12.9}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    text = page(tmp_path, lanes_of([("compute", 50 * MS)]))
+    assert "<dt>predicted</dt><dd>12.1 s per epoch, efficiency 0.95</dd>" in text
+    assert "<dt>achieved</dt><dd>12.9 s per epoch</dd>" in text
+    for broken in ("[]", "{", '{"predicted": 5, "achieved": {"efficiency": "x"}}'):
+        (tmp_path / "plan.json").write_text(broken)
+        assert plan_facts(tmp_path / "plan.json") == {}
+
+
+def test_nothing_is_wider_than_a_narrow_screen() -> None:
+    widths = [int(px) for px in re.findall(r"(?<![-\w])(?:min-)?width: (\d+)px", STYLE)]
+    assert max(widths) <= 390 - 20
+    tracks = [int(px) for px in re.findall(r"minmax\((\d+)px", STYLE)]
+    assert max(tracks) <= 390 - 20
+
+
+def test_a_device_s_curve_is_smooth_and_has_a_lane_of_its_own() -> None:
+    from uneven.timeline.busy import busy_chart
+    from uneven.timeline.charts import TimeAxis
+
+    run = make_run(ranks=2, steps=600)
+    axis = TimeAxis.until(5.0, ["0: cpu"])
+    chart = busy_chart(run, {}, axis)
+    lines = {one.name: one.data_source.data["high"] for one in chart.figure.renderers if "Line" in str(one.glyph)}
+    assert {"busy-0", "busy-1", "busy-cpu", "busy-process", "busy-gpu-0"} == set(lines)
+    spans = {name: (min(high), max(high)) for name, high in lines.items()}
+    places = sorted(spans.values())
+    assert all(upper < lower for (_, upper), (lower, _) in pairwise(places)), "none crosses another"
+
+
 def test_a_run_without_shares_anchor_or_epochs_has_sentences_instead(tmp_path: Path) -> None:
     text = page(tmp_path, lanes_of([("compute", 50 * MS)]), epochs=0)
     assert re.findall(r'<figure id="([\w-]+)"', text) == ["lanes", "busy"]
@@ -80,6 +128,18 @@ def test_a_run_without_shares_anchor_or_epochs_has_sentences_instead(tmp_path: P
         base.lanes, base.accounts, [Event(5, 0, "shares", {"slot": 0, "shares": [64, 64], "alone": []})], []
     )
     assert "The shares did not change: 50 % / 50 %." in page(tmp_path, fixed)
+
+
+def test_shares_are_those_since_the_last_change_of_ranks(tmp_path: Path) -> None:
+    """Earlier ones are of other ranks: of fewer, where one has joined."""
+    base = lanes_of([("compute", 50 * MS)], [("compute", 50 * MS)])
+    joined = [
+        Event(5 * MS, 0, "shares", {"slot": 0, "shares": [64], "alone": []}),
+        Event(19 * MS, 0, "shares", {"slot": 9, "shares": [32, 32], "alone": []}),
+        Event(20 * MS, 0, "generation", {"number": 1, "why": "rank 1 joins", "ranks": 2, "ms": 2.0}),
+    ]
+    text = page(tmp_path, Timeline(base.lanes, base.accounts, joined, []))
+    assert "The shares did not change: 50 % / 50 %." in text
 
 
 def test_unusual_runs_have_a_page_too(tmp_path: Path) -> None:

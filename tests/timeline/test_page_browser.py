@@ -1,6 +1,7 @@
 """The page in a real browser: it opens without a complaint, asks for nothing, and does what its charts promise."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ globalThis.tooltip = (start) => new Promise((done) => {
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "page.html"
-    write_page(path, make_run(), history(), "lenet <async>", {"model": "lenet"})
+    write_page(path, make_run(epochs=12), history(12), "lenet <async>", {"model": "lenet"})
     return path
 
 
@@ -147,7 +148,7 @@ def test_a_key_shows_and_hides(tab: Tab) -> None:
 
 
 def test_the_tooltip_of_a_gap_lists_its_causes(tab: Tab) -> None:
-    gap = max((gap for gap in idle_gaps(make_run()) if gap.rank == 0), key=lambda gap: gap.length_ns)
+    gap = max((gap for gap in idle_gaps(make_run(epochs=12)) if gap.rank == 0), key=lambda gap: gap.length_ns)
     middle = (gap.start_ns + gap.end_ns) / 2e9
     press(tab, "mouseMoved", *tab.ask(f"place('lanes', {middle}, 1.87)"), "none")
     text = tab.ask("tooltip('idle')")
@@ -179,6 +180,13 @@ def test_it_fits_a_phone_and_leaves_touch_to_the_page(fresh: Tab, page: Path) ->
     fresh.ask(WORDS)
     assert fresh.ask("document.documentElement.scrollWidth") == 390
     assert all(0 < width < 390 for width in fresh.ask("Bokeh.documents[0].roots().map((one) => one.inner_width)"))
+    labels = "fig('lanes').renderers.find((one) => one.name === 'epoch-names').data_source.data"
+    pixels = f"[...{labels}.x].map((x) => x / fig('lanes').x_range.end * fig('lanes').inner_width)"
+    shown = [(x, name) for x, name in zip(*fresh.ask(f"[{pixels}, {labels}.name]"), strict=True) if name]
+    assert shown, "the last epoch at least"
+    assert all(second - 6 * len(name) > first for (first, _), (second, name) in pairwise(sorted(shown)))
+    cards = fresh.ask("[...document.querySelectorAll('#idle td')].map((one) => one.getBoundingClientRect().right)")
+    assert max(cards) <= 390, "a row of the table is a card"
     active = "fig('lanes').toolbar.tools.filter((one) => one.active && one.event_types?.includes('pan')).length"
     assert fresh.ask(active) == 0
     assert fresh.complaints() == []

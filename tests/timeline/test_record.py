@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uneven.timeline.record import PACK_AFTER, STATES, TRAINING, Recorder
+from uneven.timeline.record import PACK_AFTER, PACK_EVENTS, STATES, TRAINING, Recorder
 
 
 class Clock:
@@ -76,6 +76,21 @@ def test_a_long_recording_is_packed_in_batches_and_complete() -> None:
     seconds = recorder.account().seconds
     assert seconds["data"] == pytest.approx(3e-9 * PACK_AFTER)
     assert seconds["compute"] == pytest.approx(3e-9 * (PACK_AFTER - 1))
+
+
+@pytest.mark.parametrize("known", [0, 5, PACK_EVENTS - 1, PACK_EVENTS, PACK_EVENTS + 3])
+def test_many_events_are_packed_and_complete(known: int) -> None:
+    recorder = Recorder(2)
+    for number in range(known):
+        recorder.event("round", number=number)
+    assert recorder.event_count == known
+    for number in range(known, known + 2 * PACK_EVENTS):
+        recorder.event("round", number=number, samples=[number, 1])
+    assert [event.fields["number"] for event in recorder.events] == [*range(known + 2 * PACK_EVENTS)]
+    since = recorder.events_since(known)
+    assert [event.fields["number"] for event in since] == [*range(known, known + 2 * PACK_EVENTS)]
+    assert since[-1] == recorder.events[-1]
+    assert (since[0].rank, since[0].kind, since[0].fields["samples"]) == (2, "round", [known, 1])
 
 
 @pytest.mark.parametrize(("estimated", "moment"), [(500, 2_000), (2_300, 2_300), (9_000, 2_500)])

@@ -1,11 +1,12 @@
 import sys
 import threading
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from uneven.timeline import sample as module
-from uneven.timeline.sample import Sampler
+from uneven.timeline.sample import Sample, Sampler
 
 
 class OneGpu(ModuleType):
@@ -69,3 +70,17 @@ def test_the_process_is_measured_since_the_last_sample(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "time", clock)
         measured = sampler._take_sample()
         assert expected is None or measured.process_cpu == expected
+
+
+def test_a_long_run_has_a_bounded_number_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten a second, for as long as the run took: 1.5 GB in a week."""
+    monkeypatch.setattr(module, "MOST", 8)
+    sampler = Sampler(interval_s=0.1)
+    now_s = 0.0
+    while now_s < 100.0:
+        sampler._record(Sample(int(1e9 * now_s), 0.0, 0.0, 0, 0, ()))
+        now_s += sampler._interval_s
+    kept_s = [sample.t_ns / 1e9 for sample in sampler.samples]
+    assert 4 <= len(kept_s) < 8
+    gaps = [after - before for before, after in pairwise([0.0, *kept_s, 100.0])]
+    assert max(gaps) <= 2.1 * sampler._interval_s, "evenly, of the whole run"

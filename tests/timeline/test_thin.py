@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.timeline.synthetic import MS, lanes_of
 from uneven.timeline.record import STATES
 from uneven.timeline.sample import Sample
-from uneven.timeline.thin import Piece, bin_spans, busy_shares, evenly_spaced, thin_samples, thin_spans
+from uneven.timeline.thin import Piece, bin_spans, busy_shares, evenly_spaced, smooth, thin_samples, thin_spans
 
 spans = st.lists(st.tuples(st.sampled_from(STATES), st.integers(1, 1000)), min_size=1, max_size=400)
 
@@ -93,3 +93,11 @@ def test_samples_and_items_are_thinned_to_the_limit() -> None:
     assert thin_samples([], 10) == []
     assert evenly_spaced(range(100), 4) == [0, 33, 66, 99]
     assert evenly_spaced([1, 2], 4) == [1, 2]
+
+
+def test_a_smooth_curve_is_a_mean_around_each_value() -> None:
+    assert smooth([0.0, 1.0, 0.0, 1.0, 0.0], 3) == [0.0, 1 / 3, 2 / 3, 1 / 3, 0.0]
+    assert smooth([1.0, None, 3.0, 5.0], 3) == [1.0, None, 4.0, 5.0]
+    assert smooth([2.0, 4.0, 6.0, 8.0], 99) == [2.0, 4.0, 6.0, 8.0], "a ramp stays"
+    assert smooth([7.0], 1) == [7.0]
+    assert smooth([], 5) == []

@@ -2,8 +2,9 @@
 
 Read from two kinds of events. `prepared` says what a rank did and for how long (Recorder.phase): before the first step
 the compilation or warm-up, the capture and the measurement of its speed; in training (`slot`) a step that was the first
-of its size. `ready` is the moment when a rank comes to the rendezvous; it waits
-there until the last rank is ready. The summary, the page and timeline.json show the result.
+of its size. `ready` is the moment when a rank comes to the rendezvous; it waits there until the last rank is ready. One
+that `joins` a run that is on waits for nobody there, and nobody for it. The summary, the page and timeline.json show
+the result.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class RankStart:
 
 def cold_starts(timeline: Timeline) -> list[RankStart]:
     """Every rank's cold start, in the order of the lanes."""
-    ready = {event.rank: event.t_ns for event in timeline.events if event.kind == "ready"}
+    ready = {e.rank: e.t_ns for e in timeline.events if e.kind == "ready" and not e.fields.get("joins")}
     slowest = max(ready, key=lambda rank: ready[rank], default=None)
     found = []
     for lane in timeline.lanes:

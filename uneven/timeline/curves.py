@@ -1,13 +1,13 @@
-"""The curves of a page: utilisation, shares and anchor over time, and loss and metrics over time and samples.
+"""The curves of a page: shares and anchor over time, and loss and metrics over time and samples.
 
 page.py calls them. A function that has nothing to draw returns a sentence for the page instead of a chart.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from bokeh.models import ColumnDataSource, DataRange1d, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 
@@ -28,88 +28,25 @@ from uneven.timeline.charts import (
     source,
     time_figure,
 )
-from uneven.timeline.idle import mean_sampled
 from uneven.timeline.record import Event
-from uneven.timeline.thin import busy_shares, evenly_spaced, thin_samples
-from uneven.timeline.timeline import Lane, Timeline
+from uneven.timeline.thin import evenly_spaced
+from uneven.timeline.timeline import Timeline
 
 MAX_POINTS = 1_000  # of a curve: about one per pixel of a wide screen
-BIN_NS = 100_000_000  # the interval of the sampler
-
-# Keys of an epoch's entry in metrics.jsonl that are not metrics.
-
-
-def busy_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart:
-    """How busy each device was according to its lane, and the sampled utilisation of the machine."""
-    samples = timeline.samples
-    top = max([100.0, *(sample.process_cpu for sample in thin_samples(samples, MAX_POINTS))])
-    fig = time_figure("busy", 260, axis, "% busy", Range1d(start=0.0, end=1.06 * top))
-    chart = Chart(fig)
-    mark_epochs(fig, epochs)
-    end_ns = max(lane.spans[-1][2] for lane in timeline.lanes)
-    bins = max(1, min(MAX_POINTS // 2, end_ns // BIN_NS))
-    edges = [end_ns * index // bins for index in range(bins + 1)]
-    computed = {lane.rank: busy_shares(lane.spans, edges) for lane in timeline.lanes}
-    percentages = {
-        f"rank-{rank}": _float32([None if share is None else 100.0 * share for share in shares])
-        for rank, shares in computed.items()
-    }
-    table = source({"x": [edge / 1e9 for edge in edges[:-1]]} | percentages)
-    for lane in timeline.lanes:
-        name = f"rank {lane.rank}: {lane.device} computes"
-        line = _Line(f"busy-{lane.rank}", name, rank_colour(lane.rank), rank_dash(lane.rank))
-        _draw_steps(chart, line, table, f"rank-{lane.rank}", _mean_busy(lane))
-    for number in sorted({sample.machine for sample in samples}):
-        _draw_samples(chart, timeline, number)
-    return chart
-
-
-def _draw_samples(chart: Chart, timeline: Timeline, number: int) -> None:
-    """What a machine sampled of itself; its lines carry its name where there are several."""
-    samples = thin_samples([sample for sample in timeline.samples if sample.machine == number], MAX_POINTS)
-    means = mean_sampled(timeline, machine=number)
-    ranks = [lane.rank for lane in timeline.lanes if lane.machine == number]
-    of, own = ("", "") if timeline.is_one_machine else (f"{timeline.machines[number].host}: ", f"-{number}")
-    gpus = sorted({gpu[0] for sample in samples for gpu in sample.gpus})
-    utilisations = [{index: used for index, used, _ in sample.gpus} for sample in samples]
-    table = source(
-        {
-            "x": [sample.t_ns / 1e9 for sample in samples],
-            "cpu": _float32([sample.cpu for sample in samples]),
-            "process": _float32([sample.process_cpu for sample in samples]),
-            **{f"gpu {index}": _float32([by_gpu.get(index) for by_gpu in utilisations]) for index in gpus},
-        }
-    )
-    process = f"{of}rank {min(ranks, default=0)}'s process (100 per core)"
-    lines = {"cpu": _Line(f"busy-cpu{own}", f"{of}all cores", "ink", DASHES[(2 + number) % len(DASHES)], 1.2)}
-    lines["process"] = _Line(f"busy-process{own}", process, "faint", DASHES[(3 + number) % len(DASHES)], 1.2)
-    for index in gpus:
-        name = f"{of}GPU {index} (NVML)"
-        lines[f"gpu {index}"] = _Line(f"busy-gpu-{index}{own}", name, rank_colour(index), "dotted", 1.2)
-    for name, line in lines.items():
-        # A sample covers the time before it.
-        _draw_steps(chart, line, table, name, means.get(name), "before")
-
-
-def _mean_busy(lane: Lane) -> float:
-    """The percentage of a lane's whole time that is compute, which is the mean of its curve."""
-    busy_ns = sum(last - first for state, first, last in lane.spans if state == "compute")
-    return 100.0 * busy_ns / max(1, lane.spans[-1][2] - lane.spans[0][1])
-
-
-def _float32(values: Sequence[float | None]) -> "np.ndarray[Any, Any]":
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
 
 
 def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | str:
-    """Every rank's share of the samples, as planned and as trained in each round; a sentence if it never changed."""
-    planned_shares = [
-        (event.t_ns, shares) for event in _events_of_first_rank(timeline) if (shares := _planned_shares(event))
-    ]
+    """Every rank's share of the samples, as planned and as trained in each round; a sentence if it never changed.
+
+    Since ranks were last lost or joined: earlier shares are of other ranks, in another order.
+    """
+    events = _events_of_first_rank(timeline)
+    changed = [event for event in events if event.kind == "generation"]
+    since_ns = changed[-1].t_ns - 1e6 * changed[-1].fields["ms"] if changed else -math.inf
+    events = [event for event in events if event.t_ns >= since_ns]
+    planned_shares = [(event.t_ns, shares) for event in events if (shares := _planned_shares(event))]
     trained_shares = [
-        (event.t_ns, shares)
-        for event in _events_of_first_rank(timeline, "round")
-        if (shares := _fractions(event, "samples"))
+        (event.t_ns, shares) for event in events if event.kind == "round" and (shares := _fractions(event, "samples"))
     ]
     if not planned_shares:
         return "One device trains all samples: there are no shares." if len(timeline.lanes) == 1 else "No shares."
@@ -135,6 +72,8 @@ def shares_chart(timeline: Timeline, epochs: Epochs, axis: TimeAxis) -> Chart | 
                 fig, [paint(dots, f"done-{lane.rank}", line.colour)], f"{name}<br>@y{{0.0}} % of a round's samples"
             )
             chart.keys[-1] = Key(name, (line.name, f"done-{lane.rank}"), line.colour, line.dash)
+    if changed:
+        chart.notes.append("Since the last change of ranks.")
     if trained_shares:
         chart.notes.append("Lines: the planned shares. Dots: the shares of the samples trained in each round.")
     return chart
@@ -179,6 +118,8 @@ def metric_charts(
         y_label = series[0] if len(series) == 1 else title
         over_time = time_figure(f"{title}-time", 260, axis, y_label)
         over_samples = plain_figure(f"{title}-samples", 260, "samples", y_label, DataRange1d(start=0.0))
+        for fig in (over_time, over_samples):  # around a single value, that of a run of one epoch
+            fig.y_range = DataRange1d(default_span=0.2)
         over_samples.xaxis.formatter = NumeralTickFormatter(format="0.[0]a")
         for fig in (over_time, over_samples):
             chart = Chart(fig)
@@ -208,20 +149,12 @@ class _Line:
     width: float = 2.0
 
 
-def _draw_steps(
-    chart: Chart,
-    line: _Line,
-    table: ColumnDataSource,
-    column: str = "y",
-    mean: float | None = None,
-    mode: Literal["after", "before"] = "after",
-) -> None:
+def _draw_steps(chart: Chart, line: _Line, table: ColumnDataSource) -> None:
     fig = chart.figure
-    drawn = fig.step(x="x", y=column, source=table, mode=mode, line_width=line.width, line_dash=line.dash)
+    drawn = fig.step(x="x", y="y", source=table, mode="after", line_width=line.width, line_dash=line.dash)
     paint(drawn, line.name, line.colour)
-    add_tooltip(fig, [drawn], f"{line.label}<br>@{{{column}}}{{0.0}} at @x{{0.000}} s")
-    label = line.label if mean is None else f"{line.label}, mean {mean:.0f} %"
-    chart.keys.append(Key(label, (line.name,), line.colour, line.dash))
+    add_tooltip(fig, [drawn], f"{line.label}<br>@y{{0.0}} at @x{{0.000}} s")
+    chart.keys.append(Key(line.label, (line.name,), line.colour, line.dash))
 
 
 def _draw_metric(chart: Chart, place: int, name: str, xs: Sequence[float], points: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from uneven.timeline.record import NOT_TRAINING, STATES, Span, account_of
 from uneven.timeline.timeline import Lane, Timeline
 
-START_UP, EPOCH_END, TRANSFER, UNEXPLAINED = "start-up", "epoch end", "transfer", "unexplained"
+START_UP, EPOCH_END, COMMUNICATION, UNEXPLAINED = "start-up", "epoch end", "communication", "unexplained"
 OFF_THE_CLOCK = (START_UP, *NOT_TRAINING[1:])  # causes that do not count as training time
 MIN_GAP_NS = 1_000_000
 
@@ -131,14 +131,14 @@ def _causes(
         # Communication before the first step is the rendezvous of the ranks, not a transfer of training.
         return [(START_UP, last - first)]
     if state == "communication":
-        return [(TRANSFER, last - first)]
+        return [(COMMUNICATION, last - first)]
     if state == "wait" and others:
         return _waits(first, last, others)
     return [(rest, last - first)]
 
 
 def _waits(first: int, last: int, others: Sequence["_OwnWork"]) -> list[tuple[str, int]]:
-    """Time until the last rank has joined is waiting for that rank; the rest is the transfer."""
+    """Time until the last rank has joined is waiting for that rank; the rest is communication."""
     latest, rank = -1, 0
     for other in others:
         # If several ranks worked until the end of the wait, take the one that worked longest.
@@ -146,9 +146,9 @@ def _waits(first: int, last: int, others: Sequence["_OwnWork"]) -> list[tuple[st
             latest, rank = end, other.rank
     finish = min(latest, last)
     if finish <= first:
-        return [(TRANSFER, last - first)]
+        return [(COMMUNICATION, last - first)]
     parts = [(f"waiting for rank {rank}", finish - first)]
-    return [*parts, (TRANSFER, last - finish)] if finish < last else parts
+    return [*parts, (COMMUNICATION, last - finish)] if finish < last else parts
 
 
 class _OwnWork:

@@ -9,6 +9,7 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.plotting import figure
 
 from uneven.timeline.charts import (
+    EPOCH_LINES,
     FONT,
     Chart,
     Epochs,
@@ -40,7 +41,6 @@ FEW_SPANS = 100  # a lane with so few is drawn span by span at every zoom
 MAX_GAPS = 3_000
 MAX_ROUNDS = 2_000
 MAX_EVENTS = 500
-MAX_LABELS = 10  # of epochs
 
 # The vertical layout of a lane, whose height is 1.
 IDLE = (0.82, 0.92)
@@ -53,11 +53,16 @@ _DRAWN_ELSEWHERE = {"epoch", "evaluated", "round", "shares", "share", "counts", 
 
 
 def lane_chart(
-    timeline: Timeline, gaps: Sequence[Gap], rounds: Sequence[RankRound], epochs: Epochs, axis: TimeAxis
+    timeline: Timeline,
+    gaps: Sequence[Gap],
+    rounds: Sequence[RankRound],
+    epochs: Epochs,
+    axis: TimeAxis,
+    name: str = "lanes",
 ) -> Chart:
     """A lane per rank, rank 0 on top; those of one machine together, below its name."""
     base, headings, top = _place_lanes(timeline)
-    fig = time_figure("lanes", round(100 + 74 * top), axis, "", Range1d(start=-0.02, end=top + 0.25))
+    fig = time_figure(name, round(100 + 74 * top), axis, "", Range1d(start=-0.02, end=top + 0.25))
     ticks = {base[lane.rank] + sum(LANE) / 2: lane_label(lane) for lane in timeline.lanes}
     fig.yaxis.update(ticker=FixedTicker(ticks=list(ticks)), major_label_overrides=ticks)
     fig.ygrid.update(visible=False)
@@ -94,8 +99,14 @@ def lane_label(lane: Lane) -> str:
 
 
 def _label_epochs(fig: figure, epochs: Epochs, top: float) -> None:
-    shown = thin_epochs(epochs, MAX_LABELS)
-    columns = {"x": list(shown.values()), "y": [top] * len(shown), "name": [f"epoch {number}" for number in shown]}
+    """A label for every line that is drawn; page.js shows those that do not overlap at the present width and zoom."""
+    shown = thin_epochs(epochs, EPOCH_LINES)
+    columns = {
+        "x": list(shown.values()),
+        "y": [top] * len(shown),
+        "name": [""] * len(shown),
+        "epoch": [f"epoch {number}" for number in shown],
+    }
     # To the left of the line, since the line of the last epoch is at the end of the chart.
     text = fig.text(x="x", y="y", text="name", source=source(columns), x_offset=-4, text_align="right")
     text.glyph.update(text_font=value(FONT), text_font_size="11px", text_baseline="bottom")

@@ -3,6 +3,7 @@
 (() => {
   "use strict";
   const PIECES_PER_PIXEL = 0.4; // more pieces would blend into each other, so the coarse level is shown instead
+  const LETTER = 6.5; // px: the width of a letter of an epoch's label
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const coarse = matchMedia("(pointer: coarse)");
   const hidden = new Set(); // names of renderers that the user has switched off
@@ -62,11 +63,47 @@
     }
   }
 
+  // Labels of epochs, from the last one back: one that would touch the one to its right, or the edge, is left out.
+  function labelEpochs() {
+    for (const fig of figures()) {
+      const drawn = fig.renderers.find((one) => one.name === "epoch-names");
+      if (!drawn) continue;
+      const { x, name, epoch } = drawn.data_source.data;
+      const { start, end } = fig.x_range;
+      const order = [...x.keys()].sort((a, b) => x[b] - x[a]);
+      const shown = new Array(x.length).fill("");
+      let free = Infinity; // px from the left of the plot, to the right of which labels are
+      for (const at of order) {
+        const right = ((x[at] - start) / (end - start)) * (fig.inner_width || 1) - 4;
+        const left = right - LETTER * epoch[at].length;
+        if (left < 0 || right > Math.min(free, fig.inner_width || 1)) continue;
+        shown[at] = epoch[at];
+        free = left - LETTER;
+      }
+      if (shown.some((text, at) => text !== name[at])) drawn.data_source.data = { ...drawn.data_source.data, name: shown };
+    }
+  }
+
+  function update() {
+    show();
+    labelEpochs();
+  }
+
   function toggle(key) {
     const shown = key.getAttribute("aria-pressed") !== "true";
     for (const name of JSON.parse(key.dataset.names)) shown ? hidden.delete(name) : hidden.add(name);
     key.setAttribute("aria-pressed", String(shown));
     show();
+  }
+
+  // Where a table is too wide for the screen its rows are cards, in which a cell shows the heading of its column.
+  function nameCells() {
+    for (const table of document.querySelectorAll(".fit table")) {
+      const heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
+      for (const row of table.querySelectorAll("tbody tr")) {
+        [...row.children].forEach((cell, at) => { cell.dataset.head = heads[at]; });
+      }
+    }
   }
 
   function deactivateTouchTools() {
@@ -78,21 +115,22 @@
   }
 
   function begin() {
-    if (!Bokeh.documents.length) {
+    if (!Bokeh.documents.length && document.querySelector("figure")) {
       requestAnimationFrame(begin);
       return;
     }
     paint();
-    show();
+    update();
     if (coarse.matches) deactivateTouchTools();
     dark.addEventListener("change", paint);
-    for (const fig of figures().filter((fig) => fig.tags.length)) {
-      fig.x_range.change.connect(show);
-      fig.properties.inner_width.change.connect(show);
+    for (const fig of figures().filter((fig) => fig.renderers.some((one) => one.name === "epoch-names"))) {
+      fig.x_range.change.connect(update);
+      fig.properties.inner_width.change.connect(update);
     }
     for (const key of document.querySelectorAll(".key")) key.addEventListener("click", () => toggle(key));
     document.documentElement.dataset.ready = "yes";
   }
 
+  nameCells();
   begin();
 })();

@@ -1,13 +1,11 @@
-"""A run as one HTML page: lanes, idle gaps, utilisation, shares, anchor, loss and metrics.
+"""A run as one HTML page: the verdict, lanes, idle gaps, utilisation, shares, anchor, loss and metrics.
 
-The benchmark calls `write_page` after a run. The file is self-contained: it holds bokeh's script, the style sheet and
-the data, thinned to what a screen can show, and its content security policy forbids the browser to load anything.
-bokeh is an optional dependency, imported only when a page is written.
+The benchmark calls `write_page` after a run. The file is self-contained (document.py) and its data is thinned to what a
+screen can show. bokeh is an optional dependency, imported only when a page is written.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
@@ -15,24 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uneven.errors import InputError, MachineError
-from uneven.files import folder_error, write_atomically
+from uneven.files import folder_error, read_json, write_atomically
 from uneven.timeline.cold_start import cold_starts
 from uneven.timeline.idle import MIN_GAP_NS, OFF_THE_CLOCK, idle_gaps, sum_by_cause
+from uneven.timeline.tables import fit_table
 from uneven.timeline.timeline import Timeline, rank_rounds
+from uneven.timeline.verdict import run_verdict
+from uneven.timeline.verdict_bar import verdict_html
 
 if TYPE_CHECKING:
     from uneven.timeline.charts import Chart
 
 ENTRIES = ("epoch", "evaluated")  # events that carry an entry of the history: epoch ends, and evaluations inside one
-MAX_CAUSES = 12  # columns of the table; with many ranks the smallest causes are summed in a last column
-
-_HINT = (
-    "Drag over a chart, or use Ctrl and the wheel, to zoom. The double arrow pans, the round arrow resets. Charts over "
-    "time move together. Click a name above a chart to show or hide it; hover over anything for details."
-)
-_TOUCH_HINT = (
-    "Tap a tool of a chart (zoom, pan) to use it, and again to scroll. Tap a name above a chart to show or hide it."
-)
+MAX_CAUSES = 8  # columns of the table; with many ranks the smallest causes are summed in a last column
 
 
 def write_page(
@@ -41,8 +34,11 @@ def write_page(
     history: Sequence[Mapping[str, Any]] = (),
     title: str = "A run",
     facts: Mapping[str, str] | None = None,
+    samples: Sequence[int] = (),
 ) -> None:
     """Write the page. `history` has an entry per epoch (a line of metrics.jsonl), `facts` is shown at the top.
+
+    `samples` are those that each lane's rank has trained, for the verdict; it estimates them where they are not given.
 
     Raises MachineError if bokeh is missing or the file cannot be written.
     """
@@ -50,20 +46,25 @@ def write_page(
         raise MachineError("a page needs bokeh, which is not installed: pip install 'uneven[pages]'")
     if not any(lane.spans for lane in timeline.lanes):
         raise InputError(f"cannot make a page of {title!r}: its timeline has no spans")
-    content = _html(timeline, history, title, facts or {})
+    shown = {**(facts or {}), **plan_facts(path.parent / "plan.json")}
+    content = _html(timeline, history, title, shown, samples)
     try:
         write_atomically(path, content.encode())
     except OSError as error:
         raise folder_error(path.parent, error) from error
 
 
-def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, facts: Mapping[str, str]) -> str:
-    from bokeh.document import Document
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-
+def _html(
+    timeline: Timeline,
+    history: Sequence[Mapping[str, Any]],
+    title: str,
+    facts: Mapping[str, str],
+    samples: Sequence[int],
+) -> str:
+    from uneven.timeline.busy import busy_chart
     from uneven.timeline.charts import Chart, TimeAxis
-    from uneven.timeline.curves import anchor_chart, busy_chart, entry_key, metric_charts, shares_chart
+    from uneven.timeline.curves import anchor_chart, entry_key, metric_charts, shares_chart
+    from uneven.timeline.document import embed_charts, facts_html, render_document
     from uneven.timeline.lanes import lane_chart, lane_label
     from uneven.timeline.page_machines import link_chart, machine_table
 
@@ -86,32 +87,33 @@ def _html(timeline: Timeline, history: Sequence[Mapping[str, Any]], title: str, 
         *(chart for chart in shares_and_anchor if isinstance(chart, Chart)),
         *metrics,
     ]
-    document = Document()
-    with document.models.freeze():  # bokeh would look through all charts again with each one that is added
-        for chart in charts:
-            document.add_root(chart.figure)
-    script, divs = components({str(chart.figure.name): chart.figure for chart in charts})
-    html = {str(chart.figure.name): _figure_html(chart, divs[str(chart.figure.name)]) for chart in charts}
+    script, html = embed_charts(charts)
     is_several = not timeline.is_one_machine
     sections = [
         _section("Device states", html["lanes"] + _idle_table(timeline, sum_by_cause(gaps)) + _cold_table(timeline)),
         *([_section("Machines and links", machine_table(timeline) + html.get("links", ""))] if is_several else []),
-        _section("Utilisation", html["busy"]),
+        _section("How busy", html["busy"]),
         _section("Shares and anchor", "".join(_chart_or_sentence(chart, html) for chart in shares_and_anchor)),
         _section("Loss and metrics", _metrics_html(metrics, html)),
     ]
-    here = Path(__file__)
-    return _PAGE.format(
-        title=escape(title),
-        style=here.with_name("page.css").read_text(),
-        bokeh=Resources(mode="inline", minified=True, components=["bokeh"]).render_js(),
-        script=here.with_name("page.js").read_text(),
-        charts=script,
-        facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items()),
-        hint=escape(_HINT),
-        touch_hint=escape(_TOUCH_HINT),
-        sections="\n".join(sections),
-    )
+    head = verdict_html(run_verdict(timeline, samples, history)) + facts_html(facts)
+    return render_document(title, head, "\n".join(sections), script)
+
+
+def plan_facts(path: Path) -> dict[str, str]:
+    """What a plan in the run's folder had predicted, and what the run achieved; empty without a readable plan."""
+    plan = read_json(path)
+    if not isinstance(plan, dict):
+        return {}
+    forms = {"seconds_per_epoch": "{:.3g} s per epoch", "efficiency": "efficiency {:.2f}"}
+    found = {}
+    for name in ("predicted", "achieved"):
+        figures = plan.get(name)
+        known = figures if isinstance(figures, dict) else {}
+        numbers = {key: known[key] for key in forms if isinstance(known.get(key), int | float)}
+        if numbers:
+            found[name] = ", ".join(forms[key].format(number) for key, number in numbers.items())
+    return found
 
 
 def _epoch_ends(timeline: Timeline) -> dict[int, float]:
@@ -137,16 +139,6 @@ def _metrics_html(charts: Sequence[Chart], html: Mapping[str, str]) -> str:
     return '<div class="pairs">' + "".join(html[str(chart.figure.name)] for chart in charts) + "</div>"
 
 
-def _figure_html(chart: Chart, div: str) -> str:
-    keys = "".join(
-        f'<button type="button" class="key" aria-pressed="true" data-names="{escape(json.dumps(key.renderers))}">'
-        f'<i class="{key.look}" style="--own: var(--{key.colour})"></i>{escape(key.label)}</button>'
-        for key in chart.keys
-    )
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in chart.notes)
-    return f'<figure id="{chart.figure.name}"><div class="keys">{keys}</div>{div}{notes}</figure>'
-
-
 def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -> str:
     """Seconds by cause for every device; a row adds up to the whole time of the lane."""
     totals: dict[str, float] = {}
@@ -155,23 +147,27 @@ def _idle_table(timeline: Timeline, causes: Mapping[int, Mapping[str, float]]) -
             totals[cause] = totals.get(cause, 0.0) + value
     names = sorted(totals, key=lambda cause: -totals[cause])
     shown, rest = names[:MAX_CAUSES], names[MAX_CAUSES:]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ["device", "computes", *shown, *(["rest"] if rest else [])])
+    heads = ["device", "computes", *shown, *(["rest"] if rest else [])]
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     rows = []
     for lane in timeline.lanes:
         own = causes.get(lane.rank, {})
         wall = max(1e-9, (lane.spans[-1][2] - lane.spans[0][1]) / 1e9)
         values = [wall - sum(own.values()), *(own.get(name, 0.0) for name in shown)]
         values += [sum(own.get(name, 0.0) for name in rest)] if rest else []
-        cells = "".join(
-            f'<td style="--part: {100 * value / wall:.1f}%">{value:.2f} s<small>{100 * value / wall:.1f} %</small></td>'
-            for value in values
-        )
+        cells = "".join(_time_cell(value, wall) for value in values)
         rows.append(f"<tr><th>{lane.rank}: {escape(timeline.name(lane))}</th>{cells}</tr>")
     return (
-        '<h3>Time by cause</h3><div class="wide"><table id="idle"><thead><tr>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<h3>Where the time went</h3><div class="fit"><table id="idle"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
         f'<p class="note">Not training time: {", ".join(OFF_THE_CLOCK)}. Each row adds up to the whole lane.</p>'
     )
+
+
+def _time_cell(seconds: float, wall_s: float) -> str:
+    part = 100 * seconds / wall_s
+    zero = " data-zero" if seconds < 0.005 else ""  # not shown in a card
+    return f'<td{zero} style="--part: {part:.1f}%">{seconds:.2f} s<small>{part:.1f} %</small></td>'
 
 
 def _cold_table(timeline: Timeline) -> str:
@@ -180,49 +176,12 @@ def _cold_table(timeline: Timeline) -> str:
     names = list(dict.fromkeys(name for start in found for name in start.phases))
     if not names and not any(start.steps or start.waited_for is not None for start in found):
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in ["device", *names, "waited", "first steps of a size"])
     rows = []
     for start in found:
         waited = "" if start.waited_for is None else f"{start.waited_s:.2f} s<small>for rank {start.waited_for}</small>"
         steps_s = sum(seconds for _, seconds in start.steps)
         steps = f"{steps_s:.2f} s<small>{len(start.steps)} steps</small>" if start.steps else ""
         cells = [f"{start.phases[name]:.2f} s" if name in start.phases else "" for name in names]
-        row = "".join(f"<td>{cell}</td>" for cell in (*cells, waited, steps))
-        rows.append(f"<tr><th>{start.rank}: {escape(start.device)}</th>{row}</tr>")
-    return (
-        '<h3>Cold start</h3><div class="wide"><table id="cold-start"><thead><tr>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline' blob:; img-src data: blob:; font-src data:">
-<title>{title}</title>
-<style>
-{style}
-</style>
-{bokeh}
-</head>
-<body>
-<main>
-<header>
-<h1>{title}</h1>
-<dl>{facts}</dl>
-<p class="hint fine">{hint}</p>
-<p class="hint coarse">{touch_hint}</p>
-</header>
-{sections}
-</main>
-{charts}
-<script>
-{script}
-</script>
-</body>
-</html>
-"""
+        rows.append([f"{start.rank}: {escape(start.device)}", *cells, waited, steps])
+    heads = ["device", *names, "waited", "first steps of a size"]
+    return "<h3>Cold start</h3>" + fit_table(heads, rows, "cold-start")

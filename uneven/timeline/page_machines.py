@@ -24,6 +24,7 @@ from uneven.timeline.charts import (
 )
 from uneven.timeline.clock import Machine
 from uneven.timeline.links import Link, machine_links, short
+from uneven.timeline.tables import fit_table
 from uneven.timeline.thin import evenly_spaced
 from uneven.timeline.timeline import Timeline, rank_rounds
 
@@ -123,14 +124,10 @@ def machine_table(timeline: Timeline) -> str:
         "speed",
         "in all",
     ]
-    rows = []
-    for link in links:
-        cells = "".join(f"<td>{cell}</td>" for cell in _cells(link))
-        rows.append(f"<tr><th>{escape(link.machine.host)}</th>{cells}</tr>")
-    heads = "".join(f"<th>{name}</th>" for name in head)
+    rows = [[escape(link.machine.host), *_cells(link)] for link in links]
     return (
-        f'<div class="wide"><table id="machines"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-        '</div><p class="note">Clock: what was added to the times of a machine, and how far they may still be off. '
+        fit_table(head, rows, "machines")
+        + '<p class="note">Clock: what was added to the times of a machine, and how far they may still be off. '
         "Bytes: of what its first rank had summed with the other machines.</p>"
     )
 

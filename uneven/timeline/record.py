@@ -9,7 +9,9 @@ The recorder sees the host. For a CUDA rank `device_spans` replaces the host's v
 loads data or copies a snapshot the device may compute, and a host that enqueues kernels is not a device that computes.
 """
 
+import pickle
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ STATES: tuple[State, ...] = TRAINING + NOT_TRAINING
 # Entering a state costs one clock read and one list append: 1.1 us between training steps. Writing it to the arrays at
 # once took 2.6 us, because the arrays have left the CPU caches by then. So states are packed in batches of this size.
 PACK_AFTER = 1024
+# An event is 650 bytes of objects, packed 29; a run of a week has a million rounds.
+PACK_EVENTS = 512
 
 _CODES: dict[str, int] = {state: code for code, state in enumerate(STATES)}
 
@@ -49,12 +53,13 @@ class Recorder:
 
     rank: int = 0
     clock: Callable[[], int] = time.perf_counter_ns
-    events: list[Event] = field(default_factory=list)
     end_ns: int | None = None
     _unpacked: list[tuple[int, State]] = field(default_factory=list)  # (start_ns, state); the last is the current one
     _starts_ns: "array[int]" = field(default_factory=lambda: array("q"))  # of the packed states
     _codes: bytearray = field(default_factory=bytearray)
     _totals_ns: list[int] = field(default_factory=lambda: [0] * len(STATES))
+    _events: list[Event] = field(default_factory=list)  # those that are not packed
+    _packed_events: list[bytes] = field(default_factory=list)  # in batches of PACK_EVENTS
 
     def __post_init__(self) -> None:
         self._unpacked.append((self.clock(), "setup"))
@@ -88,7 +93,26 @@ class Recorder:
         return self._unpacked[-1][1]
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.events.append(Event(self.clock(), self.rank, kind, fields))
+        self._events.append(Event(self.clock(), self.rank, kind, fields))
+        if len(self._events) >= PACK_EVENTS:
+            rows = [(event.t_ns, event.rank, event.kind, event.fields) for event in self._events[:PACK_EVENTS]]
+            self._packed_events.append(zlib.compress(pickle.dumps(rows), 1))
+            del self._events[:PACK_EVENTS]
+
+    @property
+    def events(self) -> list[Event]:
+        """All of them, in order; a new list."""
+        packed = (pickle.loads(zlib.decompress(data)) for data in self._packed_events)
+        return [*(Event(*row) for rows in packed for row in rows), *self._events]
+
+    def events_since(self, count: int) -> list[Event]:
+        """Without the first `count`."""
+        known = PACK_EVENTS * len(self._packed_events)
+        return self._events[count - known :] if count >= known else self.events[count:]
+
+    @property
+    def event_count(self) -> int:
+        return PACK_EVENTS * len(self._packed_events) + len(self._events)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

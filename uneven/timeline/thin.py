@@ -111,6 +111,20 @@ def busy_shares(spans: Sequence[Span], edges_ns: Sequence[int]) -> list[float | 
     return [column.get("compute", 0) / sum(column.values()) if column else None for column in columns]
 
 
+def smooth(values: Sequence[float | None], size: int) -> list[float | None]:
+    """Each value as the mean of the `size` values around it; where one is None it stays None and counts nowhere."""
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value or 0.0))
+        counts.append(counts[-1] + (value is not None))
+    smoothed: list[float | None] = []
+    for place, value in enumerate(values):
+        reach = min((size - 1) // 2, place, len(values) - 1 - place)  # the same on both sides, so that a ramp stays
+        low, high = place - reach, place + reach + 1
+        smoothed.append(None if value is None else (sums[high] - sums[low]) / (counts[high] - counts[low]))
+    return smoothed
+
+
 def thin_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
     """At most `limit` samples: neighbours are replaced by their mean at the time of the last of them."""
     size = -(-len(samples) // limit)

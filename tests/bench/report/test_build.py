@@ -178,13 +178,51 @@ def test_the_text_says_it_all(tmp_path: Path) -> None:
     assert "equal batches could reach 57% at most" in text
     assert "No run failed." in text
     assert "Doubtful" not in text
-    assert "| mode | busy | rounds | transfer ms | wait ms |" in text
+    assert "| mode | busy | rounds | communication ms | wait ms |" in text
     assert "Idle, in seconds of all devices together" in text
     assert "Published: 99.00 %" in text
     assert "has 5 epochs" in text, "these runs have two"
     assert "`uneven bench sweep`" in text
     assert "Not run: nccl-sync (no CUDA)." in text
     assert text.isascii()
+
+
+def test_the_report_begins_with_its_result_and_ends_with_definitions(tmp_path: Path) -> None:
+    report = build_report(sweep(tmp_path))
+    (model,) = report.models
+    found = model.verdict
+    assert found is not None
+    assert found.sentence == (
+        "LeNet-5 with BatchNorm by cpu-async gave 1,366 of the 1,400 samples/s that you own (98 %); "
+        "equal-batch DDP could give at most 800 (57 %)."
+    ), "by pairs"
+    assert found.gave is not None
+    assert found.owned is not None
+    assert found.gave.samples_per_s + sum(loss.samples_per_s for loss in found.losses) == pytest.approx(1400.0)
+    assert found.owned.source == "measured"
+    text = render_markdown(report)
+    assert text.startswith(f"# Benchmark report\n\n**{found.sentence}** The rest went to wait")
+    assert text.index("## LeNet") < text.index("## What the figures mean") < text.index("Efficiency is joint samples/s")
+    page = re.sub(r"<script\b.*?</script>", "", render_page(report, tmp_path), flags=re.DOTALL)
+    assert page.index('class="bar"') < page.index("<table") < page.index("<details>")
+    assert "transfer" not in page
+    keys = re.findall(r'<button[^>]*class="key".*?</button>', page)
+    assert len(keys) == len([row for row in model.rows if row.trajectories]), "one row of keys for all plots"
+    assert "Efficiency is joint" in page.partition("<details>")[2]
+
+
+def test_disturbed_runs_have_no_verdict_and_single_devices_need_none(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.97, 1000.0)
+    assert build_report(tmp_path).models[0].verdict is None
+    make_run(tmp_path, "lenet", "cpu-async", 0, 0.97, 1330.0)
+    (model,) = build_report(tmp_path).models
+    assert model.verdict is not None
+    assert "how fast each device is alone is not known" in model.verdict.sentence
+    make_run(tmp_path, "lenet", "solo-1", 0, 0.97, 400.0, devices=["cpu@0.4"], is_disturbed=True)
+    (model,) = build_report(tmp_path).models
+    assert model.verdict is not None
+    assert "no verdict" in model.verdict.sentence
+    assert 'class="bar"' not in render_page(build_report(tmp_path), tmp_path).partition("<body>")[2]
 
 
 def test_the_page_stands_alone_and_links_the_timelines(tmp_path: Path) -> None:

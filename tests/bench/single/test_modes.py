@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def test_torch_ddp_and_ours_train_the_same_model(tmp_path: Path) -> None:
         folder = tmp_path / "mlp" / mode / "seed-0"
         states.append(TrainedState.load(folder))
         files.append({path.name for path in folder.iterdir()})
+    # PyTorch's DDP waits inside backward: its lanes show it, or a page could not.
+    accounts = json.loads((tmp_path / "mlp" / "torch-ddp" / "seed-0" / "timeline.json").read_text())["accounts"]
+    assert all(account["seconds"]["wait"] > 0 for account in accounts)
     for name, value in states[0].params.items():
         torch.testing.assert_close(value, states[1].params[name], rtol=1e-4, atol=1e-5)
         assert torch.equal(states[1].params[name], states[2].params[name])

@@ -25,6 +25,7 @@ from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
 from uneven.timeline.timeline import rank_rounds
+from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
 
 VERSION = 1
 MARGIN = {"accuracy": 0.004, "loss": 0.05}  # a mode that is worse than solo by less counts as equally good
@@ -59,6 +60,7 @@ class ModeReport:
     wait_ms: float | None
     utilisation: dict[str, float] = field(default_factory=dict)  # device -> share of the time in which it computes
     idle_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds, all devices, mean over seeds
+    lost: dict[str, float] = field(default_factory=dict)  # state -> samples/s by the speeds alone, mean over seeds
     sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds
     anchor: float | None = None  # of the last window, mean over seeds
     peak_memory_bytes: int | None = None
@@ -87,6 +89,7 @@ class ModelReport:
     rows: list[ModeReport]
     best: str | None
     is_solo_disturbed: bool = False  # the speed of some device alone; gap and bound are then None
+    verdict: Verdict | None = None  # of the best joint mode; None without joint runs
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         _row(recipe, mode, runs, alone, solo, target, root, is_solo_disturbed)
         for mode, runs in sorted(by_mode.items(), key=_order)
     ]
-    first = records[0].summary
+    first, best = records[0].summary, _best(recipe, rows)
     return ModelReport(
         model=name,
         title=recipe.title,
@@ -173,9 +176,29 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         sync_bound=ddp_bound(alone) if alone and not is_solo_disturbed else None,
         target=target,
         rows=rows,
-        best=_best(recipe, rows),
+        best=best,
         is_solo_disturbed=is_solo_disturbed,
+        verdict=_verdict(recipe, rows, alone, best, is_solo_disturbed),
     )
+
+
+def _verdict(
+    recipe: Recipe, rows: list[ModeReport], alone: list[float], best: str | None, is_solo_disturbed: bool
+) -> Verdict | None:
+    """Of the best mode, or of the fastest one on several devices where the best is a device alone or not known."""
+    joint = [row for row in rows if row.mode in (*OWN_LOOP, *JOINT) and row.samples_per_s]
+    title = recipe.title[:1].upper() + recipe.title[1:]
+    if not joint:
+        return None
+    timed = [row for row in joint if not row.is_disturbed]
+    if not timed or is_solo_disturbed:
+        return Verdict(f"{title}: no verdict, since other programs disturbed the runs that it needs.")
+    row = next((row for row in timed if row.mode == best), max(timed, key=lambda row: row.samples_per_s or 0.0))
+    assert row.samples_per_s is not None, "chosen by it"
+    # Where joint and solo segments were measured in turn, their ratio is nearer the truth than that of whole runs.
+    is_paired = row.efficiency is not None and row.efficiency_half is not None and not row.is_efficiency_disturbed
+    speed = (row.efficiency or 0.0) * sum(alone) if is_paired and alone else row.samples_per_s
+    return verdict(alone, speed, row.lost, MEASURED, f"{title} by {row.mode}")
 
 
 def _order(entry: tuple[str, Any]) -> tuple[int, str]:
@@ -241,7 +264,7 @@ def _row(
         efficiency_half=paired["half_width"] if paired and has_speed else None,
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
         efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
-        **_times(runs),
+        **_times(runs, alone),
         sample_shares=_sample_shares(runs),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=statistics.median(reached) if reached and has_speed and not is_for_speed else None,
@@ -267,7 +290,7 @@ def _sample_shares(runs: list[RunRecord]) -> list[float]:
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
-def _times(runs: list[RunRecord]) -> dict[str, Any]:
+def _times(runs: list[RunRecord], alone: list[float]) -> dict[str, Any]:
     """Computed from the timelines: rounds and their cost, utilisation per device, idle time by cause."""
     timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
     if not timelines:
@@ -288,6 +311,7 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
             for cause, seconds in causes.items():
                 name = OUTSIDE if cause in OFF_THE_CLOCK else cause
                 idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
+    lost = [lost_by_state(one.accounts, alone) for one in timelines if len(one.accounts) == len(alone)]
     return {
         "rounds": round(statistics.mean(len(of_run) for of_run in rounds)) if every else None,
         "transfer_ms": _mean([round_.cost_ms for round_ in every]),
@@ -295,6 +319,7 @@ def _times(runs: list[RunRecord]) -> dict[str, Any]:
         "anchor": _mean(anchors),
         "utilisation": {device: statistics.mean(values) for device, values in utilisation.items()},
         "idle_s": idle,
+        "lost": {state: statistics.mean(one[state] for one in lost) for state in lost[0]} if lost else {},
     }
 
 

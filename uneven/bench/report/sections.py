@@ -5,9 +5,11 @@ Called by cli/sweep.py. Invariant: a disturbed speed carries a mark wherever it 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from uneven.bench.report.build import MARGIN, ModelReport, ModeReport, Report
 from uneven.bench.undisturbed import FOOTNOTE, MARK, mark
+from uneven.timeline.verdict import Verdict
 
 IMPOSSIBLE = 1.05  # an estimated efficiency above this cannot be real: runs differ by less than 5 % by chance
 NOTES = (
@@ -15,8 +17,11 @@ NOTES = (
     "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
-    "Busy is the share of the training time in which a device computes (a time-weighted mean); PyTorch's DDP waits for "
-    "the others inside backward, which counts as computing there. Samples: each device's share of them, in percent.",
+    "Busy is the share of the training time in which a device computes (a time-weighted mean). Samples: each device's "
+    "share of them, in percent. On CUDA devices PyTorch's DDP waits inside backward, which counts as computing.",
+    "The verdict: what you own is the sum of the devices' speeds alone, what equal-batch DDP could give at most is the "
+    "slowest of them times their number, and the rest is what the devices would have trained in the time that they "
+    "spent otherwise; other includes steps that were slower than alone.",
 )
 DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sweep --force'."
 
@@ -35,11 +40,15 @@ class Table:
         return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
 
+Block: TypeAlias = str | Table | Verdict
+
+
 @dataclass(frozen=True)
 class Section:
     title: str
-    blocks: list[str | Table] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     model: ModelReport | None = None  # set for the section of a model
+    is_folded: bool = False  # definitions, which a page shows when asked to
 
 
 def render_markdown(report: Report) -> str:
@@ -50,7 +59,9 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _block(block: str | Table) -> str:
+def _block(block: Block) -> str:
+    if isinstance(block, Verdict):
+        return f"**{_escape(block.sentence)}** {_escape(block.rest)}".rstrip()
     if isinstance(block, str):
         return f"`{block[2:]}`" if block.startswith("$ ") else _escape(block)
     lines = [block.head, ["---"] * len(block.head), *([_escape(cell) for cell in row] for row in block.rows)]
@@ -63,9 +74,10 @@ def _escape(text: str) -> str:
 
 
 def sections_of(report: Report) -> list[Section]:
-    """All sections in order; the first one has the hardware and explains the figures."""
+    """All sections in order: results first, then what failed, and at the end how to read and repeat them."""
+    verdicts = [model.verdict for model in report.models if model.verdict is not None]
     return [
-        Section("Benchmark report", [*_hardware(report), *NOTES]),
+        Section("Benchmark report", [*verdicts, *_hardware(report)]),
         *map(_model, report.models),
         _failed(report),
         *(
@@ -73,6 +85,7 @@ def sections_of(report: Report) -> list[Section]:
             if report.commands
             else []
         ),
+        Section("What the figures mean", [*NOTES], is_folded=True),
     ]
 
 
@@ -96,7 +109,7 @@ def _model(model: ModelReport) -> Section:
         if model.gap and model.sync_bound
         else ""
     )
-    blocks: list[str | Table] = [f"{facts}.{published}{solo}", _quality(model), _time(model), *_idle(model)]
+    blocks: list[Block] = [f"{facts}.{published}{solo}", _quality(model), _time(model), *_idle(model)]
     estimates = [row for row in model.rows if row.efficiency_half is None and not row.is_efficiency_disturbed]
     most = max((row.efficiency or 0.0 for row in estimates), default=0.0)
     if most > IMPOSSIBLE:
@@ -152,7 +165,7 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
 
 
 def _time(model: ModelReport) -> Table:
-    head = ["mode", "busy", "samples", "anchor", "rounds", "transfer ms", "wait ms", "peak memory"]
+    head = ["mode", "busy", "samples", "anchor", "rounds", "communication ms", "wait ms", "peak memory"]
     return Table.of(head, [_time_row(row) for row in model.rows])
 
 
@@ -169,7 +182,7 @@ def _time_row(row: ModeReport) -> list[str]:
     ]
 
 
-def _idle(model: ModelReport) -> list[str | Table]:
+def _idle(model: ModelReport) -> list[Block]:
     """Idle seconds by cause, of all devices together; empty if no run has a timeline."""
     causes = sorted({cause for row in model.rows for cause in row.idle_s})
     if not causes:
@@ -187,7 +200,7 @@ def _efficiency(row: ModeReport) -> str:
 
 
 def _failed(report: Report) -> Section:
-    blocks: list[str | Table] = ["No run failed."]
+    blocks: list[Block] = ["No run failed."]
     if report.failed:
         blocks = [Table.of(["run", "reason"], [[run["folder"], run["reason"]] for run in report.failed])]
     blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]

@@ -91,7 +91,7 @@ def run_single(order: Order) -> dict[str, Any]:
 def _train(order: Order, mode: Mode, task: Task, config: RunConfig) -> dict[str, Any]:
     with _confined_to(mode.cores):
         program = _train_as_torch_ddp if mode.is_torch_ddp else None
-        run = launch(task, config, title=f"{order.model} {order.mode}", program=program)
+        run = launch(task, config, title=f"{order.model} {order.mode}", program=program, keeps=False)
         limit = threading.Timer(order.time_limit_s or threading.TIMEOUT_MAX, run.stop)
         limit.daemon = True
         if order.time_limit_s is not None:
@@ -162,7 +162,7 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
     check_loop(config, len(devices))
     reporter = Reporter("off" if order.progress == "off" else "lines")
     record = json.dumps({**vars(order), "out": str(order.out)})
-    run_on_ranks(Path(__file__).with_name("own_loop.py"), [record], devices, reporter)
+    run_on_ranks(Path(__file__).with_name("own_loop.py"), [record], devices, reporter, keeps=False)
     summary: dict[str, Any] = json.loads((order.folder / "summary.json").read_text())
     return summary
 
@@ -265,7 +265,7 @@ def _write_page(folder: Path, state: TrainedState, summary: dict[str, Any]) -> N
     title = f"{summary['model']} {summary['mode']}, seed {summary['seed']}"
     # Without bokeh, which is an extra, a run has everything but its page.
     with suppress(MachineError):
-        write_page(folder / "timeline.html", state.timeline, state.history, title, facts)
+        write_page(folder / "timeline.html", state.timeline, state.history, title, facts, state.lane_samples)
 
 
 @contextmanager

@@ -1,0 +1,128 @@
+"""The verdict: its parts add up to what the devices own, its sentence says so, and odd runs have one, too."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.timeline.synthetic import MS, history, lanes_of, make_run
+from uneven.timeline.record import STATES, Account, Event
+from uneven.timeline.timeline import Timeline
+from uneven.timeline.verdict import ABSENT, ESTIMATED, MEASURED, Verdict, lost_by_state, run_verdict, verdict
+from uneven.timeline.verdict_bar import verdict_html
+
+
+def account(rank: int, **seconds: float) -> Account:
+    return Account(rank, dict.fromkeys(STATES, 0.0) | seconds)
+
+
+def sum_of_parts(found: Verdict) -> float:
+    assert found.gave is not None
+    return found.gave.samples_per_s + sum(loss.samples_per_s for loss in found.losses)
+
+
+def test_the_sentence_says_what_one_owns_what_ddp_could_give_and_what_the_run_gave() -> None:
+    found = verdict([893.0, 357.0], 1214.0, {"wait": 26.0, "communication": 10.0}, MEASURED)
+    assert found.sentence == (
+        "This run gave 1,214 of the 1,250 samples/s that you own (97 %); equal-batch DDP could give at most 714 (57 %)."
+    )
+    assert found.rest == "The rest went to communication 0.8 %, wait 2 % (estimated)."
+    assert [found.owned, found.ddp] == [
+        replace(found.owned, samples_per_s=1250.0, source=MEASURED),  # type: ignore[type-var]
+        replace(found.ddp, samples_per_s=714.0, source=MEASURED),  # type: ignore[type-var]
+    ]
+    assert sum_of_parts(found) == pytest.approx(1250.0)
+
+
+@pytest.mark.parametrize("gave", [900.0, 1214.0, 1249.9, 1250.0, 1300.0, 2000.0])
+@pytest.mark.parametrize("lost", [{}, {"wait": 30.0}, {"wait": 900.0, "data": 100.0, "other": 5.0}, {"data": 0.01}])
+def test_what_the_run_gave_and_lost_is_what_one_owns(gave: float, lost: dict[str, float]) -> None:
+    """Measured speeds alone and a run's own times are from different runs: the losses are made to fit."""
+    found = verdict([893.0, 357.0], gave, lost, MEASURED)
+    assert sum_of_parts(found) == pytest.approx(max(1250.0, gave))
+    assert all(loss.samples_per_s > 0 and loss.source == ESTIMATED for loss in found.losses)
+    assert ("cannot be" in found.sentence) == (gave > 1.05 * 1250)
+    assert found.gave is not None
+    assert found.gave.source == MEASURED
+    widths = [float(part) for part in re.findall(r"--part: ([\d.]+)%", verdict_html(found))]
+    assert sum(widths) == pytest.approx(100.0, abs=0.1)
+
+
+def test_a_run_s_own_timeline_explains_all_of_its_loss() -> None:
+    """300 samples in 1 s of compute, 100 in 2 s: alone 300 and 50 samples/s; the first waits for half of its time."""
+    states = lanes_of(
+        [("setup", 5000 * MS), ("compute", 1000 * MS), ("wait", 800 * MS), ("data", 200 * MS)],
+        [("setup", 4000 * MS), ("compute", 2000 * MS)],
+    )
+    found = run_verdict(states, [300, 100])
+    assert found.gave is not None
+    assert found.owned is not None
+    assert (found.gave.samples_per_s, found.owned.samples_per_s, found.owned.source) == (200.0, 350.0, ESTIMATED)
+    assert {loss.name: loss.samples_per_s for loss in found.losses} == pytest.approx({"wait": 120.0, "data": 30.0})
+    assert found.ddp is not None
+    assert found.ddp.samples_per_s == 100.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
+def test_a_recorded_run_has_a_verdict_without_being_told_its_samples(ranks: int) -> None:
+    """Its rounds say what each rank has trained."""
+    run = make_run(ranks)
+    found = run_verdict(run, (), history())
+    assert found.owned is not None
+    assert sum_of_parts(found) == pytest.approx(found.owned.samples_per_s)
+    assert (found.ddp is None) == (ranks == 1)
+    assert ("with one device there is nobody to wait for" in found.sentence) == (ranks == 1)
+    assert {loss.name for loss in found.losses} >= {"wait", "communication", "data"}
+
+
+def test_without_rounds_the_shares_of_the_epochs_that_ended_here_count() -> None:
+    """The first 1,000 samples are of an epoch before the run was resumed."""
+    base = lanes_of([("compute", 500 * MS), ("wait", 500 * MS)], [("compute", 1000 * MS)])
+    events = [
+        Event(1, 0, "shares", {"slot": 0, "shares": [48, 16], "alone": []}),
+        Event(900 * MS, 0, "epoch", {"epoch": 2, "samples": 5000}),
+    ]
+    run = Timeline(base.lanes, base.accounts, events, [])
+    found = run_verdict(run, (), [{"epoch": 1, "samples": 1000}, {"epoch": 2, "samples": 5000}])
+    assert found.gave is not None
+    assert found.owned is not None
+    assert (found.gave.samples_per_s, found.owned.samples_per_s) == (4000.0, 3000 / 0.5 + 1000 / 1.0)
+
+
+def test_a_rank_without_samples_counts_with_its_speed_in_the_warm_up() -> None:
+    base = lanes_of([("compute", 1000 * MS)], [("wait", 1000 * MS)])
+    found = run_verdict(base, [500, 0])
+    assert (found.owned, found.ddp) == (None, None)
+    assert "how fast each device is alone is not known" in found.sentence
+    measured = [Event(1, 0, "shares", {"slot": 0, "shares": [64, 0], "alone": [480.0, 20.0]})]
+    found = run_verdict(Timeline(base.lanes, base.accounts, measured, []), [500, 0])
+    assert found.owned is not None
+    assert found.owned.samples_per_s == 520.0
+    assert [(loss.name, loss.samples_per_s) for loss in found.losses] == [("wait", 20.0)]
+
+
+def test_a_run_that_ended_before_its_first_step_says_so() -> None:
+    for run in (lanes_of([("setup", 5)]), lanes_of([("setup", 5)], [("setup", 9)]), Timeline([], [], [], [])):
+        found = run_verdict(run)
+        assert found.sentence == "This run trained no samples: there is nothing to compare."
+        assert "bar" not in verdict_html(found)
+    assert "not recorded how many samples" in run_verdict(lanes_of([("compute", 5)], [("compute", 5)])).sentence
+    assert "trained no samples" in run_verdict(lanes_of([("compute", 5)]), [0]).sentence
+
+
+def test_the_time_before_a_rank_joined_is_lost_as_absent() -> None:
+    lost = lost_by_state([account(0, compute=10.0), account(1, compute=3.0, wait=1.0)], [100.0, 50.0])
+    assert lost["wait"] == pytest.approx(5.0)
+    assert lost[ABSENT] == pytest.approx(30.0)
+    assert lost["data"] == 0.0
+
+
+def test_every_amount_is_marked_and_the_bar_names_the_bound() -> None:
+    html = verdict_html(verdict([1000.0, 400.0], 1330.0, {"wait": 50.0, ABSENT: 20.0}, ESTIMATED))
+    rows = [re.sub(r"<.*?>", " ", row).split() for row in re.findall(r"<li>(.*?)</li>", html)]
+    assert [row[-1] for row in rows] == ["measured", *["estimated"] * 4]
+    assert [" ".join(row[:2]) for row in rows] == ["this run", "wait 50", "absent 20", "equal-batch DDP,", "what you"]
+    assert "DDP at most 57 %" in html
+    assert 'class="bound left"' in html, "its text stays inside the page"
+    nasty = verdict((), 5.0, {}, MEASURED, "<script>")
+    assert "<script>" not in verdict_html(nasty)
