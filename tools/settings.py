@@ -74,7 +74,8 @@ def render_module() -> str:
     """The source of uneven/api/settings.py."""
     lines = [f"    {name}: {type_text(setting.type)}\n" for setting in SETTINGS for name in _names(setting)]
     methods = [_method(setting, name) for setting in SETTINGS for name in _names(setting)]
-    used = sorted(name for name in LITERALS.values() if any(name in type_text(setting.type) for setting in SETTINGS))
+    words = {word for setting in SETTINGS for word in type_text(setting.type).split(" | ")}
+    used = sorted(name for name in LITERALS.values() if name in words)
     literals = "(\n" + "".join(f"    {name},\n" for name in used) + ")"
     return HEAD.replace("{literals}", literals) + "".join(lines) + METHODS + "".join(methods)
 

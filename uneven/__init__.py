@@ -61,7 +61,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'uneven' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from uneven.hardware.torchbuild import raise_if_missing
+
+        raise_if_missing(error)
+        raise
 
 
 def __dir__() -> list[str]:

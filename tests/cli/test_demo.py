@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.documents import check_document
 from uneven.bench import demo
 from uneven.cli.main import main
 from uneven.errors import MachineError, RankError
@@ -97,6 +98,7 @@ def test_disturbed_figures_are_marked_and_nothing_is_concluded_from_them(  # typ
     assert "Together" not in out
     assert "measured gap" not in out
     found = json.loads(uneven("--json")[1])
+    check_document("demo", found)
     assert (found["sentence"], found["measured"], found["disturbed"]) == (None, None, ["solo-1", "torch-ddp"])
     assert [row["is_disturbed"] for row in found["modes"]] == [False, True, True, False, False, False, False]
 
@@ -150,6 +152,7 @@ def test_ctrl_c_leaves_one_json_object_too(uneven, monkeypatch: pytest.MonkeyPat
     code, out, err = uneven("--json", "--modes", "solo-0")
     assert (code, err) == (130, "")
     found = json.loads(out)
+    check_document("demo", found)
     assert found["interrupted"]
     assert found["missing"] == ["solo-0"]
 

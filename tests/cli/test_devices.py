@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.documents import check_document
 from uneven.cli.devices import verdict
 from uneven.cli.main import main
 from uneven.hardware import measure as measuring
@@ -133,6 +134,7 @@ def test_real_devices_side_by_side(uneven, monkeypatch: pytest.MonkeyPatch) -> N
     code, out, err = uneven("devices", "cpu,cpu@0.4", "--measure", "--seconds", "1", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
+    check_document("devices", found)
     for row in found["devices"]:
         assert 0 < row["slowest"] <= row["samples_per_s"] <= row["fastest"]
     fast, slow = (row["samples_per_s"] for row in found["devices"])
@@ -160,7 +162,7 @@ def test_measuring_without_torch_names_the_command(uneven, monkeypatch: pytest.M
     code, out, err = uneven("devices", "cpu", "--measure")
     assert (code, out) == (3, "")
     assert "torch is not installed" in err
-    assert "pip install 'torch>=2.8'" in err
+    assert "`uneven setup` chooses and installs the build" in err
 
 
 def test_three_devices_in_the_verdict() -> None:

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.forked import run_forked
+from uneven.cli.main import app
+from uneven.install.builds import Build
 
 SMI = """#!/bin/sh
 case "$1" in
@@ -44,7 +47,6 @@ def diagnose(
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
 
 
-@pytest.mark.real_start
 def test_a_machine_with_torch_and_no_gpu_is_fine() -> None:
     pytest.importorskip("torch")
     done = diagnose(without=("pynvml",))
@@ -63,7 +65,7 @@ def test_a_bare_machine_reports_and_says_what_to_install() -> None:
     assert done.returncode == 3, done.stderr
     assert done.stderr == ""
     assert "Problem 1: torch is not installed" in done.stdout
-    assert "fix: pip install 'torch>=2.8'" in done.stdout
+    assert "fix: uneven setup" in done.stdout
 
 
 def test_two_unlike_gpus_and_a_torch_for_none(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_two_unlike_gpus_and_a_torch_for_none(tmp_path: Path) -> None:
     assert "MISSING  NVIDIA GeForce GTX 1060 6GB (sm_61)" in done.stdout
     assert "no prebuilt torch covers sm_61 to sm_120" in done.stdout
     # The command must stand on one line, to be copied.
-    assert 'TORCH_CUDA_ARCH_LIST="6.1;12.0" pip install --no-build-isolation -v .' in done.stdout
+    assert "uneven torch build --archs '6.1;12.0'" in done.stdout
 
 
 def test_json_is_one_document_with_the_same_verdict() -> None:
@@ -87,5 +89,19 @@ def test_json_is_one_document_with_the_same_verdict() -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 3
     assert found["torch"]["installed"] is False
-    assert found["problems"][0] == {"what": "torch is not installed", "fix": "pip install 'torch>=2.8'"}
+    assert found["problems"][0] == {"what": "torch is not installed", "fix": "uneven setup"}
     assert found["network"]["why"]
+    assert found["advice"]["build"] is not None or found["gpus"]["gpus"]
+    assert isinstance(found["builds"], list)
+
+
+def test_the_other_builds_and_the_record_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Build("cu126", "2.13.0+cu126", "12.6", None, ("sm_61",), 5 * 2**30, "python", "index", is_active=True)
+    monkeypatch.setattr("uneven.cli.diagnose.list_builds", lambda: [build])
+    monkeypatch.setenv("COLUMNS", "120")
+    done = CliRunner().invoke(app, ["diagnose", "--record", str(tmp_path / "here.json")])
+    lines = " ".join(done.stdout.split())
+    assert "build cu126 torch 2.13.0+cu126 (CUDA 12.6), 5.0 GiB, sm_61, active" in lines
+    assert json.loads((tmp_path / "here.json").read_text())["format"] == "uneven-machine-1"
+    shown = json.loads(CliRunner().invoke(app, ["diagnose", "--json"]).stdout)["builds"]
+    assert shown[0]["archs"] == ["sm_61"]

@@ -39,6 +39,10 @@ def test_this_machine_as_a_table_or_json(
     (found,) = json.loads(capsys.readouterr().out)["machines"]
     assert list(found["code"]) == ["train.py", "model.py"]
     assert found["devices"][0]["device"] == "cpu"
+    Path(script).with_name("run.toml").write_text('devices = "cpu,cpu@0.5"\n')  # as the run will read it
+    assert call(monkeypatch, script, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["machines"]
+    assert [one["device"] for one in found["devices"]] == ["cpu", "cpu@0.5"]
 
 
 @pytest.mark.parametrize(

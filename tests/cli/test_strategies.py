@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.cli.documents import check_document
 from uneven.bench.strategies import measure as module
 from uneven.bench.strategies.measure import Paired, StrategiesOrder, StrategyRow
 from uneven.cli.main import app
@@ -78,7 +79,9 @@ def test_communication_is_shown_hidden_and_exposed_of_the_rank_that_waits_longes
     assert lines[start + 2].split() == ["in", "flight", "hidden", "exposed"]
     assert lines[start + 3].split() == ["zero1", "40.0", "15.0", "25.0"]
     assert lines[start + 4].split() == ["torch-tensor", "-", "-", "-"]
-    (row, _) = json.loads(call("--only", "zero1", "--json").output)["rows"]
+    found = json.loads(call("--only", "zero1", "--json").output)
+    check_document("bench strategies", found)
+    (row, _) = found["rows"]
     assert [one["communication"]["exposed_s"] for one in row["ranks"]] == [0.01, 0.025]
 
 
@@ -110,7 +113,9 @@ def test_pairs_are_printed_with_their_interval(monkeypatch: pytest.MonkeyPatch) 
     assert "100    120 1.200 +- 0.000     2              yes" in done.output
     assert done.output.rstrip().endswith("no")
     assert (orders[0].model, orders[0].ranks, orders[0].steps) == ("gpt-medium", 2, 3)
-    assert len(json.loads(call("--paired", "--json").output)["pairs"]) == 2
+    found = json.loads(call("--paired", "--json").output)
+    check_document("bench strategies", found)
+    assert len(found["pairs"]) == 2
 
 
 def test_disturbed_times_are_marked_and_get_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Train the benchmark models and measure them.")
+from uneven.cli import bench_options as options
+from uneven.cli.complete import devices as devices_here
+from uneven.cli.scaling import scaling
+from uneven.cli.strategies import strategies
+from uneven.cli.sweep import check, compare, policies, report, sweep
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Train the benchmark models and measure them.",
+    epilog="Example: uneven bench list",
+)
 
 Mode = Annotated[
     str,
@@ -18,7 +28,12 @@ Mode = Annotated[
 ]
 Devices = Annotated[
     str | None,
-    typer.Option("--devices", "--device", help="cuda:1, cpu@0.4, or several: cpu,cpu@0.4. Default: the mode's own."),
+    typer.Option(
+        "--devices",
+        "--device",
+        help="cuda:1, cpu@0.4, or several: cpu,cpu@0.4. Default: the mode's own.",
+        autocompletion=devices_here,
+    ),
 ]
 Repeat = Annotated[
     bool, typer.Option("--repeat/--no-repeat", help="Make a disturbed run of up to a minute again, once.")
@@ -70,7 +85,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
 
 @app.command("run")
 def run(
-    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
+    model: options.Model,
     mode: Mode = "solo-0",
     devices: Devices = None,
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
@@ -81,8 +96,8 @@ def run(
     samples: Annotated[int | None, typer.Option(help="Train on the first N samples of the set only.")] = None,
     eval_samples: Annotated[int | None, typer.Option(help="Evaluate on the first N test samples only.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
-    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    precision: options.Precision = "fp32",
+    compile: options.Compile = "off",
     lr_scale: Annotated[str | None, typer.Option(help="A number, linear, sqrt or auto; default: the policy's.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Evaluate every N epochs; default: 1.")] = None,
     out: Annotated[Path, typer.Option(help="Folder; the run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
@@ -102,7 +117,7 @@ def run(
       uneven bench run --model resnet-20 --devices cuda:0 --compile graph --seed 1
     """
     from uneven.bench.single.modes import limit_threads, resolve_mode
-    from uneven.cli.run import number_or_word
+    from uneven.config.text import number_or_word
 
     limit_threads(len(resolve_mode(mode, devices).cores))  # before torch is loaded
     from uneven.bench.single.run import Order, run_single
@@ -138,14 +153,14 @@ def run(
 
 @app.command("efficiency")
 def efficiency(
-    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")],
-    policy: Annotated[str, typer.Option(help="sync, balanced, cadence, async, or torch-ddp (PyTorch's).")] = "balanced",
-    devices: Annotated[str, typer.Option(help="Two or more, as in cpu,cpu@0.4.")] = "cpu,cpu@0.4",
+    model: options.Model,
+    policy: options.PolicyOrDdp = "balanced",
+    devices: options.Several = "cpu,cpu@0.4",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Per device; default: the model's own.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
-    backend: Annotated[str, typer.Option(help="auto, nccl, cpu, shm or gloo.")] = "auto",
+    compile: options.Compile = "off",
+    backend: options.Backend = "auto",
     seconds: Annotated[float, typer.Option(help="Length of a segment, at least.")] = 1.5,
     pairs: Annotated[int, typer.Option(help="Pairs of segments, at least.")] = 30,
     most_pairs: Annotated[int, typer.Option(help="Pairs of segments, at most.")] = 200,
@@ -206,3 +221,7 @@ def result_line(summary: dict[str, Any]) -> str:
         f"{summary['metric']} {value:.4f}{published} in {seconds}"
     )
     return f"{line}\n{FOOTNOTE}" if is_disturbed(summary) else line
+
+
+for verb in (sweep, report, compare, check, policies, scaling, strategies):
+    app.command(verb.__name__)(verb)

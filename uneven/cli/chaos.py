@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.run import parse_option, run
-from uneven.config import RunConfig, settings_of
-from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.cli.run import find_sources, run
+from uneven.config import RunConfig, from_outside, settings_of
+from uneven.errors import STOPPED, InputError, RankError
 
 if TYPE_CHECKING:
     from uneven.bench.chaos.plan import Fault
     from uneven.bench.chaos.report import ChaosReport
-
-CANNOT_CUT = (
-    "it signals rank processes of this machine and cannot pull a cable; on several machines take the network of one "
-    "down (ip link set dev eth0 down), or leave --cut out"
-)
 
 
 def chaos(
@@ -39,7 +34,7 @@ def chaos(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Run a script as 'uneven run' does, and kill or stop its ranks meanwhile: does it survive, and is nothing lost?
+    """Run a script and kill, stop or cut off its ranks meanwhile: is anything lost?
 
     Faults come at random by rates per rank, or at times that you name; they are the same in every run of the same seed,
     rates and number of ranks, and times count from the first step. Only rank processes of this run on this machine are
@@ -53,21 +48,21 @@ def chaos(
 
       uneven chaos train.py --kill 0.1/min --devices cuda:0,cuda:1,cuda:2
 
-      uneven chaos train.py --kill 2/min --pause 4/min --pause-for 20s --seed 3 --devices cpu,cpu,cpu --json
+      uneven chaos train.py --kill 2/min --cut 1/min --restarts 10 --seed 3 --devices cpu,cpu,cpu --json
 
       uneven chaos train.py --at 10s:kill:1 --at 30s:stop:2 --devices cpu,cpu,cpu --policy async
     """
+    from uneven.bench.chaos.connections import check_cut
     from uneven.bench.chaos.plan import parse_fault, parse_rate, parse_time
 
-    texts = {"kill": kill, "stop": stop, "pause": pause}
+    texts = {"kill": kill, "stop": stop, "pause": pause, "cut": cut}
     rates = {kind: parse_rate(f"--{kind}", text) for kind, text in texts.items() if text is not None}
     given = tuple(parse_fault(text) for text in at or [])
     pause_s = parse_time("--pause-for", pause_for)
-    if cut is not None:
-        parse_rate("--cut", cut)
-        raise MachineError(f"--cut {cut}: {CANNOT_CUT}")
     if not given and not any(rates.values()):
-        raise InputError("no fault was asked for: add --kill 0.1/min, --stop, --pause, or --at 10s:kill:1")
+        raise InputError("no fault was asked for: add --kill 0.1/min, --stop, --pause, --cut, or --at 10s:kill:1")
+    if rates.get("cut") or any(fault.kind == "cut" for fault in given):
+        check_cut()
     _check(script, options, given)
     from uneven.bench.chaos.inject import ChaosOrder, run_chaos
 
@@ -96,10 +91,7 @@ def _check(script: Path, options: dict[str, Any], faults: "Sequence[Fault]") -> 
 
     if options.get("engine") is not None:
         raise InputError(f"--engine {options['engine']}: under another launcher a lost rank ends the run; leave it out")
-    known, given = settings_of(RunConfig), dict[str, Any]()
-    for name, value in options.items():
-        if name in known and value is not None:
-            given[name] = parse_option(known[name], value)
+    given = from_outside(find_sources(script, options))
     check_script(script, given)
     if options.get("nodes") is None and options.get("hosts") is None:
         names = given.get("devices", "auto")
@@ -150,7 +142,7 @@ OWN: dict[str, tuple[Any, Any]] = {
             metavar="TIME:FAULT:RANK",
         ),
     ),
-    "cut": (str | None, typer.Option("--cut", help="Not on one machine: the network of another.", metavar="RATE")),
+    "cut": (str | None, typer.Option("--cut", help="All its network connections are shut down.", metavar="RATE")),
     "seed": (int, typer.Option("--seed", min=0, help="Of the faults; the run keeps the seed of its script.")),
     "as_json": (bool, typer.Option("--json", help="The report as one JSON object; no progress.")),
 }

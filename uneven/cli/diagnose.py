@@ -4,20 +4,29 @@ Exit code 0 when all is fine, 3 when there is a problem. No GPU is not a problem
 """
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from uneven.errors import MachineError
+from uneven.install.builds import list_builds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from uneven.hardware.diagnosis import Diagnosis
+    from uneven.install.advice import Advice
 
 _SUPPORT_COLORS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
 
 
 def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write this machine to FILE, for a bug report.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Report the system, GPUs, torch, what fits together, and for each problem the command that fixes it.
 
@@ -28,21 +37,29 @@ def diagnose(
     uneven diagnose --json    the same for a script or a bug report
     """
     from uneven.hardware.diagnosis import diagnose as run_diagnosis
+    from uneven.install.advice import advise
+    from uneven.install.machine import read_machine, write_record
 
     diagnosis = run_diagnosis()
+    machine = read_machine(diagnosis.system, diagnosis.gpus, diagnosis.torch)
+    advice = advise(machine)
+    if record is not None:
+        write_record(machine, record)
+        typer.echo(f"this machine is recorded in {record}", err=True)
     if as_json:
-        print(json.dumps(diagnosis.to_json(), indent=2))
+        builds = [asdict(build) for build in list_builds()]
+        print(json.dumps({**diagnosis.to_json(), "advice": advice.to_json(), "builds": builds}, indent=2))
     else:
-        _print(diagnosis)
+        _print(diagnosis, advice)
     raise typer.Exit(0 if diagnosis.is_fine else MachineError.exit_code)
 
 
-def sections(diagnosis: "Diagnosis") -> dict[str, list[tuple[str, str]]]:
+def sections(diagnosis: "Diagnosis", advice: "Advice") -> dict[str, list[tuple[str, str]]]:
     """The report as (label, text) lines by heading, without markup."""
     return {
         "System": _system(diagnosis),
         "GPUs and driver": _gpus(diagnosis),
-        "torch build": _torch(diagnosis),
+        "torch build": [*_torch(diagnosis), *_builds(advice)],
         "Compatibility": _compatibility(diagnosis),
         "Precision": [
             (choice.device, f"{choice.precision}  {choice.name}: {choice.why}") for choice in diagnosis.precision
@@ -81,7 +98,6 @@ def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     topology = ", ".join([_count(cpu.sockets, "socket"), _count(cpu.cores, "core"), _count(cpu.threads, "thread")])
     quota = f" (quota {system.cpu_quota:g})" if system.cpu_quota is not None else ""
     limited = " (cgroup limit)" if system.memory_is_limited else ""
-    engine = "engine responds" if surroundings.docker_engine else "no engine responds"
     lines = [
         ("OS", f"{system.os_name or system.platform}, kernel {system.kernel or '?'}"),
         ("CPU", f"{cpu.model or 'unknown model'} ({cpu.architecture}): {topology}"),
@@ -90,7 +106,7 @@ def _system(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
         ("memory", f"{_gib(system.memory_bytes)}{limited}, {_gib(system.memory_available_bytes)} available"),
         ("Python", system.python),
         ("container", surroundings.container or "none"),
-        ("Docker", f"{surroundings.docker_client or 'no client'}, {engine}"),
+        ("Docker", _docker(diagnosis)),
     ]
     if surroundings.wsl is not None:
         lines.insert(1, ("WSL", str(surroundings.wsl)))
@@ -132,6 +148,26 @@ def _torch(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     ]
 
 
+def _builds(advice: "Advice") -> list[tuple[str, str]]:
+    """The build for this machine, and the others that `uneven torch` keeps."""
+    lines = [] if advice.is_installed else [("for this machine", f"{advice.build or advice.kind}: {advice.action}")]
+    for build in list_builds():
+        kind = f"CUDA {build.cuda}" if build.cuda else "no CUDA"
+        text = f"torch {build.version} ({kind}), {_gib(build.size_bytes)}, {' '.join(build.archs) or 'no GPU code'}"
+        lines.append((f"build {build.name}", f"{text}{', active' if build.is_active else ''}"))
+    return lines
+
+
+def _docker(diagnosis: "Diagnosis") -> str:
+    surroundings = diagnosis.system.surroundings
+    if surroundings.docker_client is None and not surroundings.docker_engine:
+        return "not found"
+    version = diagnosis.docker_version or "version unknown"
+    if surroundings.docker_engine:
+        return f"{version}, engine responds"
+    return f"{version} ({surroundings.docker_client}), no engine responds"
+
+
 def _no_nccl(diagnosis: "Diagnosis") -> str:
     return "not in this build" + ("" if diagnosis.gpus.gpus else " (needs CUDA GPUs; ranks here use gloo)")
 
@@ -149,13 +185,12 @@ def _network(diagnosis: "Diagnosis") -> list[tuple[str, str]]:
     return [*lines, ("between machines", chosen)]
 
 
-def _print(diagnosis: "Diagnosis") -> None:
-    from rich.console import Console
+def print_sections(console: "Console", by_heading: "dict[str, list[tuple[str, str]]]") -> None:
+    """Lines of label and text below their headings; `uneven setup` prints in the same way."""
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    for heading, lines in sections(diagnosis).items():
+    for heading, lines in by_heading.items():
         console.print(Text(heading, style="bold"))
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(width=18, no_wrap=True)
@@ -167,6 +202,14 @@ def _print(diagnosis: "Diagnosis") -> None:
                 cell.stylize(_SUPPORT_COLORS[first_word], 0, len(first_word))
             table.add_row(Text(f"  {label}"), cell)
         console.print(table)
+
+
+def _print(diagnosis: "Diagnosis", advice: "Advice") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    print_sections(console, sections(diagnosis, advice))
     # Text, not markup: an error may contain brackets. soft_wrap keeps a command on one line for copying.
     for note in diagnosis.notes:
         console.print(Text(f"Note: {note}"))

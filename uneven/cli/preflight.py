@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from uneven.cli.run import MACHINE_OPTIONS, read_machines
+from uneven.cli import complete
+from uneven.cli.run import CONFIG_OPTION, MACHINE_OPTIONS, find_sources, read_machines
 
 
 def preflight(
     script: Path | None = None,
-    devices: str = "auto",
+    devices: str | None = None,
     as_json: bool = False,
     skip: str | None = None,
     **options: Any,
@@ -32,9 +33,9 @@ def preflight(
 
       uneven preflight train.py --nodes 2         (and on the other machine the line that it prints)
     """
-    from uneven.config import RunConfig, settings_of
-
-    settings_of(RunConfig)["skip"].check(skip)
+    # As the run will have them: run.toml and the environment count, too.
+    sources = find_sources(script or Path("train.py"), {"devices": devices, "skip": skip, **options})
+    devices, skip = sources["devices"].value, sources["skip"].value
     machines = read_machines({"ship": None, **options}, skip)
     if machines is None:
         _check_here(script, devices, as_json)
@@ -78,13 +79,17 @@ def _give_options() -> None:
     """The options of several machines are those of `uneven run`."""
     kinds = {
         "script": Annotated[Path | None, typer.Argument(help="The script that is to be trained.")],
-        "devices": Annotated[str, typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.")],
+        "devices": Annotated[
+            str | None,
+            typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.", autocompletion=complete.devices),
+        ],
+        "config": CONFIG_OPTION,
         "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
         "skip": Annotated[
             str | None, typer.Option("--skip", help="Checks that are left out, as in clock,links.", metavar="CHECK,...")
         ],
     }
-    defaults = {"script": None, "devices": "auto", "as_json": False, "skip": None}
+    defaults = {"script": None, "devices": None, "as_json": False, "skip": None}
     shared = {name: kind for name, kind in MACHINE_OPTIONS.items() if name not in ("ship",)}
     parameters = [
         inspect.Parameter(

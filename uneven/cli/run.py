@@ -5,20 +5,35 @@ The settings given here travel to the ranks as data and take precedence over tho
 """
 
 import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.numbers import numbers
-from uneven.config import RunConfig, Setting, read_skip, settings_of
+from uneven.cli import complete
+from uneven.config import (
+    RunConfig,
+    Setting,
+    Sourced,
+    find_run_file,
+    from_outside,
+    read_skip,
+    resolve_sources,
+    settings_of,
+)
+from uneven.config.text import parse_text
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
     from uneven.machines.options import LeadOptions
 
 
-def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
+def run(script: Path, args: list[str] | None = None, as_json: bool = False, **options: Any) -> None:
     """Run a script that uses uneven, in one process per device. Options given here take precedence over the script's.
 
     Exit code 0: done. 1: the script or a rank failed. 2: bad input. 3: this machine cannot. 130: stopped by Ctrl-C and
@@ -30,27 +45,75 @@ def run(script: Path, args: list[str] | None = None, **options: Any) -> None:
 
       uneven run train.py --epochs 3 -- --option-of-the-script 5
 
+      uneven run train.py --policy auto           (probes for some seconds, as uneven plan does, and takes its advice)
+
+      uneven run train.py --json                  (the results as one JSON document)
+
       uneven run train.py --nodes 2               (prints the line to paste on the other machine)
 
       uneven run train.py --hosts hosts.toml      (starts the others over ssh)
 
       srun uneven run train.py                    (as the ranks that Slurm has started)
     """
+    if not as_json:
+        _run(script, args or [], options)
+        return
+    from uneven.launch.engines import read_engine
+    from uneven.launch.results_file import collected_results
+
+    begin_s = time.monotonic()
+    results: list[dict[str, Any]] = []
+    try:
+        with collected_results() as results:
+            _run(script, args or [], options)
+    finally:
+        engine = read_engine()
+        is_first = engine is None or engine.rank == 0
+        is_done = sys.exc_info()[0] is None
+        if is_first and (is_done or results):  # a stopped run has a result, too
+            document = {"script": str(script), "seconds": round(time.monotonic() - begin_s, 2), "runs": results}
+            print(json.dumps(document, indent=1), flush=True)
+
+
+def _run(script: Path, args: list[str], options: dict[str, Any]) -> None:
     engine = options.pop("engine", None)
-    machines = read_machines({name: options.pop(name, None) for name in MACHINE_OPTIONS}, options.get("skip"))
-    known = settings_of(RunConfig)
-    given = {name: parse_option(known[name], value) for name, value in options.items() if value is not None}
+    sources = find_sources(script, options)
+    given = from_outside(sources)
+    machines = read_machines({name: options.get(name) for name in MACHINE_OPTIONS}, given.get("skip"))
+    if given.get("policy") == "auto" and (engine is not None or machines is not None):
+        raise InputError(
+            "--policy auto probes the devices of one machine before their ranks start, and not those of several; name "
+            "a policy, as in --policy balanced"
+        )
+    _say_sources(sources)
     if engine is not None:
-        _run_on_engine(engine, script, args or [], given, machines)
+        _run_on_engine(engine, script, args, given, machines)
         return
     if machines is not None:
         from uneven.launch.lead import lead_script
 
-        lead_script(script, args or [], given, machines)
+        lead_script(script, args, given, machines)
+        return
+    if given.get("policy") == "auto":
+        _run_by_plan(script, args or [], given)
         return
     from uneven.launch.script import run_script
 
-    run_script(script, args or [], given)
+    run_script(script, args, given)
+
+
+def _run_by_plan(script: Path, args: list[str], given: dict[str, Any]) -> None:
+    """--policy auto: probe in a process of its own, then run with what it chose."""
+    from uneven.launch.engines import read_engine
+    from uneven.launch.script import run_script
+    from uneven.plan.script import choose_for_script
+
+    if read_engine() is not None:  # its ranks are running already: each takes the rule
+        run_script(script, args, given)
+        return
+    settings, plan, lines = choose_for_script(script, args, given)
+    print(*(line.strip() for line in lines), sep="\n", file=sys.stderr)
+    run_script(script, args, settings, plan)
 
 
 def _run_on_engine(
@@ -86,7 +149,37 @@ def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | Non
     )
 
 
+def find_sources(script: Path, options: Mapping[str, Any]) -> dict[str, Sourced]:
+    """Every setting with its source but for what the script itself says: [Note: sources of settings]."""
+    file = find_run_file(script, options.get("config"))
+    return resolve_sources(file=file, environ=os.environ, flags=read_flags(options))
+
+
+def _say_sources(sources: Mapping[str, Sourced]) -> None:
+    """One line for what was not typed: a file or a variable may be forgotten. Of many ranks the first one says it."""
+    from uneven.launch.engines import read_engine
+
+    quiet = [name for name, found in sources.items() if found.is_from_outside and not found.is_flag]
+    engine = read_engine()
+    if quiet and (engine is None or engine.rank == 0):
+        shown = ", ".join(f"{name}={sources[name].value} ({sources[name].source})" for name in quiet)
+        print(f"uneven: {shown}", file=sys.stderr)
+
+
 MACHINES = "Options for several machines"
+CONFIG_OPTION = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="A TOML file with settings by name, as in epochs = 3; otherwise run.toml beside the script. Environment "
+        "variables (UNEVEN_EPOCHS) and options take precedence over it, and it over the script.",
+        metavar="FILE",
+    ),
+]
+JSON_OPTION = Annotated[
+    bool,
+    typer.Option("--json", help="One JSON object with the results; what the script prints goes to stderr."),
+]
 ENGINE_OPTION = Annotated[
     str | None,
     typer.Option(
@@ -181,31 +274,17 @@ MACHINE_OPTIONS: dict[str, Any] = {
 }
 
 
-def parse_option(setting: Setting, value: Any) -> Any:
-    """An option as typer read it -> the setting's value; what is wrong with it is found by the setting's own check."""
-    if not isinstance(value, str):
-        return value
-    if setting.takes_none and value == "none":
-        return None
-    if setting.is_list:
-        entries = numbers(setting.flag, value)
-        if int not in setting.members:
-            return entries
-        whole = tuple(int(entry) if entry.is_integer() else entry for entry in entries)
-        return whole if len(whole) > 1 else whole[0]
-    if int in setting.members and value.isdecimal():
-        return int(value)
-    return number_or_word(value) if float in setting.members else value
+def read_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the options as typer read them; None: it was not given."""
+    known = settings_of(RunConfig)
+    given = {name: value for name, value in options.items() if name in known and value is not None}
+    return {
+        name: parse_text(known[name], value, known[name].flag) if isinstance(value, str) else value
+        for name, value in given.items()
+    }
 
 
-def number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _option(setting: Setting) -> inspect.Parameter:
+def option_of(setting: Setting) -> inspect.Parameter:
     """The option of a setting, as typer wants it: a parameter with an annotation. None: it was not given."""
     (first, *others) = setting.members
     is_text = bool(others) or first not in (int, float, bool)
@@ -213,11 +292,25 @@ def _option(setting: Setting) -> inspect.Parameter:
     if first is bool:
         names = [f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"]
     panel = "Options" if setting.policies is None else f"Options of policy {' and '.join(setting.policies)} alone"
-    about = typer.Option(*names, help=setting.help, metavar=_metavar(setting), rich_help_panel=panel)
+    about = typer.Option(
+        *names, help=setting.help, metavar=_metavar(setting), rich_help_panel=panel, autocompletion=_completion(setting)
+    )
     kind = (str if is_text else first) | None
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, about]
     )
+
+
+def _completion(setting: Setting) -> complete.Complete | None:
+    """What the shell offers as its value; None: files."""
+    if setting.name == "devices":
+        return complete.devices
+    words = (
+        *setting.choices,
+        *(["none"] if setting.takes_none else []),
+        *(["auto"] if setting.name == "resume" else []),
+    )
+    return complete.one_of(words) if words else None
 
 
 def _metavar(setting: Setting) -> str | None:
@@ -250,10 +343,13 @@ def _give_options() -> None:
         ),
     ]
     own += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in {**MACHINE_OPTIONS, "engine": ENGINE_OPTION}.items()
+        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JSON_OPTION),
     ]
-    parameters = [*own, *(_option(setting) for setting in settings_of(RunConfig).values())]
+    own += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in {"config": CONFIG_OPTION, **MACHINE_OPTIONS, "engine": ENGINE_OPTION}.items()
+    ]
+    parameters = [*own, *(option_of(setting) for setting in settings_of(RunConfig).values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 

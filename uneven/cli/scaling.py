@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.cli import bench_options as options
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def scaling(
-    model: Annotated[str, typer.Option(help="Which model; see 'uneven bench list'.")] = "lenet",
+    model: options.Model = "lenet",
     data: Annotated[str | None, typer.Option(help="Another data set, such as mnist-mini.")] = None,
     device: Annotated[str, typer.Option(help="cpu (cores shared out) or cuda (one GPU per rank).")] = "cpu",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with 1 among them.")] = "1,2",
-    policy: Annotated[str, typer.Option(help="sync, balanced, cadence or async.")] = "balanced",
+    policy: options.Policy = "balanced",
     samples: Annotated[int, typer.Option(min=1, help="Of each run.")] = 4096,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Per rank; default: the model's own.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each number of ranks, in turn.")] = 3,

@@ -13,7 +13,11 @@ import typer
 from uneven.errors import InputError
 from uneven.files import NO_STATE, may_hold_states
 
-app = typer.Typer(no_args_is_help=True, help="Look into results and checkpoints, compare them, export the model.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look into results and checkpoints, compare them, export the model.",
+    epilog="Example: uneven state show runs/my-run",
+)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or one checkpoint in it.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]

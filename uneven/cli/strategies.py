@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.numbers import numbers
+from uneven.config.text import numbers
 from uneven.errors import InputError
 
 if TYPE_CHECKING:

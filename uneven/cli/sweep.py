@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from uneven.cli import bench_options as options
 from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def sweep(
     global_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Of all devices together, in the exact modes and torch-ddp.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or auto.")] = "fp32",
-    compile: Annotated[str, typer.Option(help="off, default (torch.compile) or graph (CUDA graph).")] = "off",
+    precision: options.Precision = "fp32",
+    compile: options.Compile = "off",
     efficiency: Annotated[
         bool, typer.Option("--efficiency", help="Measure it by pairs too, once per model and mode (minutes each).")
     ] = False,
@@ -52,8 +53,8 @@ def sweep(
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
     """
-    from uneven.bench.sweep.plan import SweepOrder, plan_sweep
-    from uneven.bench.sweep.run import find_missing, provide
+    from uneven.bench.sweep.plan import SweepOrder
+    from uneven.bench.sweep.run import provide
     from uneven.bench.sweep.run import sweep as run_sweep
 
     if quick and full:
@@ -77,10 +78,7 @@ def sweep(
         command=shlex.join(["uneven", *sys.argv[1:]]),
     )
     if dry:
-        cells, skipped = plan_sweep(order)
-        missing = find_missing(order, cells)
-        lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
-        print("\n".join([*lines, *(f"not   {left_out.mode}: {left_out.reason}" for left_out in skipped)]))
+        _print_plan(order, as_json)
         return
     with _Bar(is_quiet=as_json) as bar:
         order = provide(order, bar.print_line)
@@ -88,6 +86,21 @@ def sweep(
     _print_outcome(order, outcome, as_json)
     if outcome.failed:
         raise RankError(f"{len(outcome.failed)} of {len(outcome.failed) + len(outcome.done)} runs failed")
+
+
+def _print_plan(order: "SweepOrder", as_json: bool) -> None:
+    from uneven.bench.sweep.plan import plan_sweep
+    from uneven.bench.sweep.run import find_missing
+
+    cells, skipped = plan_sweep(order)
+    missing = find_missing(order, cells)
+    if as_json:
+        names = {"run": missing, "kept": [cell for cell in cells if cell not in missing]}
+        planned = {key: [cell.name for cell in some] for key, some in names.items()}
+        print(json.dumps({**planned, "skipped": {one.mode: one.reason for one in skipped}}, indent=1))
+        return
+    lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
+    print("\n".join([*lines, *(f"not   {left_out.mode}: {left_out.reason}" for left_out in skipped)]))
 
 
 def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> None:
@@ -226,6 +239,8 @@ def check(
     if save is not None:
         write_baseline(runs, save)
         print(f"wrote {save}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"baseline": str(save), "faults": []}, indent=1))
         return
     assert baseline is not None
     faults = faults_of(runs, baseline)

@@ -20,6 +20,7 @@ from uneven.config.names import (
     OnFault,
     OptimizerState,
     Policy,
+    PolicySetting,
     Precision,
     Progress,
     Strategy,
@@ -29,6 +30,15 @@ from uneven.config.resolve import check_settings, resolve
 from uneven.config.run_config import CHOICES, RunConfig
 from uneven.config.setting import Setting, settings_of
 from uneven.config.skip import SKIPPABLE, read_skip
+from uneven.config.sources import (
+    RUN_FILE,
+    Sourced,
+    find_run_file,
+    from_outside,
+    load_toml,
+    read_settings_file,
+    resolve_sources,
+)
 from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
 
 __all__ = [
@@ -40,6 +50,7 @@ __all__ = [
     "MODEL_PARALLEL",
     "POLICIES",
     "REPLICATED",
+    "RUN_FILE",
     "SHARDED",
     "SKIPPABLE",
     "STRATEGIES",
@@ -56,10 +67,12 @@ __all__ = [
     "OnFault",
     "OptimizerState",
     "Policy",
+    "PolicySetting",
     "Precision",
     "Progress",
     "RunConfig",
     "Setting",
+    "Sourced",
     "Strategy",
     "Task",
     "TrainStep",
@@ -67,10 +80,15 @@ __all__ = [
     "check_list",
     "check_settings",
     "check_task",
+    "find_run_file",
+    "from_outside",
     "is_stream",
+    "load_toml",
     "read_every",
+    "read_settings_file",
     "read_skip",
     "resolve",
+    "resolve_sources",
     "results_of",
     "settings_of",
 ]

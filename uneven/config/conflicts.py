@@ -36,7 +36,7 @@ def _check_global_batch(config: Any) -> None:
                 "given; add it, or leave the limit out"
             )
         return
-    if config.policy != "balanced":
+    if config.policy not in ("balanced", "auto"):
         raise InputError(f"global_batch_size='auto' with policy={config.policy!r}: pass a number, or use 'balanced'")
     if config.shares is not None:
         raise InputError("global_batch_size='auto' with shares=...: no cost is measured then; pass a number")
@@ -119,6 +119,9 @@ def _check_saves(config: Any) -> None:
     for name in ("keep_last", "keep_best"):
         if getattr(config, name) is not None and config.save_every is None:
             raise InputError(f"{name}={getattr(config, name)} without checkpoints: add save_every='1 epoch'")
+    if config.checkpoint_copies > 1 and config.save_every is None:
+        given = f"checkpoint_copies={config.checkpoint_copies}"
+        raise InputError(f"{given} without checkpoints: add save_every='1 epoch'")
     if config.monitor_mode != "auto" and config.keep_best is None:
         raise InputError(
             f"monitor_mode={config.monitor_mode!r} without keep_best=...: leave it out; a ReduceLROnPlateau, "

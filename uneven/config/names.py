@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 Policy = Literal["sync", "balanced", "cadence", "async"]
+PolicySetting = Literal["sync", "balanced", "cadence", "async", "auto"]  # auto: the one that uneven.plan chooses
 Strategy = Literal["ddp-flat", "ddp-bucketed", "zero1", "zero1-flat", "zero2", "fsdp", "tensor", "sequence"]
 Backend = Literal["auto", "nccl", "cpu", "shm", "gloo"]  # cpu: through host memory, shm where it is possible
 Precision = Literal["fp32", "bf16", "fp16", "auto"]

@@ -17,13 +17,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     `uneven run` calls this before it starts a rank; what depends on the script is checked in `resolve`.
     """
     known = settings_of(RunConfig)
-    given = _by_name(settings)
+    given = by_name(settings)
     check_names(given, known)
     for name, value in given.items():
         known[name].check(known[name].convert(value))
 
 
-def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings under their own names; InputError where one is given under two names."""
     for alias, name in _ALIASES.items():
         if alias in settings and name in settings and settings[alias] != settings[name]:
@@ -35,7 +35,7 @@ def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
 def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """Settings as the user wrote them -> a checked RunConfig; `overrides` (the command line) take precedence."""
     known = settings_of(RunConfig)
-    given = {**_by_name(settings), **_by_name(overrides)}
+    given = {**by_name(settings), **by_name(overrides)}
     check_names(given, known)
     if given.get("max_steps") is not None and given.get("epochs") is None:
         known["max_steps"].check(given["max_steps"])

@@ -26,7 +26,7 @@ from uneven.config.names import (
     MonitorMode,
     OnFault,
     OptimizerState,
-    Policy,
+    PolicySetting,
     Precision,
     Progress,
     Strategy,
@@ -55,9 +55,9 @@ class RunConfig:
             "The run ends after so many steps, or after its epochs, whichever comes first.", least=1, default="no limit"
         ),
     )
-    policy: Policy = field(
+    policy: PolicySetting = field(
         default="balanced",
-        metadata=about("Sum gradients in every step (sync, balanced) or average params in rounds (cadence, async)."),
+        metadata=about("Sum gradients (sync, balanced), average params (cadence, async), or auto: as planned."),
     )
     devices: str = field(
         default="auto",
@@ -284,6 +284,7 @@ class RunConfig:
             default="none beside keep_last",
         ),
     )
+    checkpoint_copies: int = field(default=1, metadata=about("Machines that keep every checkpoint.", least=1, most=2))
     resume: Path | None = field(
         default=None,
         metadata=about(

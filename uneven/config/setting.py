@@ -60,8 +60,8 @@ def about(
 ) -> dict[str, Any]:
     """The metadata of a field: one plain sentence of help, and what cannot be read off its type.
 
-    `least` and `most` are the smallest and largest whole number allowed (`most`: of all bits 1), `below` the bound of a
-    number, which is above 0, or with least=0 may be 0. `policies` are those the setting belongs to (None: all);
+    `least` and `most` are the smallest and largest whole number allowed (a large one: of all bits 1), `below` the bound
+    of a number, which is above 0, or with least=0 may be 0. `policies` are those the setting belongs to (None: all);
     `why_not` explains a refusal with another one. `default` describes what None means. `accepts` and its words
     `allowed` narrow text down to what can be read.
     """
@@ -134,7 +134,7 @@ class Setting:
             return self.allowed_text
         phrases = []
         if int in self.members:
-            most = "" if self.most is None else f" and below 2**{self.most.bit_length()}"
+            most = "" if self.most is None else f" and {_at_most(self.most)}"
             phrases.append(f"a whole number of at least {self.least}{most}")
         if float in self.members:
             lowest = "of at least 0" if self.least == 0 else "above 0"
@@ -174,7 +174,8 @@ class Setting:
 
     def check_policy(self, value: Any, policy: str) -> None:
         """InputError where the setting is given and does not belong to the policy: it would be ignored."""
-        if self.policies is None or policy in self.policies or value is None or value == self.default:
+        allowed = (*(self.policies or ()), "auto")  # which chooses among the policies that all settings go with
+        if self.policies is None or policy in allowed or value is None or value == self.default:
             return
         names = self.policies
         owner = f"policy={names[0]!r}" if len(names) == 1 else f"the policies {' and '.join(names)}"
@@ -236,3 +237,7 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _at_most(number: int) -> str:
+    return f"at most {number}" if number < 100 else f"below 2**{number.bit_length()}"

@@ -1,0 +1,83 @@
+"""`uneven simulate`: the table, the document, the page and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from uneven.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+PAIR = str(EXAMPLES / "two_gpus.toml")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["uneven", "simulate", *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    out, err = capsys.readouterr()
+    assert isinstance(code, int)
+    return code, out, err
+
+
+def test_the_table_the_document_and_the_page_tell_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "out.html"
+    code, out, err = call(monkeypatch, capsys, PAIR, "--hours", "0.003", "--page", str(page))
+    assert code == 0
+    assert str(page) in err
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.endswith("%")}
+    code, out, _ = call(monkeypatch, capsys, PAIR, "--hours", "0.003", "--json")
+    document = json.loads(out)
+    assert (code, document["ranks"], document["machines"]) == (0, 2, 1)
+    html = page.read_text()
+    for result in document["results"]:
+        assert rows[result["policy"]][3] == f"{result['efficiency']:.3f}"
+        assert f"efficiency {result['efficiency']:.3f}" in html
+        assert sum(result["time"].values()) == pytest.approx(1.0)
+        assert [kind["name"] for kind in result["kinds"]] == ["fast GPU", "slow GPU"]
+    assert [result["policy"] for result in document["results"]] == ["equal", "sync", "balanced", "cadence", "async"]
+    assert "<script" not in html
+    assert html.count('class="lane"') == 10
+
+
+def test_a_curve_has_a_row_for_each_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eight = str(EXAMPLES / "eight_gpus.toml")
+    code, out, _ = call(
+        monkeypatch, capsys, eight, "--curve", "4,16", "--policy", "sync,async", "--hours", "0.002", "--json"
+    )
+    points = json.loads(out)["points"]
+    assert code == 0
+    assert [(point["ranks"], point["policy"]) for point in points] == [
+        *((4, "sync"), (4, "async")),
+        *((16, "sync"), (16, "async")),
+    ]
+    assert points[3]["samples_per_s"] > 3 * points[1]["samples_per_s"]
+    assert points[2]["efficiency"] < points[3]["efficiency"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PAIR, "--policy", "fast"), "--policy 'fast' is not one of equal"),
+        ((PAIR, "--hours", "0"), "--hours 0 must be above 0"),
+        ((PAIR, "--curve", "many"), "--curve 'many' must be numbers of ranks"),
+        ((PAIR, "--curve", "0"), "between 1 and 100,000"),
+        ((PAIR, "--curve", "2", "--page", "x.html"), "leave out --curve"),
+        (("nothing.toml",), "nothing.toml: No such file"),
+    ],
+)
+def test_what_is_wrong_ends_with_a_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = call(monkeypatch, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err

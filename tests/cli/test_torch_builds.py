@@ -1,0 +1,187 @@
+"""`uneven torch`: what users see of their builds, and what scripts read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.install.fake_builds import CPU, add_build
+from uneven.cli.main import app
+from uneven.errors import InputError, MachineError
+from uneven.hardware.gpus import Gpu, GpuReport
+from uneven.install import builds
+from uneven.install.steps import Step
+
+GPUS = (Gpu(0, "GTX 1060", sm="sm_61"), Gpu(1, "RTX 5060 Ti", sm="sm_120"))
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNEVEN_HOME", str(tmp_path))
+    for place in ("hardware.gpus", "install.machine"):
+        monkeypatch.setattr(f"uneven.{place}.read_gpus", lambda: GpuReport(GPUS))
+
+
+def call(*arguments: str, given: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["torch", *arguments], input=given)
+
+
+def called(*arguments: str) -> Any:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_list_of_none_says_what_to_do(tmp_path: Path) -> None:
+    result = call("list")
+    assert result.exit_code == 0
+    assert "(this environment)" in result.stdout
+    assert "install one: uneven torch install" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_shows_what_each_is_and_whether_it_covers_the_gpus() -> None:
+    add_build("cu126")
+    add_build("cpu", CPU)
+    half = add_build("half")
+    (half / builds.RECORD).rename(half / builds.MARK)
+    builds.activate("cu126")
+    lines = call("list").stdout.splitlines()
+    (row,) = [line for line in lines if line.startswith("cu126 ")]
+    for part in ("2.13.0+cu126", "CUDA 12.6", "50 60 70", "6.5 GB", "no: not sm_120", "active"):
+        assert part in row
+    assert any(line.startswith("half: interrupted") for line in lines)
+    document = called("list")
+    assert (document["active"], document["unfinished"]) == ("cu126", ["half"])
+    assert document["current"]["version"]
+    cpu, cuda = document["builds"]
+    assert (cpu["name"], cpu["covers"], cpu["is_active"]) == ("cpu", False, False)
+    assert (cuda["support"], cuda["is_active"]) == ({"sm_61": "OK", "sm_120": "MISSING"}, True)
+
+
+def test_info_is_of_the_active_one_unless_named() -> None:
+    add_build("cu126")
+    assert isinstance(call("info").exception, InputError)
+    assert called("info", "cu126")["version"] == "2.13.0+cu126"
+    builds.activate("cu126")
+    text = call("info").stdout
+    assert "GTX 1060 (sm_61): OK" in text
+    assert "RTX 5060 Ti (sm_120): MISSING" in text
+    assert "-m pip install" in text
+
+
+def test_activate_and_back() -> None:
+    add_build("cu126")
+    result = call("activate", "cu126")
+    assert "cu126 is active" in result.stdout
+    assert "bin/activate" in result.stdout
+    assert builds.active_name() == "cu126"
+    assert called("activate", "--none") == {"active": None}
+    assert builds.active_name() is None
+    for wrong in ((), ("cu126", "--none"), ("cu999",)):
+        assert isinstance(call("activate", *wrong).exception, InputError)
+
+
+def test_remove_asks_first() -> None:
+    folder = add_build("cu126")
+    refused = call("remove", "cu126", given="n\n")
+    assert (refused.exit_code, folder.exists()) == (1, True)
+    nobody = call("remove", "cu126", given="")
+    assert "add -y" in str(nobody.exception)
+    assert folder.exists()
+    builds.activate("cu126")
+    assert "is the active build" in str(call("remove", "cu126", "-y").exception)
+    assert call("remove", "cu126", "--force", given="y\n").exit_code == 0
+    assert not folder.exists()
+    assert (add_build("cpu"), called("remove", "cpu", "-y")) == (folder.with_name("cpu"), {"removed": "cpu"})
+
+
+def test_install_shows_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
+    document = called("install", "cu126", "--dry-run")
+    assert (document["name"], document["torch"]) == ("cu126", "torch>=2.8,<2.15")
+    assert len(document["commands"]) == 3
+    text = call("install", "cu126", "--dry-run").stdout
+    assert "about 4.0 GB to download, 8.0 GB on disk (estimated)" in text
+    assert "nothing was done" in text
+    assert call("install", "cpu", given="n\n").exit_code == 1
+    assert "uneven torch build --archs '6.1;12.0'" in str(call("install").exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_install_makes_activates_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(plan: Any, say: Any) -> builds.Build:
+        add_build(plan.name, CPU)
+        say("Successfully installed torch")
+        return builds.find_build(plan.name)
+
+    monkeypatch.setattr("uneven.install.new_build.make_build", make)
+    monkeypatch.setattr("uneven.install.new_build.check_space", lambda plan: 10**11)
+    result = call("install", "cpu", "-y")
+    assert "use it: uneven torch activate cpu" in result.stdout
+    assert "Successfully" in result.stderr
+    assert builds.active_name() is None
+    assert called("install", "cpu", "--name", "second", "--activate", "-y")["is_active"] is True
+    assert "is there" in str(call("install", "cpu", "-y").exception)
+
+
+def test_a_dry_run_of_a_source_build_shows_every_step(tmp_path: Path) -> None:
+    text = call("build", "--archs", "6.1;12.0", "--jobs", "6", "--dry-run").stdout
+    for part in (
+        "torch 2.13.0 for 6.1;12.0, as build sm61-sm120",
+        "CUDA toolkit: 12.8 to 12.9",
+        "about 4.0 h (2.0 to 8.0) with 6 jobs",
+        "about 35 GB of disk",
+        "a guess, not measured: 4 h",
+        "TORCH_CUDA_ARCH_LIST='6.1;12.0'",
+        "MAX_JOBS=6",
+        "refs/tags/v2.13.0",
+        "log: ",
+        "nothing was done",
+    ):
+        assert part in text
+    document = called("build", "--torch", "2.9.1", "--dry-run")  # of the GPUs that are here
+    assert (document["archs"], document["torch"]) == (["6.1", "12.0"], "2.9.1")
+    assert [step["done"] for step in document["steps"]] == [False] * 9
+    assert "no CUDA toolkit compiles" in str(call("build", "--archs", "6.1;11.0", "--dry-run").exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_docker_prints_a_command_and_runs_nothing(tmp_path: Path) -> None:
+    result = call("build", "--archs", "6.1;12.0", "--docker")
+    (line,) = result.stdout.splitlines()
+    assert "docker run" in line
+    assert "nvidia/cuda:12.8" in line
+    assert "uneven torch install" in result.stderr
+    assert called("build", "--archs", "6.1;12.0", "--docker")["image"].startswith("nvidia/cuda:12.8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_build_that_fails_is_1_with_the_line_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.install.source_build._missing", lambda *_: ())
+    monkeypatch.setattr("uneven.install.source_build._steps", lambda *_: (Step("wheel", ("false",)),))
+    result = call("build", "--archs", "6.1;12.0", "--jobs", "2")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "step 'wheel' failed" in result.stderr
+    assert "uneven torch build --archs '6.1;12.0' --torch 2.13.0 --name sm61-sm120 --jobs 2 --resume" in result.stderr
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uneven.install.source_build.run_steps", stopped)
+    result = call("build", "--archs", "6.1;12.0", "--resume")
+    assert result.exit_code == 130
+    assert "stopped; go on with: uneven torch build" in result.stderr
+
+
+def test_what_is_missing_for_a_source_build_is_told_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uneven.install.source_build.find_toolkits", list)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = call("build", "--archs", "6.1;12.0")
+    assert isinstance(result.exception, MachineError)
+    for part in ("nvcc", "git", "gcc", "cmake and ninja come by pip"):
+        assert part in str(result.exception)
+    assert list(tmp_path.iterdir()) == []

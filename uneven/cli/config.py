@@ -1,0 +1,217 @@
+"""`uneven config`: where each setting of a run comes from, and what is wrong with a file of settings."""
+
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from uneven.cli.run import read_flags, run
+from uneven.config import RunConfig, Setting, Sourced, find_run_file, from_outside, resolve_sources, settings_of
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from uneven.config.check_file import Problem
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show where each setting of a run comes from, check a run.toml.",
+    epilog="Example: uneven config check run.toml",
+)
+# Shown at their defaults too: the first questions about a run.
+ESSENTIALS = ("batch_size", "epochs", "policy", "devices", "seed", "precision", "out")
+KINDS = ("flag", "environment", "file", "script", "default")  # from strong to weak
+
+
+def show(
+    script: Path, args: list[str] | None = None, show_all: bool = False, as_json: bool = False, **options: Any
+) -> None:
+    """Print the settings that a run of the script would have, each with its source: default, script, file, environment
+    or flag. What is printed is TOML, for a run.toml.
+
+    The line is that of 'uneven run', with 'config show' in its place. The script is run up to where it calls fit or
+    Ddp.setup, on no device, and ends there; what it prints goes to stderr. First come the values that differ from the
+    defaults, then some at their defaults.
+
+    Exit codes: 0 shown, 1 the script failed, 2 bad input, or settings that do not go together.
+
+    Examples:
+
+      uneven config show train.py
+
+      uneven config show train.py --epochs 3 --policy async --all
+
+      uneven config show train.py --json
+    """
+    from uneven.launch.script import script_settings
+
+    file = find_run_file(script, options.get("config"))
+    outside = partial(resolve_sources, file=file, environ=os.environ, flags=read_flags(options))
+    print(f"uneven: running {script} up to where it passes its settings", file=sys.stderr, flush=True)
+    own = script_settings(script, args or [], from_outside(outside()))
+    found = outside(script=own)
+    _check_together(found)
+    if as_json:
+        print(json.dumps(_document(script, file, found, own), indent=1))
+    else:
+        print("\n".join(_lines(script, found, own, show_all)))
+
+
+def _check_together(found: Mapping[str, Sourced]) -> None:
+    """InputError for settings that do not go together, with the sources of those that it names."""
+    from uneven.config import resolve
+
+    given = {name: one.value for name, one in found.items() if one.source != "default"}
+    try:
+        resolve(given)
+    except InputError as error:
+        named = [name for name in given if re.search(rf"\b{name}=|^{name}\b", str(error))]
+        sources = ", ".join(f"{name}: {' '.join(_origin(found[name]))}".rstrip() for name in named)
+        raise InputError(f"{error} ({sources})" if sources else str(error)) from error
+
+
+def _origin(one: Sourced) -> tuple[str, str]:
+    """The kind of its source, and which one: ("flag", "--epochs"), ("script", "")."""
+    kind, _, which = one.source.partition(" ")
+    return (kind, which) if kind in KINDS else ("file", one.source)
+
+
+def _document(script: Path, file: Path | None, found: Mapping[str, Sourced], own: Mapping[str, Any]) -> dict[str, Any]:
+    known = settings_of(RunConfig)
+    rows = {}
+    for name, one in found.items():
+        kind, which = _origin(one)
+        rows[name] = {
+            "value": _plain(one.value),
+            "source": kind,
+            "where": which or None,
+            "default": None if known[name].is_required else _plain(known[name].default),
+            "script": _plain(own.get(name)),
+        }
+    return {"script": str(script), "file": None if file is None else str(file), "settings": rows}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def _lines(script: Path, found: Mapping[str, Sourced], own: Mapping[str, Any], show_all: bool) -> list[str]:
+    known = settings_of(RunConfig)
+    changed = [name for name, one in found.items() if one.source != "default"]
+    changed.sort(key=lambda name: KINDS.index(_origin(found[name])[0]))
+    unchanged = [name for name in found if name not in changed and (show_all or name in ESSENTIALS)]
+    rows = [_row(known[name], found[name], own) for name in (*changed, *unchanged)]
+    width = min(max(len(text) for text, _ in rows), 48)
+    lines = [f"{text:<{width}}  # {source}" for text, source in rows]
+    title = f"# {script}: {len(changed)} of {len(known)} settings are given"
+    rest = [] if not unchanged else ["", *lines[len(changed) :]]
+    hint = [] if show_all else ["", "# --all shows every setting"]
+    return [title, *lines[: len(changed)], *rest, *hint]
+
+
+def _row(setting: Setting, one: Sourced, own: Mapping[str, Any]) -> tuple[str, str]:
+    """A setting as a line of TOML, and its source as a comment. None, which TOML has no word for, is left out."""
+    source = " ".join(_origin(one)).rstrip()
+    if one.is_from_outside and setting.name in own and own[setting.name] != one.value:
+        source += f" (the script has {toml_value(own[setting.name])})"
+    if one.value is None and not setting.takes_none:
+        return f"# {setting.name} =", f"{source}: {setting.default_text or 'none'}"
+    return f"{setting.name} = {toml_value(one.value)}", source
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps("none" if value is None else str(value))
+
+
+@app.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="A TOML file of settings.")] = Path("run.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, also where there are problems.")] = False,
+) -> None:
+    """Find everything that is wrong with a file of settings: unknown names, impossible values, settings that do not go
+    together. Each with its line and the fix.
+
+    Nothing is run. What the script may still settle, by a setting that it passes, is a note and no problem; what
+    depends on the machine is found when the run starts.
+
+    Exit codes: 0 all is well, 2 there are problems.
+
+    Examples:
+
+      uneven config check run.toml
+
+      uneven config check run.toml --json
+    """
+    from uneven.config.check_file import find_problems
+
+    found = find_problems(file)
+    found.problems.extend(_device_problems(file, found.settings))
+    if as_json:
+        document = {"file": str(file), "settings": {name: _plain(value) for name, value in found.settings.items()}}
+        rows = {name: [one._asdict() for one in getattr(found, name)] for name in ("problems", "notes")}
+        print(json.dumps({**document, **rows}, indent=1))
+    else:
+        for problem in sorted(found.problems, key=lambda problem: problem.line or 0):
+            print(f"{_place(file, problem)}: {problem.message}", file=sys.stderr)
+        for note in found.notes:
+            print(f"{_place(file, note)}: note: unless the script settles it: {note.message}", file=sys.stderr)
+    if found.problems:
+        raise InputError(f"{file} has {_count(len(found.problems), 'problem')}")
+    if not as_json:
+        print(f"{file}: {_count(len(found.settings), 'setting')}, all is well")
+
+
+def _place(file: Path, problem: "Problem") -> str:
+    return f"{file}" if problem.line is None else f"{file}:{problem.line}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _device_problems(file: Path, settings: Mapping[str, Any]) -> "list[Problem]":
+    """What is wrong with the names of devices; whether this machine has them is another question."""
+    from uneven.config.check_file import Problem, lines_of_keys
+    from uneven.hardware.device import parse_devices
+
+    names = settings.get("devices", "auto")
+    if names == "auto":
+        return []
+    try:
+        parse_devices(names)
+    except InputError as error:
+        return [Problem(lines_of_keys(file.read_text(encoding="utf-8")).get("devices"), "devices", str(error))]
+    return []
+
+
+def _give_options() -> None:
+    """The options of `show` are its own and all of `uneven run`: a line of that is taken as it is."""
+    own: dict[str, Any] = {
+        "show_all": Annotated[bool, typer.Option("--all", help="Every setting, those at their defaults too.")],
+        "as_json": Annotated[bool, typer.Option("--json", help="One JSON object, with every setting.")],
+    }
+    theirs = {name: one for name, one in inspect.signature(run).parameters.items() if name not in own}
+    parameters = [theirs.pop("script"), theirs.pop("args")]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in own.items()
+    ]
+    parameters += theirs.values()
+    show.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    show.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+_give_options()
+app.command("show")(show)

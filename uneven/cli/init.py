@@ -1,0 +1,72 @@
+"""`uneven init`: a new project that trains at once."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Literal names in the help, so that `uneven --help` need not load the templates; tests/templates compares them.
+TEMPLATE_HELP = (
+    "vision (a CNN on digits), text (a small GPT), own-loop (your own training loop) or plain (the smallest)."
+)
+
+
+def init(
+    name: Annotated[Path, typer.Argument(help="The project and its folder, which is made; . is the current folder.")],
+    template: Annotated[str, typer.Option("--template", "-t", help=TEMPLATE_HELP, metavar="NAME")] = "vision",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files of the project that are there; other files stay.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, and write none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a project that trains at once: train.py, run.toml, a test, README, Makefile, Dockerfile.
+
+    Nothing is asked: versions and devices are those of this machine. A file that is there already is never replaced
+    without --force.
+
+    Examples:
+
+      uneven init demo
+
+      uneven init demo --template text
+
+      uneven init demo --template own-loop --dry-run
+    """
+    from uneven.templates.machine import read_machine
+    from uneven.templates.project import check_folder, make_files, read_name, write_project
+
+    title = read_name(name)
+    machine = read_machine()
+    contents = make_files(title, template, machine)
+    check_folder(name, contents, force)
+    if not dry_run:
+        write_project(name, contents)
+    steps = next_steps(name, machine.torch is not None, machine.devices)
+    if as_json:
+        found = {"name": title, "folder": str(name.resolve()), "template": template, "files": list(contents)}
+        about = {"python": machine.python, "torch": machine.torch, "devices": list(machine.devices)}
+        commands = [command for command, _ in steps]
+        print(json.dumps({**found, **about, "written": not dry_run, "next": commands}, indent=2))
+        return
+    for path in contents:
+        print(name / path)
+    if dry_run:
+        print("uneven: nothing was written (--dry-run)", file=sys.stderr)
+        return
+    width = max(len(command) for command, _ in steps)
+    print("\nNext:", *(f"  {command:<{width}}  # {why}" for command, why in steps), sep="\n")
+
+
+def next_steps(folder: Path, has_torch: bool, devices: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Three commands and what each does."""
+    enter = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
+    where = ", ".join(devices[:-1]) or devices[-1]
+    first = " && ".join([*enter, "make test"]) if has_torch else " && ".join([*enter, "uneven setup"])
+    steps = [(first, "a few steps on the CPU" if has_torch else "installs the torch build that fits this machine")]
+    steps += [] if has_torch else [("make test", "a few steps on the CPU")]
+    steps += [("uneven run train.py", f"trains on {where}")]
+    return [*steps, ("uneven run train.py --devices cpu,cpu@0.4", "the same on two devices that do not match")][:3]

@@ -1,0 +1,103 @@
+"""`uneven logs`: what the processes of a run have printed, live or afterwards."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from uneven.cli import complete
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from uneven.launch.known_runs import KnownRun
+    from uneven.launch.read_logs import Line, LogReader
+
+POLL_S = 0.2
+
+
+def logs(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Its id or the beginning of it, a script, 'last', or a run's folder.",
+            metavar="RUN",
+            autocompletion=complete.all_runs,
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the run.")] = False,
+    rank: Annotated[
+        list[int] | None, typer.Option("--rank", help="This rank alone; may be given several times.", metavar="N")
+    ] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", help="The last lines alone.", metavar="LINES")] = None,
+    timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="With the time of each line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what the processes of a run have printed, in the order of time. A rank's output is in OUT/logs/rank-N.log,
+    what the launcher said in OUT/logs/launcher.log; each file holds 10 MB, and the 10 MB before.
+
+    A run without `out` has logs while it is on, and a machine that has joined has those of its own ranks. What a script
+    that calls fit prints itself, outside of the ranks, is not kept; bars and what libraries in C print are neither.
+
+    Exit code 0; 2: RUN is not known, or has no logs; 130: Ctrl-C while it follows, and the run goes on. Examples:
+
+      uneven logs k3f9ad1 -f
+
+      uneven logs last --rank 1 -n 20
+
+      uneven logs runs/my-run --json
+    """
+    from uneven.launch.known_runs import choose_known
+    from uneven.launch.read_logs import LogReader
+
+    if lines is not None and lines < 0:
+        raise InputError(f"--lines {lines}: allowed are whole numbers from 0 on")
+    if follow and as_json:
+        raise InputError("--follow with --json: JSON is one document; leave one of them out")
+    chosen = choose_known(run)
+    reader = LogReader(chosen.log_folders, rank or None)
+    found = reader.read()
+    if not found and not chosen.is_live:
+        raise InputError(f"run {chosen.id}: {_why_none(chosen, rank)}")
+    found = found if lines is None else found[max(0, len(found) - lines) :]
+    if as_json:
+        entries = [{"time": line.time, "rank": line.rank, "text": line.text} for line in found]
+        print(json.dumps({"id": chosen.id, "lines": entries}, indent=1))
+        return
+    is_named = rank is None or len(rank) > 1
+    _print(found, is_named, timestamps)
+    if follow and chosen.is_live:
+        _follow(chosen, reader, is_named, timestamps)
+
+
+def _follow(chosen: "KnownRun", reader: "LogReader", is_named: bool, timestamps: bool) -> None:
+    from uneven.launch.known_runs import known_runs
+
+    is_live = True
+    while is_live:
+        time.sleep(POLL_S)
+        now = next((one for one in known_runs() if one.id == chosen.id), None)
+        is_live = now is not None and now.is_live
+        if now is not None:
+            reader.folders = now.log_folders
+        _print(reader.read(), is_named, timestamps)
+
+
+def _print(lines: "list[Line]", is_named: bool, timestamps: bool) -> None:
+    for line in lines:
+        stamp = f"{line.time} " if timestamps else ""
+        name = f"{line.name:8} | " if is_named else ""
+        sys.stdout.write(f"{stamp}{name}{line.text}\n")
+    sys.stdout.flush()
+
+
+def _why_none(chosen: "KnownRun", rank: list[int] | None) -> str:
+    folders = [folder for folder in chosen.log_folders if folder.is_dir()]
+    if folders and rank:
+        have = ", ".join(sorted(path.name.removesuffix(".log") for path in Path(folders[-1]).glob("rank-*.log")))
+        return f"--rank {', '.join(map(str, rank))} has printed nothing; there is {have or 'no rank'}"
+    if chosen.record.get("out") is None or chosen.leader is not None:
+        return "it has ended, and had no folder for its logs here: add out='runs/my-run' (--out)"
+    return f"there are no logs in {chosen.record['out']}"

@@ -1,0 +1,158 @@
+"""`uneven plan`: will several devices pay for this script, and how; some seconds of probing, then predictions.
+
+It takes the settings of `uneven run`, which replace those in the script.
+"""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from uneven.cli.run import CONFIG_OPTION, find_sources, option_of
+from uneven.config import RunConfig, from_outside, settings_of
+from uneven.errors import InputError
+
+if TYPE_CHECKING:
+    from uneven.plan.plan import Plan
+    from uneven.plan.predict import Prediction
+
+SECONDS = 10.0
+LEFT_OUT = ("resume", "replay", "overwrite", "progress")  # settings that a plan has no use for
+
+
+def plan(
+    script: Path, args: list[str] | None = None, seconds: float = SECONDS, as_json: bool = False, **options: Any
+) -> None:
+    """Predict how this script would train on every subset of the devices, with every policy, and advise what to take.
+
+    The script runs up to its fit, builder or own loop; what it was about to train is measured for some seconds, on all
+    devices together and on each alone. Nothing that is trained meanwhile is kept. With --out FOLDER the plan is written
+    there, and a run with --policy auto and the same FOLDER takes it.
+
+    Exit code 0: a plan. 1: a rank failed while it was measured. 2: bad input. 3: this machine cannot. 130: Ctrl-C.
+
+    Examples:
+
+      uneven plan train.py --devices cpu,cpu@0.4
+
+      uneven plan train.py --devices cuda:0,cpu --seconds 30 --json
+
+      uneven plan train.py --out runs/planned && uneven run train.py --out runs/planned --policy auto
+    """
+    given = from_outside(find_sources(script, options))
+    given = {name: value for name, value in given.items() if name not in LEFT_OUT}
+    out = given.pop("out", None)
+    given.pop("policy", None)  # of a run.toml, or the environment
+    if options.get("policy") not in (None, "auto"):
+        raise InputError(f"--policy {options['policy']}: a plan compares all of them; leave it out")
+    from uneven.launch.script import check_script
+
+    check_script(script, given)
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise InputError(f"out={str(out)!r} is a file; name a folder, as in --out runs/my-run")
+    from uneven.launch.results_file import stdout_to_stderr
+    from uneven.plan.plan import write_plan
+    from uneven.plan.script import plan_script
+
+    with stdout_to_stderr():
+        made = plan_script(script, args or [], {**given, "policy": "auto"}, seconds)
+    if out is not None:
+        write_plan(made, Path(out))
+    if as_json:
+        json.dump(made.to_json(), sys.stdout, indent=1)
+        print()
+    else:
+        _print(made)
+    if out is not None:
+        print(
+            f"uneven: the plan is in {out}; take it with: uneven run {script} --out {out} --policy auto",
+            file=sys.stderr,
+        )
+
+
+def _print(made: "Plan") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    job = made.probe.job
+    console.print(
+        f"{job.samples_per_epoch:,} samples an epoch, batch {job.batch_size} per device; measured for "
+        f"{made.probe.seconds:.0f} s\n"
+    )
+    table = Table(box=None, header_style="bold")
+    for heading in ("policy", "devices"):
+        table.add_column(heading)
+    for heading in ("s/epoch", "samples/s", "efficiency", "gain", "shares", "memory"):
+        table.add_column(heading, justify="right")
+    for one in made.predictions:
+        is_taken = (one.policy, one.devices) == (made.advice.policy, made.advice.devices)
+        table.add_row(*_row(one), style="bold" if is_taken else None)
+    console.print(table)
+    if made.strategies:
+        policy = made.strategies[0].policy
+        console.print(
+            f"\nstrategies with {policy} on all devices: memory of each, and s/epoch by the bytes that they move"
+        )
+        for kind in made.strategies:
+            sizes = "  ".join(_size(size) for size in kind.memory_bytes)
+            console.print(f"  {kind.strategy:6} {sizes}  ~{kind.seconds_per_epoch:,.2f}")
+    console.print()
+    for line in made.notes:
+        console.print(f"note: {line}", soft_wrap=True)
+    console.print(f"recommendation: {made.advice.reason}", soft_wrap=True, style="bold")
+
+
+def _row(one: "Prediction") -> list[str]:
+    return [
+        one.name,
+        ",".join(one.devices),
+        f"{one.seconds_per_epoch:,.2f}",
+        f"{one.samples_per_s:,.0f}",
+        f"{one.efficiency:.2f}",
+        f"{one.gain:.2f}x",
+        ":".join(f"{100 * share:.0f}" for share in one.shares),
+        _size(max(one.memory_bytes)),
+    ]
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e3:,.0f} kB"
+
+
+def _give_options() -> None:
+    """The settings of a run are options of its plan, too."""
+    own = {
+        "script": (inspect.Parameter.empty, Annotated[Path, typer.Argument(help="The script that is to be trained.")]),
+        "args": (
+            None,
+            Annotated[list[str] | None, typer.Argument(help="The script's own arguments; options after --.")],
+        ),
+        "seconds": (
+            SECONDS,
+            Annotated[float, typer.Option("--seconds", help="How long to measure all devices together, at least 1.")],
+        ),
+        "config": (None, CONFIG_OPTION),
+        "as_json": (False, Annotated[bool, typer.Option("--json", help="Print the plan and the probe as JSON.")]),
+    }
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if name in ("script", "args") else inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=annotation,
+        )
+        for name, (default, annotation) in own.items()
+    ]
+    parameters += [option_of(setting) for name, setting in settings_of(RunConfig).items() if name not in LEFT_OUT]
+    plan.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    plan.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+_give_options()

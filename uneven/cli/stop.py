@@ -1,0 +1,72 @@
+"""`uneven stop`: a run of this user finishes its step, saves and ends, as after Ctrl-C in its terminal."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from uneven.cli import complete
+from uneven.errors import InputError, RankError
+
+WAIT_S = 600.0
+
+
+def stop(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Its id or the beginning of it, as uneven status shows it, a script or a folder.",
+            metavar="RUN",
+            autocompletion=complete.live_runs,
+        ),
+    ] = None,
+    stop_all: Annotated[bool, typer.Option("--all", help="All runs of yours that this machine leads.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="At once, nothing is saved: as a second Ctrl-C.")] = False,
+    wait: Annotated[float, typer.Option("--wait", help="How long to wait for its end.", metavar="SECONDS")] = WAIT_S,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Stop a run, as Ctrl-C in its terminal does: it finishes its step, saves, and ends with exit code 130 (143 where
+    it was started in the background so that it ignores Ctrl-C). Waits for its end, and says where its state is.
+
+    RUN may be left out where one run is on. A run over machines is stopped where it is led; a machine that has joined
+    is taken out by uneven leave. Ctrl-C while it waits stops the waiting alone.
+
+    Exit code 0: it has ended. 1: it has not, or is led elsewhere. 2: RUN is not known, or not yours. Examples:
+
+      uneven stop k3f9ad1
+
+      uneven stop train.py --now
+
+      uneven stop runs/my-run --json
+    """
+    from uneven.launch.known_runs import choose_known, live_runs
+    from uneven.launch.stop_request import stop_run
+
+    if wait <= 0:
+        raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
+    if stop_all and run is not None:
+        raise InputError(f"--all with run {run!r}: name one run, or all of them")
+    chosen = [one for one in live_runs() if one.leader is None] if stop_all else [choose_known(run, live_only=True)]
+    ended, failed = list[dict[str, Any]](), list[str]()
+    for one in chosen:
+        try:
+            record = stop_run(one, wait, now=now, say=_say)
+        except RankError as error:
+            failed.append(str(error))
+            continue
+        saved = record.get("saved")
+        where = f"its state is in {saved}" if saved else "nothing was saved"
+        slot = f" after {record['slot']:,} steps" if record.get("slot") else ""
+        _say(f"run {one.id} ({one.script}) {record.get('result', 'has ended')}{slot}; {where}")
+        ended.append({"id": one.id, "script": one.record.get("script"), "result": record.get("result"), "saved": saved})
+    if as_json:
+        print(json.dumps({"stopped": ended, "failed": failed}, indent=2))
+    if failed:
+        raise RankError("\nuneven: ".join(failed))
+    if not chosen:
+        _say("no run of yours is led here")
+
+
+def _say(line: str) -> None:
+    print(f"uneven: {line}", file=sys.stderr)
