@@ -5,7 +5,6 @@ and comments are not looked at: there a word may be plain English.
 """
 
 import re
-import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -29,15 +28,23 @@ BANNED_IN_ROOM = {"parallel": {"piece", "pieces", "drop", "whole"}, "train": {"w
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
+# Strings, comments, numbers and then identifiers: what tokenize finds, in a fraction of its time.
+TOKEN = re.compile(
+    r"""(?:[rbfRBF]{1,2}(?=["']))?(?:\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3})"""
+    r"""|(?:[rbfRBF]{1,2}(?=["']))?(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+    r"""|\#[^\n]*|\d\w*|([^\W\d]\w*)""",
+    re.DOTALL,
+)
+
+
 @cache
-def identifiers(path: Path) -> tuple[tuple[int, str], ...]:
-    with tokenize.open(path) as source:
-        tokens = list(tokenize.generate_tokens(source.readline))
-    return tuple((token.start[0], token.string) for token in tokens if token.type == tokenize.NAME)
+def identifiers(path: Path) -> frozenset[str]:
+    return frozenset(TOKEN.findall(path.read_text())) - {""}
 
 
-def words_in(identifier: str) -> set[str]:
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+@cache
+def words_in(identifier: str) -> frozenset[str]:
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier))
 
 
 def is_banned(path: Path, identifier: str) -> bool:
@@ -62,18 +69,23 @@ def test_every_row_of_the_tables_is_read() -> None:
 @pytest.mark.parametrize(("word", "name", "place"), rows())
 def test_every_word_is_an_identifier_where_the_glossary_says(word: str, name: str, place: str) -> None:
     files = sorted((ROOT / place).rglob("*.py")) if place.endswith("/") else [ROOT / place]
-    assert any(name == identifier for path in files for _, identifier in identifiers(path)), f"{word}: no {name}"
+    assert any(name in identifiers(path) for path in files), f"{word}: no {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "uneven")))
-def test_no_identifier_uses_a_word_that_was_given_up(path: Path) -> None:
-    hits = [f"{line}: {identifier}" for line, identifier in identifiers(path) if is_banned(path, identifier)]
+def test_no_identifier_uses_a_word_that_was_given_up() -> None:
+    hits = [f"{path}: {name}" for path in FILES for name in sorted(identifiers(path)) if is_banned(path, name)]
     assert hits == []
 
 
 def test_exceptions_are_still_needed() -> None:
-    used = {(str(path.relative_to(ROOT / "uneven")), name) for path in FILES for _, name in identifiers(path)}
+    used = {(str(path.relative_to(ROOT / "uneven")), name) for path in FILES for name in identifiers(path)}
     assert set(EXCEPTIONS) <= used
+
+
+def test_identifiers_are_those_outside_of_strings_and_comments(tmp_path: Path) -> None:
+    source = 'one = f"{two}" + "th\'r\\"ee" + 0x1f  # four\nfive.six(r"""se\n"v"en""", b\'\', \'8\')'
+    (tmp_path / "code.py").write_text(source)
+    assert identifiers(tmp_path / "code.py") == {"one", "five", "six"}
 
 
 def test_words_of_an_identifier_are_found() -> None:

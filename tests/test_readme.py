@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-SHORT = ("plain_loop.py", "same_with_uneven.py", "fit.py", "muon_gpt.py")  # the others have tests of their own
+SHORT = ("plain_loop.py", "same_with_uneven.py", "fit.py")  # the others have tests of their own
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCS = "".join(path.read_text() for path in PAGES)
 RUNNABLE = README + (ROOT / "docs" / "tutorial.md").read_text()  # python blocks elsewhere are fragments

@@ -129,6 +129,7 @@ TYPED = {
     "save_every": ("2", 2),
     "keep_last": ("3", 3),
     "keep_best": ("1", 1),
+    "checkpoint_copies": ("2", 2),
     "resume": ("auto", "auto"),
     "out": ("runs/a", "runs/a"),
     "overwrite": (None, True),
