@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
@@ -264,9 +265,25 @@ def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, 
     with torch.no_grad():
         for name, tensor in params.items():
             tensor.copy_(found[name])
-    engine.optimizer.load_state_dict(
-        {"state": join_tree(agreed["optimizer"], found), "param_groups": optimizer["param_groups"]}
-    )
+    load_optimizer_state(engine.optimizer, join_tree(agreed["optimizer"], found))
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[int, Any]) -> None:
+    """Load what the optimizer keeps for its params; its groups stay, and so do the addresses of tensors that fit.
+
+    A newcomer has captured its step by then: its graph would go on with the tensors that `Optimizer.load_state_dict`
+    replaces, learning rates among them.
+    """
+    groups, before = optimizer.param_groups, {param: dict(values) for param, values in optimizer.state.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups = groups
+    with torch.no_grad():
+        for param, values in before.items():
+            taken = optimizer.state.get(param, {})
+            for name, own in values.items():
+                new = taken.get(name)
+                if isinstance(own, Tensor) and isinstance(new, Tensor) and own.shape == new.shape:
+                    taken[name] = own.copy_(new)
 
 
 def settle_exact(
