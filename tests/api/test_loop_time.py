@@ -38,9 +38,9 @@ def test_waiting_for_code_of_the_users_own_is_the_users_time() -> None:
     assert spent([row(10), row(4, user_ms=50)], 2) == {"communication": 2}
 
 
-def work_while_the_other_waits(loops: dict[int, Loop]) -> None:
-    """Rank 0's own work: from the moment that rank 1 waits for it, WORK_S more."""
-    while 1 not in loops or loops[1].worker.recorder.state not in ("wait", "communication"):
+def work_while_the_other_waits(loops: dict[int, Loop], epochs: dict[int, int]) -> None:
+    """Rank 0's own work: from the moment that rank 1 waits for it in the second epoch, WORK_S more."""
+    while epochs.get(1) != 1 or loops[1].worker.recorder.state not in ("wait", "communication"):
         time.sleep(0.001)
     time.sleep(WORK_S)
 
@@ -49,17 +49,19 @@ def work_while_the_other_waits(loops: dict[int, Loop]) -> None:
 @pytest.mark.parametrize("where", ["between", "pause", "finish"])
 def test_what_rank_0_does_by_itself_is_no_training_time_on_any_rank(policy: str, where: str) -> None:
     loops: dict[int, Loop] = {}
+    epochs: dict[int, int] = {}  # each rank's; what it waited for in the first one is over in the second
 
     def rank(group: ThreadGroup) -> dict[str, float]:
         loop = loops[group.rank] = make_loop(group, policy=policy, global_batch_size=None)
         for epoch in range(2):
+            epochs[group.rank] = epoch
             for count, (x, y) in enumerate(loop.batches(epoch)):
                 if where == "pause" and (group.rank, epoch, count) == (0, 1, 0):
                     with loop.pause("evaluation"), loop.pause("a part of it"):
-                        work_while_the_other_waits(loops)
+                        work_while_the_other_waits(loops, epochs)
                 loop.step(F.cross_entropy(loop(x), y))
             if where == "between" and group.rank == epoch == 0:
-                work_while_the_other_waits(loops)
+                work_while_the_other_waits(loops, epochs)
         if where == "finish" and group.rank == 0:
             while loops[1].worker.group.traffic.collectives == group.traffic.collectives:
                 time.sleep(0.001)

@@ -92,6 +92,38 @@ def test_a_killed_process_is_the_cause_whatever_the_others_report(store: Any, tm
         watch(store, tmp_path, 1, -9)
 
 
+def test_what_a_rank_said_last_is_shown_though_another_has_failed_before_it(store: Any, tmp_path: Path) -> None:
+    """On a busy machine rank 0 may end, and tell which steps were skipped, after rank 1 has failed."""
+
+    def beat_with(count: int, **more: Any) -> None:
+        status = {"count": count, "member": MEMBERS[0], "rank": 0, "slot": 3, "phase": "compute", "min_ranks": 1}
+        store.set(heartbeat_key(MEMBERS[0]), json.dumps(status | more))
+
+    class EndsLater(Processes):
+        looks = 0
+
+        def exit_codes(self) -> list[int | None]:
+            self.looks += 1
+            if self.looks == 1:
+                return [None, 1]
+            beat_with(2, notes=["slot 3: skipped"])
+            fail(tmp_path, 0, 6.0, "own", kind="not finite")
+            return [1, 1]
+
+    class Shown(Reporter):
+        notes: Any = None
+
+        def ranks(self, statuses: Any, first: int = 0) -> None:
+            self.notes = statuses[0].get("notes")
+
+    beat_with(1)
+    fail(tmp_path, 1, 5.0, "own", kind="not finite")
+    reporter, processes = Shown("off"), EndsLater([])
+    with pytest.raises(RankError, match="own"):
+        Watch(processes, store, tmp_path, MEMBERS, ROSTER, reporter).wait(Requests())
+    assert reporter.notes == ["slot 3: skipped"]
+
+
 def test_a_steps_length_is_measured_between_slots_and_not_in_phases_that_may_last() -> None:
     (device,) = parse_devices("cpu")
     rank = RankHealth("host/cpu/aa", device, 0.0, 0.0)

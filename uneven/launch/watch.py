@@ -146,7 +146,7 @@ class Watch:
         if (joining := self._joining) is None:
             return
         waiting, lost = self._generations.waiting, self._processes.lost()
-        errors = self._errors(list(waiting))
+        errors = read_errors(self._folder, list(waiting))
         ended = {number: lost[number] for number in waiting if number in lost}
         for number in waiting:
             if (code := codes[number]) is not None:
@@ -190,7 +190,7 @@ class Watch:
         refusal = self._refusal([*failed, *gone])
         if self._is_unsure(refusal, [*failed, *gone]) and self._may_say_more([*failed, *gone]):
             return
-        errors = self._errors(failed)
+        errors = read_errors(self._folder, failed)
         joining = self._generations.joining  # what keeps one of them out is its own
         is_common = any(error["kind"] in COMMON_ERRORS for n, error in errors.items() if n not in joining)
         is_bug = sum(self._generations.is_repeated(error) for error in errors.values()) > 0  # all of them are noted
@@ -366,10 +366,6 @@ class Watch:
             self._are_tensors_mapped = True
             drop_tensors(self._folder)
 
-    def _errors(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """What those of these processes that failed by themselves have reported."""
-        return read_errors(self._folder, numbers)
-
     def _failure(self, requests: Requests, refusal: str) -> Exception:
         """The cause of a failed run: a rank that was killed, else the first one that failed by itself."""
         if self._was_terminated_at_start():
@@ -379,7 +375,8 @@ class Watch:
         left = [number for number in range(len(self._ranks)) if number not in self._generations.aside]
         while time.monotonic() < end and any(self._processes.exit_codes()[number] is None for number in left):
             time.sleep(0.02)
-        errors, codes = self._errors(left), self._processes.exit_codes()
+        self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
+        errors, codes = read_errors(self._folder, left), self._processes.exit_codes()
         for number in left:
             if number not in errors and (code := codes[number]) not in (None, 0):
                 assert code is not None
