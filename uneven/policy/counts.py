@@ -17,3 +17,8 @@ def best_counts(window_ms: float, speeds: Floats, slot_ms: Floats) -> Ints:
     slots, window = counts.sum(axis=1), (counts * slot_ms).max(axis=1)  # whole numbers have one sum, in any order
     best: Ints = counts[(slots / window).argmax()]  # the first of those that wait least
     return best
+
+
+def slots_per_ms(counts: Ints, slot_ms: Floats) -> float:
+    """Predicted speed of such windows; what is missing to the sum of all speeds is waiting."""
+    return int(counts.sum()) / float((counts * slot_ms).max())

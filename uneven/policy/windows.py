@@ -13,31 +13,22 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
 
-from uneven.policy.counts import best_counts
+from uneven.policy.counts import best_counts, slots_per_ms
 from uneven.policy.finish import by_ratio
 from uneven.policy.late import split_beside, taken_back
 from uneven.policy.left_out import with_probes
 from uneven.policy.round_report import RoundReport as RoundReport
 from uneven.policy.slot_times import SlotTimes
-from uneven.policy.typical import Floats
+from uneven.policy.typical import Floats, Ints
 
 LATENCY_SHARE = 0.1  # async: what a round may take from snapshot to average, as a share of its window
 COUNT_GAIN = 0.02  # counts change when slots are predicted to go so much faster
 MEMORY = 3  # rounds in the median of a cost, so a single outlier changes nothing
 SETTLING = 2  # rounds at the start whose costs are not representative: the first step compiles and allocates
-# A field of all reports, of which there may be a thousand: quicker than by its name.
-NEXT_SLOT, SAMPLES, BUSY_MS, TRANSFER_MS, LATENCY_MS, DIVERGENCE, HANDS_BACK, KEEPS, RECENT_MS = (
-    itemgetter(RoundReport._fields.index(name))
-    for name in (
-        *("next_slot", "samples", "busy_ms", "transfer_ms", "latency_ms", "divergence"),
-        *("returned", "kept", "recent_ms"),
-    )
-)
 # What a resumed run goes on with; the other fields are its settings.
 STATE = (
     *("slot_ms", "start", "rounds", "anchor", "counts", "is_over", "is_held", "event", "due", "passed", "_held"),
@@ -106,7 +97,7 @@ class Windows:
         self.times = SlotTimes(self.slot_ms, self.ranks)
         self.kept = [[] for _ in range(self.ranks)]
         self.anchor = self._floor = float(self.config.anchor)
-        self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
+        self.counts = tuple(self._best_counts().tolist()) if self.is_measured else (1,) * self.ranks
         self.event = self.next_event(0)
         self._set_due()
 
@@ -177,14 +168,16 @@ class Windows:
     def note(self, reports: Sequence[RoundReport]) -> list[Decision]:
         """A round is done: the reports of all ranks, in rank order. Sets the next window; returns what changed."""
         was_divided = not (self.config.is_async and self.is_measured)
-        if was_divided and (self.back or any(map(HANDS_BACK, reports)) or any(map(KEEPS, reports))):
+        # By field: a thousand reports are looked through once.
+        reported = dict(zip(RoundReport._fields, zip(*reports, strict=True), strict=True))
+        if was_divided and (self.back or any(reported["returned"]) or any(reported["kept"])):
             owned = [[*kept, *self.slots_of(rank)] for rank, kept in enumerate(self.kept)]
             self.back, self.kept = taken_back(owned, reports)
         self.rounds += 1
         decisions: list[Decision] = []
         if self.config.shares is None:
-            decisions += self._adapt(reports)
-        next_slots = list(map(NEXT_SLOT, reports))
+            decisions += self._adapt(reported)
+        next_slots = reported["next_slot"]
         self._learn_event(was_divided)
         if (
             self.due == self.event and int(min(next_slots)) >= self.event
@@ -195,19 +188,19 @@ class Windows:
         self._set_due()
         return decisions
 
-    def _adapt(self, reports: Sequence[RoundReport]) -> list[Decision]:
-        """Speeds, anchor and counts follow the reports."""
-        samples = np.array(list(map(SAMPLES, reports)))
+    def _adapt(self, reported: Mapping[str, tuple[float, ...]]) -> list[Decision]:
+        """Speeds, anchor and counts follow the reports, of which these are the fields."""
+        samples = np.array(reported["samples"])
         if self.slot_ms is not None or self.rounds >= SETTLING:  # the very first step compiles and allocates
-            busy_ms = np.array(list(map(BUSY_MS, reports)))
-            slower = self.times.update(self.slot_size, samples, busy_ms, list(map(RECENT_MS, reports)))
+            busy_ms = np.array(reported["busy_ms"])
+            slower = self.times.update(self.slot_size, samples, busy_ms, reported["recent_ms"])
             if slower > 2.0:  # windows were as long as they had to be, and stay so where they may
                 self.anchor = max(self._floor, self.anchor / slower)
         if self.is_measured:
             self.times.leave_out(self.anchor, samples)
         return [
-            *self._guard(max(map(DIVERGENCE, reports))),
-            *self._set_anchor(list(map(TRANSFER_MS, reports)), list(map(LATENCY_MS, reports))),
+            *self._guard(max(reported["divergence"])),
+            *self._set_anchor(reported["transfer_ms"], reported["latency_ms"]),
             *self._set_counts(),
         ]
 
@@ -268,7 +261,7 @@ class Windows:
             setattr(self, name, copy.deepcopy(state[name]))
         self.times.load_state_dict(state, places)
         self.slot_ms = None if state["slot_ms"] is None else self.times.ms.tolist()
-        self.counts = self._best_counts() if self.is_measured else (1,) * self.ranks
+        self.counts = tuple(self._best_counts().tolist()) if self.is_measured else (1,) * self.ranks
 
     def resume_at(self, slot: int, passed: int | None = None) -> None:
         """Before any slot was given out: go on here as after a round at an event. Estimates stay what they are.
@@ -314,7 +307,7 @@ class Windows:
             return []
         return [Decision("guard", {"divergence": found, "anchor": self.anchor})]
 
-    def _set_anchor(self, transfer_ms: list[float], latency_ms: list[float]) -> list[Decision]:
+    def _set_anchor(self, transfer_ms: Sequence[float], latency_ms: Sequence[float]) -> list[Decision]:
         """Move the anchor towards the one at which a round costs `overhead_target` of its window.
 
         The cost of a round in ms does not depend on its window, so the anchor needed is computed from it, not found by
@@ -325,8 +318,8 @@ class Windows:
         if self.rounds <= SETTLING + 1:
             return []
         slowest_ms, before = self.times.slowest_ms, self.anchor
-        takes_part = self.times.takes_part.tolist()  # others only wait
-        transfer_ms, latency_ms = list(compress(transfer_ms, takes_part)), list(compress(latency_ms, takes_part))
+        if not (takes_part := self.times.takes_part).all():  # others only wait
+            transfer_ms, latency_ms = (list(compress(ms, takes_part.tolist())) for ms in (transfer_ms, latency_ms))
         cost_ms = _median_with(self._costs_ms, math.fsum(transfer_ms) / len(transfer_ms))
         typical_ms = _median_with(self._latencies_ms, math.fsum(latency_ms) / len(latency_ms))
         if self.config.is_async:
@@ -334,7 +327,8 @@ class Windows:
         else:
             cost_ms += _median_with(self._blocked_ms, min(latency_ms))
             speed = math.fsum(self._speeds.tolist())
-            cost_ms += (1.0 - self._slots_per_ms(self._best_counts()) / speed) * self.anchor * slowest_ms
+            joint = slots_per_ms(self._best_counts(), self.times.ms)
+            cost_ms += (1.0 - joint / speed) * self.anchor * slowest_ms
             needed_ms = cost_ms / self.config.overhead_target
         needed = needed_ms / slowest_ms
         if needed > self.anchor and not self.is_held:
@@ -349,25 +343,22 @@ class Windows:
     def _set_counts(self) -> list[Decision]:
         if not self.is_measured:
             return []
-        best = self._best_counts()
-        if best == self.counts:
+        best, counts, slot_ms = self._best_counts(), np.array(self.counts), self.times.ms
+        if np.array_equal(best, counts):
             return []
         # A window of about the same length changes only for a predicted gain.
-        is_same_length = abs(sum(best) - sum(self.counts)) <= 0.05 * sum(self.counts)
-        if is_same_length and self._slots_per_ms(best) < (1.0 + COUNT_GAIN) * self._slots_per_ms(self.counts):
+        new, old = best.tolist(), sum(self.counts)
+        is_same_length = abs(sum(new) - old) <= 0.05 * old
+        if is_same_length and slots_per_ms(best, slot_ms) < (1.0 + COUNT_GAIN) * slots_per_ms(counts, slot_ms):
             return []
-        self.counts = best
-        return [Decision("counts", {"counts": list(best), "anchor": self.anchor})]
+        self.counts = tuple(new)
+        return [Decision("counts", {"counts": new, "anchor": self.anchor})]
 
-    def _best_counts(self) -> tuple[int, ...]:
+    def _best_counts(self) -> Ints:
         if self.config.shares is not None:
             least = min(share for share in self.config.shares if share > 0)
-            return tuple(int(self.anchor * share / least + 0.5) for share in self.config.shares)
-        return tuple(best_counts(self.anchor * self.times.slowest_ms, self._speeds, self.times.ms).tolist())
-
-    def _slots_per_ms(self, counts: Sequence[int]) -> float:
-        """Predicted speed of such windows; what is missing to the sum of all speeds is waiting."""
-        return sum(counts) / float((np.array(counts) * self.times.ms).max())
+            return np.array([int(self.anchor * share / least + 0.5) for share in self.config.shares])
+        return best_counts(self.anchor * self.times.slowest_ms, self._speeds, self.times.ms)
 
 
 def _median_with(seen: list[float], value: float) -> float:
