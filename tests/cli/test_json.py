@@ -86,6 +86,8 @@ def test_outputs_about_states_and_runs(folder: Path) -> None:
     check_document("state export", document_of("state export a --to model.pt"))
     check_document("bench report", document_of("bench report runs-a"))
     check_document("bench compare", document_of("bench compare runs-a runs-b"))
+    check_document("bench pack", document_of("bench pack runs-a --out results"))
+    check_document("bench check", document_of("bench check results"))
     check_document("bench check", document_of("bench check runs-a --save baseline.json"))
     check_document("bench check", document_of("bench check runs-a --baseline baseline.json"))
 

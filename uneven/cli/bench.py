@@ -11,7 +11,7 @@ from uneven.cli import bench_options as options
 from uneven.cli.complete import devices as devices_here
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
-from uneven.cli.sweep import check, compare, policies, report, sweep
+from uneven.cli.sweep import check, compare, pack, policies, report, sweep
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -223,5 +223,5 @@ def result_line(summary: dict[str, Any]) -> str:
     return f"{line}\n{FOOTNOTE}" if is_disturbed(summary) else line
 
 
-for verb in (sweep, report, compare, check, policies, scaling, strategies):
+for verb in (sweep, report, pack, compare, check, policies, scaling, strategies):
     app.command(verb.__name__)(verb)

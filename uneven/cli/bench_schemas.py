@@ -32,6 +32,19 @@ _DIFFERENCE = {
     "verdict": "text|no difference shown",
     "is_disturbed": "bool|false",
 }
+_JUDGED = {
+    "model": "text|lenet",
+    "mode": "text|cpu-async",
+    "seeds": "whole|5",
+    "metric": "text|accuracy",
+    "quality": "number|0.9878",
+    "best": "number|0.988",
+    "published": "number?|0.985",
+    "reference": "text?|solo-0",
+    "reference_quality": "number?|0.9875",
+    "equal_time": "number?|0.9878",
+    "faults": ["text|why"],
+}
 _SUMMARY = {
     "version": "whole|1",
     "model": "text|lenet",
@@ -136,7 +149,12 @@ BENCH: dict[str, Any] = {
         "rule": "text|the fastest mode whose mean quality is no worse than solo's",
     },
     "bench compare": [_DIFFERENCE],
-    "bench check": {"faults": ["text|lenet cpu-async: quality 0.94 is below 0.96"], "baseline?": "text|baseline.json"},
+    "bench pack": {"files": ["text|results/lenet/cpu-async/seed-0.json"], "bytes": "whole|18200"},
+    "bench check": {
+        "faults": ["text|lenet cpu-async: accuracy 0.9400, solo-0 has 0.9875 (allowed: 0.0060 worse)"],
+        "rows?": [_JUDGED],
+        "baseline?": "text|baseline.json",
+    },
     "bench policies": {
         "version": "whole|1",
         "policies": [

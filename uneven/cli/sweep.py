@@ -217,15 +217,43 @@ def compare(
         print(FOOTNOTE)
 
 
-def check(
+def pack(
     runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
-    baseline: Annotated[Path | None, typer.Option(help="What the runs are held against.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder; a run becomes MODEL/MODE/seed-S.json below it.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Finished runs as small files to publish: settings, history, times, versions; no weights.
+
+    `report`, `compare` and `check` read them as they read the runs.
+
+    Examples:
+
+      uneven bench pack runs --out results
+    """
+    from uneven.bench.report.pack import pack as pack_runs
+
+    files = pack_runs(runs, out)
+    size = sum(path.stat().st_size for path in files)
+    if as_json:
+        print(json.dumps({"files": [str(path) for path in files], "bytes": size}, indent=1))
+    else:
+        print(f"wrote {len(files)} files, {size / 1e3:,.0f} kB, in {out}")
+
+
+def check(
+    runs: Annotated[Path, typer.Argument(help="A folder of runs, or of packed ones.")] = Path("runs"),
+    baseline: Annotated[Path | None, typer.Option(help="Hold the runs against this instead.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write these runs as a baseline instead.")] = None,
     as_json: Json = False,
 ) -> None:
-    """A gate: fails (exit code 1) where a model and mode is worse than the baseline in quality or efficiency.
+    """A gate: fails (exit code 1) where a model and mode is worse than what was published, or than a baseline.
+
+    Without --baseline, quality is held against the published figure, against one device alone (or PyTorch's DDP at the
+    same batch), and for cadence and async at equal time. With it, quality and efficiency against those of other runs.
 
     Examples:
+
+      uneven bench check runs
 
       uneven bench check runs --save baseline.json
 
@@ -234,7 +262,7 @@ def check(
     from uneven.bench.report.compare import check as faults_of
     from uneven.bench.report.compare import write_baseline
 
-    if (baseline is None) == (save is None):
+    if baseline is not None and save is not None:
         raise InputError("pass either --baseline FILE, to check, or --save FILE, to make one")
     if save is not None:
         write_baseline(runs, save)
@@ -242,7 +270,9 @@ def check(
         if as_json:
             print(json.dumps({"baseline": str(save), "faults": []}, indent=1))
         return
-    assert baseline is not None
+    if baseline is None:
+        _check_references(runs, as_json)
+        return
     faults = faults_of(runs, baseline)
     if as_json:
         print(json.dumps({"faults": faults}, indent=1))
@@ -250,6 +280,32 @@ def check(
         print("no worse than the baseline")
     if faults:
         raise RankError("worse than the baseline:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _check_references(runs: Path, as_json: bool) -> None:
+    """Every mode against what was published and one device alone, as a table."""
+    from uneven.bench.report.references import compare_with_references
+
+    rows, broken = compare_with_references(runs)
+    faults = [*broken, *(f"{row.model} {row.mode}: {fault}" for row in rows for fault in row.faults)]
+    if as_json:
+        print(json.dumps({"faults": faults, "rows": [row.to_json() for row in rows]}, indent=1))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, header_style="bold")
+        for heading in ("model", "mode", "seeds", "quality", "published", "reference", "equal time", ""):
+            table.add_column(heading, justify="left" if heading in ("model", "mode", "reference", "") else "right")
+        for row in rows:
+            published = "" if row.published is None else f"{row.published:g}"
+            other = "" if row.reference_quality is None else f"{row.reference} {row.reference_quality:.4f}"
+            equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4f}"
+            verdict = "fails" if row.faults else "holds"
+            table.add_row(row.model, row.mode, str(row.seeds), f"{row.quality:.4f}", published, other, equal, verdict)
+        Console(highlight=False).print(table)
+    if faults:
+        raise RankError("worse than it should be:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
 def policies(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from uneven.bench.models.recipe import Recipe
+from uneven.bench.models.recipe import Published, Recipe
 
 
 def make_model() -> nn.Module:
@@ -45,4 +45,5 @@ RECIPE = Recipe(
     eval_step=eval_step,
     metric="mse",
     higher_is_better=False,
+    published=Published(0.0005, "own: one CPU device, 0.00046", worst=0.001, is_own=True),
 )

@@ -23,5 +23,5 @@ RECIPE = Recipe(
     eval_step=evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
-    published=Published(0.92, "LeCun et al. 1998, linear classifier, about 0.92"),
+    published=Published(0.92, "LeCun et al. 1998, linear classifier, about 0.92", worst=0.915),
 )

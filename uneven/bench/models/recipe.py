@@ -17,6 +17,8 @@ class Published:
 
     value: float
     source: str
+    worst: float  # the worst quality that still agrees with it
+    is_own: bool = False  # nobody has published one: it is this project's own
 
 
 @dataclass(frozen=True, kw_only=True)

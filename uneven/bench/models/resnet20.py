@@ -96,6 +96,6 @@ RECIPE = Recipe(
     eval_step=evaluate_classifier,
     metric="accuracy",
     higher_is_better=True,
-    published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)"),
+    published=Published(0.9125, "He et al. 2015, table 6 (option A, 45k/5k split, 64k steps)", worst=0.9125),
     variants={"option-a": lambda: ResNet20("A")},
 )

@@ -16,6 +16,8 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
+from uneven.bench.report.mode_times import mode_times
+from uneven.bench.report.quality import MARGIN, at_time, loss_gap, passed, reached, target_of
 from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_runs
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
@@ -23,14 +25,9 @@ from uneven.errors import InputError
 from uneven.files import folder_error, read_json, write_atomically
 from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
-from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_utilisation
-from uneven.timeline.timeline import rank_rounds
-from uneven.timeline.verdict import MEASURED, Verdict, lost_by_state, verdict
+from uneven.timeline.verdict import MEASURED, Verdict, verdict
 
 VERSION = 1
-MARGIN = {"accuracy": 0.004, "loss": 0.05}  # a mode that is worse than solo by less counts as equally good
-NEAR = 0.99  # the target is this fraction of solo's accuracy (or its loss divided by it), which solo itself reaches
-OUTSIDE = "outside training"
 RULE = "the fastest mode whose mean quality is no worse than solo's by more than the margin"
 
 
@@ -63,14 +60,19 @@ class ModeReport:
     lost: dict[str, float] = field(default_factory=dict)  # state -> samples/s by the speeds alone, mean over seeds
     sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds
     anchor: float | None = None  # of the last window, mean over seeds
+    gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML, mean over seeds: percent, seconds below 5 %
+    calibration: list[dict[str, Any]] = field(default_factory=list)  # of the first seed, per epoch
     peak_memory_bytes: int | None = None
     target_s: float | None = None  # seconds of training to the target, median of the seeds that reached it
     target_seeds: int = 0
     target_is_bound: bool = False  # a run's first evaluation reached it already, so target_s is an upper bound
+    equal_time: float | None = None  # quality when the best single device had finished, mean over seeds
+    equal_time_is_end: bool = False  # all of them had ended before
     passed: float | None = None  # the best quality during training, mean over seeds, if the end is worse by the margin
     loss_gap: float | None = None  # training loss minus solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
     folders: list[str] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)  # each seed's quality, seconds and interference
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
         all(run.is_disturbed for run in runs) for mode, runs in by_mode.items() if mode.startswith("solo-")
     )
     solo = by_mode.get("solo-0", [])
-    target = _target(recipe, solo)
+    target = target_of(recipe, solo)
     rows = [
         _row(recipe, mode, runs, alone, solo, target, root, is_solo_disturbed)
         for mode, runs in sorted(by_mode.items(), key=_order)
@@ -242,7 +244,9 @@ def _row(
     is_marked = all(run.is_disturbed for run in runs)
     speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
-    reached = [when for run in runs if (when := _reached(recipe, run, target)) is not None]
+    when_reached = [when for run in runs if (when := reached(recipe, run, target)) is not None]
+    solo_s = statistics.median(run.summary["train_seconds"] for run in _for_speed(solo)) if solo else None
+    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, runs, solo_s)
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
@@ -264,17 +268,30 @@ def _row(
         efficiency_half=paired["half_width"] if paired and has_speed else None,
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
         efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
-        **_times(runs, alone),
+        **mode_times(runs, alone),
         sample_shares=_sample_shares(runs),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
-        target_s=statistics.median(reached) if reached and has_speed and not is_for_speed else None,
-        target_seeds=len(reached),
-        target_is_bound=any(_reached(recipe, run, target, evaluations=1) is not None for run in runs),
-        passed=None if is_for_speed else _passed(recipe, runs),
-        loss_gap=None if is_for_speed else _loss_gap(runs, solo),
+        target_s=statistics.median(when_reached) if when_reached and has_speed and not is_for_speed else None,
+        target_seeds=len(when_reached),
+        target_is_bound=any(reached(recipe, run, target, evaluations=1) is not None for run in runs),
+        equal_time=equal_time,
+        equal_time_is_end=is_end,
+        passed=None if is_for_speed else passed(recipe, runs),
+        loss_gap=None if is_for_speed else loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
         folders=[str(run.folder) for run in runs],
+        runs=[_facts(run, is_for_speed) for run in runs],
     )
+
+
+def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
+    return {
+        "seed": run.seed,
+        "quality": None if is_for_speed else run.quality,
+        "train_s": run.summary["train_seconds"],
+        "is_disturbed": run.is_disturbed,
+        "interference": run.summary.get("interference"),
+    }
 
 
 def _batch(summary: dict[str, Any]) -> str:
@@ -290,82 +307,10 @@ def _sample_shares(runs: list[RunRecord]) -> list[float]:
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
-def _times(runs: list[RunRecord], alone: list[float]) -> dict[str, Any]:
-    """Computed from the timelines: rounds and their cost, utilisation per device, idle time by cause."""
-    timelines = [timeline for run in runs if (timeline := run.timeline()) is not None]
-    if not timelines:
-        return {"rounds": None, "transfer_ms": None, "wait_ms": None}
-    rounds = [[round_ for round_ in rank_rounds(timeline.events) if round_.rank == 0] for timeline in timelines]
-    every = [round_ for of_run in rounds for round_ in of_run]
-    anchors = [
-        values[-1]
-        for timeline in timelines
-        if (values := [event.fields["anchor"] for event in timeline.events if "anchor" in event.fields])
-    ]
-    utilisation: dict[str, list[float]] = {}
-    idle: dict[str, float] = {}
-    for timeline in timelines:
-        for lane in timeline.lanes:
-            utilisation.setdefault(f"{lane.rank}: {lane.device}", []).append(mean_utilisation(lane))
-        for causes in idle_by_cause(timeline).values():
-            for cause, seconds in causes.items():
-                name = OUTSIDE if cause in OFF_THE_CLOCK else cause
-                idle[name] = idle.get(name, 0.0) + seconds / len(timelines)
-    lost = [lost_by_state(one.accounts, alone) for one in timelines if len(one.accounts) == len(alone)]
-    return {
-        "rounds": round(statistics.mean(len(of_run) for of_run in rounds)) if every else None,
-        "transfer_ms": _mean([round_.cost_ms for round_ in every]),
-        "wait_ms": _mean([round_.wait_ms for round_ in every]),
-        "anchor": _mean(anchors),
-        "utilisation": {device: statistics.mean(values) for device, values in utilisation.items()},
-        "idle_s": idle,
-        "lost": {state: statistics.mean(one[state] for one in lost) for state in lost[0]} if lost else {},
-    }
-
-
 def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
     """The paired measurement of this model and mode; None if there is none that can be read."""
     paired = read_json(root / model / mode / "efficiency.json")
     return paired if isinstance(paired, dict) and {"efficiency", "half_width", "pairs"} <= set(paired) else None
-
-
-def _target(recipe: Recipe, solo: list[RunRecord]) -> float | None:
-    """The quality for time-to-target: slightly worse than solo's final quality, so that solo reaches it too."""
-    if not solo:
-        return None
-    mean = statistics.mean(run.quality for run in solo)
-    return mean * NEAR if recipe.higher_is_better else mean / NEAR
-
-
-def _reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: int | None = None) -> float | None:
-    """Seconds of training at the first evaluation that reached the target, of the first `evaluations` or of all."""
-    if target is None:
-        return None
-    for entry in [epoch for epoch in run.metrics if recipe.metric in epoch][:evaluations]:
-        value = entry[recipe.metric]
-        if value >= target if recipe.higher_is_better else value <= target:
-            return float(entry["train_seconds"])
-    return None
-
-
-def _passed(recipe: Recipe, runs: list[RunRecord]) -> float | None:
-    """The mean over runs of their best evaluation, if the final quality is worse than it by more than the margin."""
-    choose, sign = (max, 1.0) if recipe.higher_is_better else (min, -1.0)
-    seen = [[entry[recipe.metric] for entry in run.metrics if recipe.metric in entry] for run in runs]
-    if recipe.metric not in MARGIN or not all(seen):
-        return None
-    best = statistics.mean(choose(values) for values in seen)
-    lost = sign * (best - statistics.mean(run.quality for run in runs))
-    return best if lost > MARGIN[recipe.metric] else None
-
-
-def _loss_gap(runs: list[RunRecord], solo: list[RunRecord]) -> float | None:
-    """Training loss of the last epoch minus solo's; None unless both trained the same number of samples."""
-    ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
-    if not all(ends) or {end["samples"] for end in ends[0]} != {end["samples"] for end in ends[1]}:
-        return None
-    mine, theirs = (statistics.mean(float(end["train_loss"]) for end in group) for group in ends)
-    return float(mine - theirs)
 
 
 def _best(recipe: Recipe, rows: list[ModeReport]) -> str | None:
@@ -382,7 +327,3 @@ def _best(recipe: Recipe, rows: list[ModeReport]) -> str | None:
     if any(row.is_disturbed for row in good):  # any of them may be the fastest
         return None
     return max(good, key=lambda row: row.samples_per_s or 0.0).mode if good else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.mean(values) if values else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.report.build import MARGIN
+from uneven.bench.report.quality import MARGIN
 from uneven.bench.single.folders import RunRecord, read_runs
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError

@@ -3,11 +3,13 @@
 Called by cli/sweep.py. Invariant: a disturbed speed carries a mark wherever it is printed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from uneven.bench.report.build import MARGIN, ModelReport, ModeReport, Report
+from uneven.bench.report.build import ModelReport, ModeReport, Report
+from uneven.bench.report.details import calibration, every_run, gpus, trajectories
+from uneven.bench.report.quality import MARGIN
+from uneven.bench.report.table import Table, number, signed, value
 from uneven.bench.undisturbed import FOOTNOTE, MARK, mark
 from uneven.timeline.verdict import Verdict
 
@@ -17,6 +19,8 @@ NOTES = (
     "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
+    "At equal time: the quality when the best single device has finished, by the last evaluation before that, or at "
+    "the end where the run had ended by then.",
     "Busy is the share of the training time in which a device computes (a time-weighted mean). Samples: each device's "
     "share of them, in percent. On CUDA devices PyTorch's DDP waits inside backward, which counts as computing.",
     "The verdict: what you own is the sum of the devices' speeds alone, what equal-batch DDP could give at most is the "
@@ -24,20 +28,6 @@ NOTES = (
     "spent otherwise; other includes steps that were slower than alone.",
 )
 DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sweep --force'."
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text; `of` leaves out columns that are empty in every row."""
-
-    head: list[str]
-    rows: list[list[str]]
-
-    @classmethod
-    def of(cls, head: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-        assert all(len(row) == len(head) for row in rows), "a cell for every column"
-        kept = [place for place in range(len(head)) if place == 0 or any(row[place] for row in rows)]
-        return cls([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
 
 Block: TypeAlias = str | Table | Verdict
@@ -78,7 +68,7 @@ def sections_of(report: Report) -> list[Section]:
     verdicts = [model.verdict for model in report.models if model.verdict is not None]
     return [
         Section("Benchmark report", [*verdicts, *_hardware(report)]),
-        *map(_model, report.models),
+        *(section for model in report.models for section in (_model(model), _details(model))),
         _failed(report),
         *(
             [Section("How to make it again", [f"$ {command}" for command in report.commands])]
@@ -101,7 +91,7 @@ def _model(model: ModelReport) -> Section:
     facts = f"{settings['data']}, {settings['epochs']} epochs, {settings['precision']}, compile {settings['compile']}"
     if settings.get("eval_samples"):
         facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
-    published = f" Published: {_value(model, model.published)} ({model.source})." if model.source else ""
+    published = f" Published: {value(model.metric, model.published)} ({model.source})." if model.source else ""
     if published and settings["epochs"] != model.recipe_epochs:
         published += f" The recipe, which is held against it, has {model.recipe_epochs} epochs."
     solo = (
@@ -121,7 +111,7 @@ def _model(model: ModelReport) -> Section:
     if batches:
         each = " or ".join(map(str, batches))
         blocks.append(f"Efficiency by pairs was measured with {each} samples per device and step.")
-    passed = [f"{row.mode} {_value(model, row.passed)}" for row in model.rows if row.passed is not None]
+    passed = [f"{row.mode} {value(model.metric, row.passed)}" for row in model.rows if row.passed is not None]
     if passed:
         modes = ", ".join(passed)
         blocks.append(f"Trained too long: on the way the {model.metric} was better than at the end ({modes}).")
@@ -133,10 +123,28 @@ def _model(model: ModelReport) -> Section:
     return Section(f"{model.title} ({model.model})", blocks, model)
 
 
+def _details(model: ModelReport) -> Section:
+    """Folded on a page: every run, and how it went epoch by epoch."""
+    found = [
+        ("Training loss and quality at the end of an epoch, mean over seeds:", trajectories(model)),
+        (
+            "What the policy had settled upon at the end of an epoch, in the first seed (shares in percent):",
+            calibration(model),
+        ),
+        (
+            "The GPUs by NVML while a mode trained: how busy in percent, and seconds below 5 percent, mean over seeds:",
+            gpus(model),
+        ),
+        ("Every run, and what other programs took meanwhile:", every_run(model)),
+    ]
+    blocks: list[Block] = [block for title, table in found if table is not None for block in (title, table)]
+    return Section(f"{model.model}: every run, epoch by epoch", blocks, is_folded=True)
+
+
 def _quality(model: ModelReport) -> Table:
-    target = f"s to {model.metric} {_value(model, model.target)}"
+    target = f"s to {model.metric} {value(model.metric, model.target)}"
     head = ["mode", "seeds", "batch", model.metric, "vs published", "train s", "samples/s", "speed-up", "efficiency"]
-    head += [target, "loss gap"]
+    head += [target, "at equal time", "loss gap"]
     return Table.of(head, [_quality_row(model, row) for row in model.rows])
 
 
@@ -144,8 +152,8 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
     if row.is_for_speed:
         quality = "(for its speed only)"
     else:
-        quality = _value(model, row.quality)
-        quality += f" +- {_value(model, row.quality_half)}" if row.quality_half is not None else ""
+        quality = value(model.metric, row.quality)
+        quality += f" +- {value(model.metric, row.quality_half)}" if row.quality_half is not None else ""
     reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
     if row.target_s is not None and row.target_seeds < row.seeds:
         reached += f" ({row.target_seeds} of {row.seeds} seeds)"
@@ -154,14 +162,22 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         str(row.seeds),
         row.batch,
         quality,
-        "" if row.vs_published is None else _signed(model, row.vs_published),
-        mark(_number(row.train_s, ".1f"), row.is_disturbed) if row.has_speed else "(takes turns)",
-        mark(_number(row.samples_per_s, ",.0f"), row.is_disturbed),
-        mark(_number(row.speedup, ".2f", "x"), row.is_disturbed or model.is_solo_disturbed),
+        "" if row.vs_published is None else signed(model.metric, row.vs_published),
+        mark(number(row.train_s, ".1f"), row.is_disturbed) if row.has_speed else "(takes turns)",
+        mark(number(row.samples_per_s, ",.0f"), row.is_disturbed),
+        mark(number(row.speedup, ".2f", "x"), row.is_disturbed or model.is_solo_disturbed),
         mark(_efficiency(row), row.is_efficiency_disturbed),
         mark(reached, row.is_disturbed),
-        _number(row.loss_gap, "+.4f"),
+        mark(_equal_time(model, row), row.is_disturbed),
+        number(row.loss_gap, "+.4f"),
     ]
+
+
+def _equal_time(model: ModelReport, row: ModeReport) -> str:
+    """Quality when the best single device has finished; of a single device it would be its own."""
+    if row.equal_time is None or row.mode.startswith("solo-"):
+        return ""
+    return f"{value(model.metric, row.equal_time)}{' (had ended)' if row.equal_time_is_end else ''}"
 
 
 def _time(model: ModelReport) -> Table:
@@ -174,10 +190,10 @@ def _time_row(row: ModeReport) -> list[str]:
         row.mode,
         ", ".join(f"{share:.0%}" for share in row.utilisation.values()),
         ":".join(f"{share:.0%}"[:-1] for share in row.sample_shares),
-        _number(row.anchor, ".0f"),
-        _number(row.rounds, ","),
-        _number(row.transfer_ms, ".2f"),
-        _number(row.wait_ms, ".2f"),
+        number(row.anchor, ".0f"),
+        number(row.rounds, ","),
+        number(row.transfer_ms, ".2f"),
+        number(row.wait_ms, ".2f"),
         "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 1e6:,.0f} MB",
     ]
 
@@ -187,7 +203,7 @@ def _idle(model: ModelReport) -> list[Block]:
     causes = sorted({cause for row in model.rows for cause in row.idle_s})
     if not causes:
         return []
-    rows = [[row.mode, *(_number(row.idle_s.get(cause), ".2f") for cause in causes)] for row in model.rows]
+    rows = [[row.mode, *(number(row.idle_s.get(cause), ".2f") for cause in causes)] for row in model.rows]
     return ["Idle, in seconds of all devices together, mean over seeds:", Table.of(["mode", *causes], rows)]
 
 
@@ -205,17 +221,3 @@ def _failed(report: Report) -> Section:
         blocks = [Table.of(["run", "reason"], [[run["folder"], run["reason"]] for run in report.failed])]
     blocks += [f"Not run: {mode} ({reason})." for mode, reason in report.skipped.items()]
     return Section("What failed, and what could not be", blocks)
-
-
-def _value(model: ModelReport, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{100 * value:.2f} %" if model.metric == "accuracy" else f"{value:.4f}"
-
-
-def _signed(model: ModelReport, value: float) -> str:
-    return f"{100 * value:+.2f} pp" if model.metric == "accuracy" else f"{value:+.3f}"
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else format(value, form) + unit

@@ -1,33 +1,41 @@
-"""Reads run folders, ROOT/MODEL/MODE/seed-S: finished runs as RunRecords, all others as BrokenRuns with a reason.
+"""Reads runs, ROOT/MODEL/MODE/seed-S: finished ones as RunRecords, all others as BrokenRuns with a reason.
 
-Used by the report, by comparisons and by sweeps. Invariant: the content of a folder never raises, so that a report can
-be made of an interrupted or damaged set of runs.
+A run is a folder, or the one file `seed-S.json` that `pack_run` makes of it to be published: everything that a report
+needs and no weights. Used by the report, by comparisons and by sweeps. Invariant: what is in them never raises, so that
+a report can be made of an interrupted or damaged set of runs.
 """
 
+import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uneven.bench.single.run_times import RunTimes
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
+PACKED_VERSION = 1
 NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
+LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
+DIGITS = 7  # of a number in a packed history
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run: its folder, summary.json and metrics.jsonl."""
+    """A finished run: its folder, or its packed file, with what is in summary.json and metrics.jsonl."""
 
     folder: Path
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]  # one entry per epoch
+    packed: dict[str, Any] | None = None  # the whole file of a packed run
 
     @property
     def model(self) -> str:
@@ -50,11 +58,26 @@ class RunRecord:
         """Whether its speed is marked; its quality is valid all the same."""
         return is_disturbed(self.summary)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a packed run is not what it was when it was packed."""
+        return self.packed is not None and self.packed.get("sha256") != digest(self.packed)
+
     def timeline(self) -> Timeline | None:
-        """None if it is missing or cannot be read; the run counts all the same."""
+        """None if it is missing or cannot be read, as that of a packed run; the run counts all the same."""
         try:
             return Timeline.from_json(json.loads((self.folder / "timeline.json").read_text()))
         except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def times(self) -> RunTimes | None:
+        """How it spent its time; None as for `timeline`."""
+        if self.packed is None:
+            timeline = self.timeline()
+            return None if timeline is None else RunTimes.of(timeline)
+        try:
+            return RunTimes.from_json(self.packed["times"])
+        except (KeyError, TypeError):
             return None
 
 
@@ -71,7 +94,7 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
     folders = [root] if _is_run(root) else sorted(path for path in root.glob("**/seed-*") if _is_run(path))
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_packed(path) if path.is_file() else read_run(path) for path in folders]
     return [run for run in runs if isinstance(run, RunRecord)], [run for run in runs if isinstance(run, BrokenRun)]
 
 
@@ -83,13 +106,8 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
         if isinstance(failure, dict):
             return BrokenRun(folder, str(failure.get("reason", "failed")))
         return BrokenRun(folder, "not finished: there is no summary.json")
-    if not isinstance(summary, dict):
-        return BrokenRun(folder, "summary.json cannot be read")
-    if summary.get("version") != SUMMARY_VERSION:
-        return BrokenRun(folder, f"summary.json is of version {summary.get('version')!r}, this is {SUMMARY_VERSION}")
-    missing = [key for key in NEEDED if key not in summary]
-    if missing or summary["metric"] not in summary["quality"]:
-        return BrokenRun(folder, f"summary.json lacks {', '.join(missing) or summary['metric']}")
+    if (fault := _fault(summary)) is not None:
+        return BrokenRun(folder, f"summary.json {fault}")
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         return RunRecord(folder, summary, [json.loads(line) for line in lines])
@@ -97,6 +115,67 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
 
 
+def read_packed(path: Path) -> RunRecord | BrokenRun:
+    """The run in a packed file, whole or not."""
+    packed = read_json(path)
+    if not isinstance(packed, dict) or packed.get("version") != PACKED_VERSION:
+        return BrokenRun(path, f"is no packed run of version {PACKED_VERSION}")
+    if (fault := _fault(packed.get("summary"))) is not None:
+        return BrokenRun(path, f"its summary {fault}")
+    try:
+        columns, rows = packed["metrics"]["columns"], packed["metrics"]["rows"]
+        entries = [dict(zip(columns, row, strict=True)) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        return BrokenRun(path, f"its metrics cannot be read ({error})")
+    metrics = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
+    return RunRecord(path, packed["summary"], metrics, packed)
+
+
+def pack_run(run: RunRecord) -> dict[str, Any]:
+    """Everything of a finished run that a report needs, and its settings; small enough for git."""
+    if run.packed is not None:
+        return run.packed
+    config, times = read_json(run.folder / "config.json"), run.times()
+    columns = list(dict.fromkeys(key for entry in run.metrics for key in entry))
+    packed = {
+        "version": PACKED_VERSION,
+        "summary": run.summary,
+        "settings": {key: value for key, value in config.items() if key not in LOCAL_SETTINGS}
+        if isinstance(config, dict)
+        else None,
+        "metrics": {
+            "columns": columns,
+            "rows": [[_shortened(entry.get(column)) for column in columns] for entry in run.metrics],
+        },
+        "times": None if times is None else times.to_json(),
+    }
+    return {**packed, "sha256": digest(packed)}
+
+
+def digest(packed: Mapping[str, Any]) -> str:
+    """Of a packed run, without its own entry."""
+    content = {key: value for key, value in packed.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _shortened(value: Any) -> Any:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _fault(summary: Any) -> str | None:
+    """Why nothing can be told of a run with this summary; None if it is whole."""
+    if not isinstance(summary, dict):
+        return "cannot be read"
+    if summary.get("version") != SUMMARY_VERSION:
+        return f"is of version {summary.get('version')!r}, this is {SUMMARY_VERSION}"
+    missing: Sequence[str] = [key for key in NEEDED if key not in summary]
+    if missing or summary["metric"] not in summary["quality"]:
+        return f"lacks {', '.join(missing) or summary['metric']}"
+    return None
+
+
 def _is_run(path: Path) -> bool:
     # An older run that was moved aside is named seed-0.1 and does not count.
+    if path.is_file():
+        return re.fullmatch(r"seed-\d+\.json", path.name) is not None
     return path.is_dir() and re.fullmatch(r"seed-\d+", path.name) is not None

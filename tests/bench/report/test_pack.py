@@ -1,0 +1,79 @@
+"""Runs as small files: the report that is made of them is the one that is made of the runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench.report.build import build_report
+from uneven.bench.report.compare import compare
+from uneven.bench.report.pack import pack
+from uneven.bench.report.sections import render_markdown
+from uneven.bench.single.folders import RunRecord, read_packed, read_runs
+from uneven.errors import InputError
+
+
+def sweep(root: Path) -> Path:
+    for seed in range(2):
+        make_run(root, "lenet", "solo-0", seed, 0.987 + 0.001 * seed, 1000.0, epochs=5)
+        make_run(root, "lenet", "cpu-async", seed, 0.988, 1330.0, epochs=5)
+    make_run(root, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
+    paired = {"efficiency": 0.976, "half_width": 0.01, "pairs": 30, "batch_size": 128}
+    (root / "lenet" / "cpu-async" / "efficiency.json").write_text(json.dumps(paired))
+    (root / "sweep.json").write_text(json.dumps({"commands": ["uneven bench sweep"], "skipped": {"nccl-sync": "no"}}))
+    (root / "lenet" / "cpu-async" / "seed-0" / "config.json").write_text('{"epochs": 5, "out": "/home/me/runs"}')
+    return root
+
+
+def test_the_report_of_packed_runs_is_that_of_the_runs(tmp_path: Path) -> None:
+    runs, results = sweep(tmp_path / "runs"), tmp_path / "results"
+    files = pack(runs, results)
+    assert len(files) == 7
+    texts = [render_markdown(build_report(root)) for root in (runs, results)]
+    told = [re.sub(re.escape(str(root)), "ROOT", text) for root, text in zip((runs, results), texts, strict=True)]
+    assert told[0] == told[1]
+    assert "0.976 +- 0.010 (30 pairs)" in told[1]
+    assert "Not run: nccl-sync (no)." in told[1]
+    assert "75%, 75%" in told[1], "how busy the devices were"
+
+
+def test_a_packed_run_has_its_settings_and_nothing_of_the_machine_that_it_ran_on(tmp_path: Path) -> None:
+    pack(sweep(tmp_path / "runs"), tmp_path / "results")
+    found = read_packed(tmp_path / "results" / "lenet" / "cpu-async" / "seed-0.json")
+    assert isinstance(found, RunRecord)
+    assert found.packed is not None
+    assert found.packed["settings"] == {"epochs": 5}
+    assert found.metrics[-1]["accuracy"] == 0.988
+    assert not found.is_changed
+
+
+def test_packing_packed_runs_changes_nothing(tmp_path: Path) -> None:
+    pack(sweep(tmp_path / "runs"), tmp_path / "once")
+    pack(tmp_path / "once", tmp_path / "twice")
+    for first in (tmp_path / "once").rglob("*.json"):
+        assert first.read_text() == (tmp_path / "twice" / first.relative_to(tmp_path / "once")).read_text()
+
+
+def test_packed_runs_are_compared_with_others(tmp_path: Path) -> None:
+    pack(sweep(tmp_path / "runs"), tmp_path / "results")
+    assert {found.quality for found in compare(tmp_path / "runs", tmp_path / "results")} == {0.0}
+
+
+def test_a_broken_file_is_told_and_not_counted(tmp_path: Path) -> None:
+    pack(sweep(tmp_path / "runs"), tmp_path)
+    folder = tmp_path / "lenet" / "cpu-async"
+    (folder / "seed-0.json").write_text("{")
+    (folder / "seed-1.json").write_text('{"version": 1, "summary": {"version": 1}}')
+    (folder / "seed-2.json").write_text('{"version": 9}')
+    records, broken = read_runs(tmp_path / "lenet" / "cpu-async")
+    assert not records
+    reasons = [run.reason for run in broken]
+    assert reasons[0] == reasons[2] == "is no packed run of version 1"
+    assert reasons[1].startswith("its summary lacks model, mode")
+
+
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no finished run"):
+        pack(tmp_path, tmp_path / "results")

@@ -1,0 +1,132 @@
+"""Every model and mode against what was published, against one device alone, and against its own figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.folders import make_run
+from uneven.bench import models
+from uneven.bench.report.pack import pack
+from uneven.bench.report.references import Judged, compare_with_references
+from uneven.errors import InputError
+
+
+def lenet(root: Path, mode: str, quality: float, speed: float = 1000.0, **summary: Any) -> Path:
+    return make_run(root, "lenet", mode, 0, quality, speed, **{"epochs": 5, **summary})
+
+
+def judged(root: Path) -> dict[str, Judged]:
+    rows, broken = compare_with_references(root)
+    assert not broken
+    return {row.mode: row for row in rows}
+
+
+def test_every_model_has_a_reference_that_its_own_worst_agrees_with() -> None:
+    for name in models.NAMES:
+        recipe = models.get(name)
+        assert recipe.published is not None, name
+        better = recipe.published.value - recipe.published.worst
+        assert better >= 0 if recipe.higher_is_better else better <= 0, name
+
+
+def test_it_holds(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.988)
+    lenet(tmp_path, "cpu-async", 0.987, 1300.0)
+    lenet(tmp_path, "solo-1", 0.1, 400.0, devices=["cpu@0.4"])
+    rows = judged(tmp_path)
+    assert list(rows) == ["cpu-async", "solo-0"], "a simulated device alone has no quality of its own"
+    assert (rows["cpu-async"].faults, rows["solo-0"].faults) == ([], [])
+    assert rows["cpu-async"].published == 0.985
+    assert (rows["cpu-async"].reference, rows["cpu-async"].reference_quality) == ("solo-0", 0.988)
+    assert rows["cpu-async"].equal_time == 0.987, "it had ended"
+
+
+def test_worse_than_published(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.984)
+    (fault,) = judged(tmp_path)["solo-0"].faults
+    assert fault.startswith("accuracy 0.9840, and 0.985 is the worst that agrees with LeCun")
+
+
+def test_a_published_figure_is_for_the_recipe_alone(tmp_path: Path) -> None:
+    for at, change in enumerate(
+        ({"epochs": 2}, {"data": "mnist-mini"}, {"eval_samples": 9}, {"asked": {"samples": 9}})
+    ):
+        lenet(tmp_path / str(at), "solo-0", 0.9, **change)
+        row = judged(tmp_path / str(at))["solo-0"]
+        assert (row.published, row.faults) == (None, []), change
+
+
+def test_the_best_on_the_way_agrees_though_the_end_does_not(tmp_path: Path) -> None:
+    """A model that is trained too long is no worse than what was published, which is the best there, too."""
+    folder = lenet(tmp_path, "solo-0", 0.98)
+    first, last = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(first | {'accuracy': 0.99})}\n{json.dumps(last)}\n")
+    assert judged(tmp_path)["solo-0"].faults == []
+
+
+def test_worse_than_one_device_alone(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.995)
+    lenet(tmp_path, "cpu-async", 0.990, 1300.0)
+    (fault, timed) = judged(tmp_path)["cpu-async"].faults
+    assert fault == "accuracy 0.9900, solo-0 has 0.9950 (allowed: 0.0040 worse)"
+    assert "when solo-0 has finished" in timed
+
+
+def test_a_larger_batch_is_held_against_pytorchs_own(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.995)
+    lenet(tmp_path, "cpu-sync", 0.990)
+    assert judged(tmp_path)["cpu-sync"].reference is None
+    lenet(tmp_path, "torch-ddp", 0.9905)
+    assert (judged(tmp_path)["cpu-sync"].reference, judged(tmp_path)["cpu-sync"].faults) == ("torch-ddp", [])
+    lenet(tmp_path, "cpu-balanced", 0.986)
+    assert "torch-ddp has 0.9905" in judged(tmp_path)["cpu-balanced"].faults[0]
+
+
+def test_equal_samples_and_too_slow(tmp_path: Path) -> None:
+    """As good at the end, and worse at the time at which the single device has finished."""
+    lenet(tmp_path, "solo-0", 0.99, 1000.0)
+    lenet(tmp_path, "cpu-cadence", 0.99, 600.0)
+    lenet(tmp_path, "torch-ddp", 0.99, 600.0)
+    rows = judged(tmp_path)
+    (fault,) = rows["cpu-cadence"].faults
+    assert fault.startswith("accuracy 0.8910 when solo-0 has finished with 0.9900")
+    assert rows["torch-ddp"].faults == [], "nobody says that it is as fast"
+
+
+def test_no_verdict_on_time_of_disturbed_runs(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.99, 1000.0, is_disturbed=True)
+    lenet(tmp_path, "cpu-cadence", 0.99, 600.0)
+    assert judged(tmp_path)["cpu-cadence"].faults == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("quality", {"accuracy": 0.999}), ("train_seconds", 1.0), ("seed", 7)])
+def test_a_result_that_was_tampered_with(key: str, value: Any, tmp_path: Path) -> None:
+    lenet(tmp_path / "runs", "solo-0", 0.99)
+    (path,) = pack(tmp_path / "runs", tmp_path / "results")
+    assert judged(tmp_path / "results")["solo-0"].faults == []
+    packed = json.loads(path.read_text())
+    packed["summary"][key] = value
+    path.write_text(json.dumps(packed))
+    assert "was changed since it was packed" in judged(tmp_path / "results")["solo-0"].faults[0]
+
+
+def test_figures_that_contradict_each_other(tmp_path: Path) -> None:
+    folder = lenet(tmp_path, "solo-0", 0.99)
+    summary = json.loads((folder / "summary.json").read_text())
+    changed = {"quality": {"accuracy": 0.998}, "samples_per_s": 2000.0}
+    (folder / "summary.json").write_text(json.dumps(summary | changed))
+    speed, quality = judged(tmp_path)["solo-0"].faults
+    assert speed == "seed 0: 2000 samples in 2.000 s are not 2000.0 a second"
+    assert quality == "seed 0: its last evaluation has 0.9900, its summary 0.9980"
+
+
+def test_runs_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.99)
+    (tmp_path / "lenet" / "cpu-async" / "seed-0").mkdir(parents=True)
+    _, broken = compare_with_references(tmp_path)
+    assert len(broken) == 1
+    assert "not finished" in broken[0]
+    with pytest.raises(InputError, match="no finished run"):
+        compare_with_references(tmp_path / "lenet" / "cpu-async")

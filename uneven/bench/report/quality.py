@@ -1,0 +1,73 @@
+"""The quality of runs: at the end, on the way to a target, after equal samples and after equal time."""
+
+import statistics
+from collections.abc import Sequence
+
+from uneven.bench.models.recipe import Recipe
+from uneven.bench.single.folders import RunRecord
+
+MARGIN = {"accuracy": 0.004, "loss": 0.05}  # a mode that is worse than solo by less counts as equally good
+NEAR = 0.99  # the target is this fraction of solo's accuracy (or its loss divided by it), which solo itself reaches
+
+
+def target_of(recipe: Recipe, solo: Sequence[RunRecord]) -> float | None:
+    """The quality for time-to-target: slightly worse than solo's final quality, so that solo reaches it too."""
+    if not solo:
+        return None
+    mean = statistics.mean(run.quality for run in solo)
+    return mean * NEAR if recipe.higher_is_better else mean / NEAR
+
+
+def reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: int | None = None) -> float | None:
+    """Seconds of training at the first evaluation that reached the target, of the first `evaluations` or of all."""
+    if target is None:
+        return None
+    for entry in [epoch for epoch in run.metrics if recipe.metric in epoch][:evaluations]:
+        value = entry[recipe.metric]
+        if value >= target if recipe.higher_is_better else value <= target:
+            return float(entry["train_seconds"])
+    return None
+
+
+def at_time(recipe: Recipe, runs: Sequence[RunRecord], seconds: float | None) -> tuple[float | None, bool]:
+    """The mean quality of the runs after so many seconds of training, and whether all of them had ended by then.
+
+    A run that was still on is judged by its last evaluation before that moment; None where one had none.
+    """
+    if seconds is None:
+        return None, False
+    found = []
+    for run in runs:
+        if run.summary["train_seconds"] <= seconds:
+            found.append(run.quality)
+            continue
+        before = [one for one in run.metrics if recipe.metric in one and one["train_seconds"] <= seconds]
+        if not before:
+            return None, False
+        found.append(float(before[-1][recipe.metric]))
+    return statistics.mean(found), all(run.summary["train_seconds"] <= seconds for run in runs)
+
+
+def best_on_the_way(recipe: Recipe, run: RunRecord) -> float:
+    """The best quality that the run had at any evaluation or at its end."""
+    seen = [float(entry[recipe.metric]) for entry in run.metrics if recipe.metric in entry]
+    return (max if recipe.higher_is_better else min)([*seen, run.quality])
+
+
+def passed(recipe: Recipe, runs: Sequence[RunRecord]) -> float | None:
+    """The mean over runs of their best evaluation, if the final quality is worse than it by more than the margin."""
+    if recipe.metric not in MARGIN or not all(any(recipe.metric in one for one in run.metrics) for run in runs):
+        return None
+    best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
+    sign = 1.0 if recipe.higher_is_better else -1.0
+    lost = sign * (best - statistics.mean(run.quality for run in runs))
+    return best if lost > MARGIN[recipe.metric] else None
+
+
+def loss_gap(runs: Sequence[RunRecord], solo: Sequence[RunRecord]) -> float | None:
+    """Training loss of the last epoch minus solo's; None unless both trained the same number of samples."""
+    ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
+    if not all(ends) or {end["samples"] for end in ends[0]} != {end["samples"] for end in ends[1]}:
+        return None
+    mine, theirs = (statistics.mean(float(end["train_loss"]) for end in group) for group in ends)
+    return float(mine - theirs)

@@ -1,0 +1,158 @@
+"""`uneven bench check RUNS`: every model and mode against what was published, and against one device alone.
+
+Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and for the local
+policies at equal time, when the best single device has finished. A run that was packed and changed since is a fault,
+and so is one whose own figures contradict each other.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from uneven.bench import models
+from uneven.bench.interval import interval
+from uneven.bench.models.recipe import Recipe
+from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way
+from uneven.bench.single.folders import RunRecord, read_runs
+from uneven.errors import InputError
+from uneven.hardware.device import parse_device
+
+MARGINS = {**MARGIN, "mse": 0.0002}
+NEAR = 1e-6  # of two figures that are computed from each other
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One model and mode. `faults` is empty where it holds."""
+
+    model: str
+    mode: str
+    seeds: int
+    metric: str
+    quality: float
+    best: float  # at any evaluation, mean over seeds: what the published figure is held against
+    published: float | None  # the worst that agrees with it; None where these runs cannot be held against it
+    reference: str | None  # the mode that it is held against, and ...
+    reference_quality: float | None
+    equal_time: float | None  # quality when the best single device had finished
+    faults: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
+    """Every model and mode of a folder, and what could not be read in it; InputError without a finished run."""
+    records, broken = read_runs(root)
+    known = [run for run in records if run.model in models.NAMES]
+    if not known:
+        raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'")
+    found = []
+    for name in models.NAMES:
+        by_mode: dict[str, list[RunRecord]] = {}
+        for run in known:
+            if run.model == name and not _is_for_speed(run):
+                by_mode.setdefault(run.mode, []).append(run)
+        found += [_judge(models.get(name), mode, by_mode) for mode in by_mode]
+    return found, [f"{run.folder}: {run.reason}" for run in broken]
+
+
+def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]]) -> Judged:
+    runs, solo = by_mode[mode], by_mode.get("solo-0", [])
+    mean, half = interval([run.quality for run in runs])
+    best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
+    worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
+    reference = _reference(mode, by_mode)
+    solo_s = statistics.median(run.summary["train_seconds"] for run in solo) if solo else None
+    equal_time, _ = at_time(recipe, runs, solo_s)
+    faults = [fault for run in runs for fault in _contradictions(run)]
+    if worst is not None and _is_worse(recipe, best, worst):
+        assert recipe.published is not None, "it has a worst"
+        faults.append(
+            f"{recipe.metric} {best:.4f}, and {worst:g} is the worst that agrees with {recipe.published.source}"
+        )
+    other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
+    slack = MARGINS.get(recipe.metric, 0.0)
+    slack += math.hypot(*(0.0 if one == math.inf else one for one in (half, other_half)))
+    if reference is not None and _is_worse(recipe, mean, other, slack):
+        faults.append(f"{recipe.metric} {mean:.4f}, {reference} has {other:.4f} (allowed: {slack:.4f} worse)")
+    is_timed = _is_local(mode) and reference == "solo-0" and not any(run.is_disturbed for run in [*runs, *solo])
+    if is_timed and equal_time is not None and _is_worse(recipe, equal_time, other, slack):
+        faults.append(
+            f"{recipe.metric} {equal_time:.4f} when {reference} has finished with {other:.4f} "
+            f"(allowed: {slack:.4f} worse)"
+        )
+    return Judged(
+        model=recipe.name,
+        mode=mode,
+        seeds=len(runs),
+        metric=recipe.metric,
+        quality=mean,
+        best=best,
+        published=worst,
+        reference=reference,
+        reference_quality=None if reference is None else other,
+        equal_time=equal_time,
+        faults=faults,
+    )
+
+
+def _is_worse(recipe: Recipe, value: float, than: float, slack: float = 0.0) -> bool:
+    return (value < than - slack) if recipe.higher_is_better else (value > than + slack)
+
+
+def _is_local(mode: str) -> bool:
+    return mode.endswith(("-cadence", "-async"))
+
+
+def _reference(mode: str, by_mode: dict[str, list[RunRecord]]) -> str | None:
+    """One device alone, at its batch; an exact mode with a larger one is held against PyTorch's DDP, which has it too.
+
+    Twice the batch is half the steps, which is no fault of the mode.
+    """
+    if mode.startswith("solo-"):
+        return None
+    own = _global_batch(by_mode[mode][0])
+    for name in ("solo-0", "torch-ddp"):
+        runs = by_mode.get(name)
+        if runs and name != mode and ((_is_local(mode) and name == "solo-0") or _global_batch(runs[0]) == own):
+            return name
+    return None
+
+
+def _global_batch(run: RunRecord) -> int:
+    summary = run.summary
+    return int(summary.get("global_batch_size") or summary.get("batch_size", 0) * len(summary["devices"]))
+
+
+def _is_for_speed(run: RunRecord) -> bool:
+    """A simulated slow device alone is run for its speed: its quality would repeat another run's."""
+    return run.mode.startswith("solo-") and any(parse_device(name).speed < 1.0 for name in run.summary["devices"])
+
+
+def _is_whole(run: RunRecord) -> bool:
+    """Whether a published figure may be held against it: the recipe's data and epochs, and the whole test set."""
+    recipe, summary = models.get(run.model), run.summary
+    asked = summary.get("asked", {})
+    is_cut = asked.get("samples") or summary.get("eval_samples")
+    return not is_cut and summary.get("data") == recipe.data and summary.get("epochs", 0) >= recipe.epochs
+
+
+def _contradictions(run: RunRecord) -> list[str]:
+    """Where the figures of a run cannot all be right."""
+    summary, name = run.summary, f"seed {run.seed}"
+    found = [f"{name}: was changed since it was packed"] if run.is_changed else []
+    speed = summary["samples"] / summary["train_seconds"] if summary["train_seconds"] else 0.0
+    if abs(speed - summary["samples_per_s"]) > NEAR * speed:
+        found.append(
+            f"{name}: {summary['samples']} samples in {summary['train_seconds']:.3f} s "
+            f"are not {summary['samples_per_s']:.1f} a second"
+        )
+    seen: Sequence[float] = [float(one[summary["metric"]]) for one in run.metrics[-1:] if summary["metric"] in one]
+    margin = MARGINS.get(summary["metric"], 0.0)
+    if seen and summary.get("precision") == "fp32" and abs(seen[-1] - run.quality) > margin:
+        found.append(f"{name}: its last evaluation has {seen[-1]:.4f}, its summary {run.quality:.4f}")
+    return found

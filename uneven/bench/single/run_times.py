@@ -1,0 +1,107 @@
+"""What a report needs of a run's timeline: how its time was spent, and how the policy settled, epoch by epoch.
+
+A timeline is megabytes and stays with its run; this is a few kilobytes, and is published with the results
+(report/pack.py). Both give the same report.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_sampled, mean_utilisation, sampled_idle
+from uneven.timeline.record import Account, Event
+from uneven.timeline.timeline import Timeline, rank_rounds
+
+OUTSIDE = "outside training"
+MOST_ROUNDS = 100  # that are kept of a run, evenly spread
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """One run's. Rounds are those of rank 0, as all of them pass the same ones."""
+
+    seconds: list[dict[str, float]]  # per rank: state -> seconds
+    utilisation: dict[str, float]  # "rank: device" -> share of the training time in which it computes
+    idle_s: dict[str, float]  # cause -> seconds, all devices together
+    rounds: int = 0
+    communication_ms: float | None = None  # mean of a round
+    wait_ms: float | None = None
+    gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML: [mean percent, seconds below 5 percent]
+    calibration: list[dict[str, Any]] = field(default_factory=list)  # per epoch: anchor, counts, shares, lr_scale
+    round_sample: dict[str, list[float]] = field(default_factory=dict)  # of some rounds, by field
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "RunTimes":
+        rounds = [one for one in rank_rounds(timeline.events) if one.rank == 0]
+        idle: dict[str, float] = {}
+        for causes in idle_by_cause(timeline).values():
+            for cause, seconds in causes.items():
+                name = OUTSIDE if cause in OFF_THE_CLOCK else cause
+                idle[name] = idle.get(name, 0.0) + seconds
+        kept = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
+        return cls(
+            seconds=[dict(account.seconds) for account in timeline.accounts],
+            utilisation={f"{lane.rank}: {lane.device}": mean_utilisation(lane) for lane in timeline.lanes},
+            idle_s=idle,
+            rounds=len(rounds),
+            communication_ms=sum(one.cost_ms for one in rounds) / len(rounds) if rounds else None,
+            wait_ms=sum(one.wait_ms for one in rounds) / len(rounds) if rounds else None,
+            gpus=_gpus(timeline),
+            calibration=calibration_of(timeline.events),
+            round_sample={
+                "round": [one.number for one in kept],
+                "communication_ms": [round(one.cost_ms, 3) for one in kept],
+                "wait_ms": [round(one.wait_ms, 3) for one in kept],
+                "divergence": [round(one.divergence, 6) for one in kept],
+                "steps_late": [one.steps_late for one in kept],
+            }
+            if kept
+            else {},
+        )
+
+    @property
+    def accounts(self) -> list[Account]:
+        return [Account(rank, seconds) for rank, seconds in enumerate(self.seconds)]
+
+    @property
+    def anchor(self) -> float | None:
+        """Of the last window, in a local policy."""
+        known = [entry["anchor"] for entry in self.calibration if "anchor" in entry]
+        return float(known[-1]) if known else None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "RunTimes":
+        return cls(**record)
+
+
+def calibration_of(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """What rank 0's policy had settled upon at the end of each epoch; without epochs, at the end."""
+    known: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event.rank != 0:
+            continue
+        fields = event.fields
+        if "anchor" in fields:
+            known["anchor"] = round(float(fields["anchor"]), 2)
+        if event.kind in ("share", "shares", "counts"):
+            shares = fields["counts"] if event.kind == "counts" else fields["shares"]
+            known["shares"] = [round(float(share), 4) for share in shares]
+        if event.kind == "lr_scale":
+            known["lr_scale"] = round(float(fields["scale"]), 4)
+        if event.kind == "epoch":
+            found.append({"epoch": fields["epoch"], **known})
+    return found or ([{"epoch": None, **known}] if known else [])
+
+
+def _gpus(timeline: Timeline) -> dict[str, list[float]]:
+    """While any device trained; empty without NVML."""
+    spans = [span for lane in timeline.lanes for span in lane.spans if span[0] == "compute"]
+    if not spans:
+        return {}
+    between = min(start for _, start, _ in spans), max(end for _, _, end in spans)
+    mean, idle = mean_sampled(timeline, between), sampled_idle(timeline, between)
+    return {name: [round(mean[name], 2), round(idle.get(name, 0.0), 3)] for name in mean if name.startswith("gpu ")}
