@@ -5,6 +5,7 @@ file of it is left.
 """
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,7 +77,7 @@ def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
     measured = rows[0] if rows else solos[0][1]
     nbytes = {name: measured[name] for name in ("param_bytes", "gradient_bytes", "state_bytes")}
     job = JobProbe.of(config, axis.epoch_samples, candidates, prepared.config.backend, **nbytes)
-    return _assemble(job, rows, [solo for solo, _ in solos], devices, start_s).with_time(
+    return assemble(job, rows, [solo for solo, _ in solos], devices, start_s).with_time(
         time.perf_counter() - began, span.interference.is_disturbed
     )
 
@@ -179,7 +180,7 @@ def _probe_solos(
     return list(found.values())
 
 
-def _assemble(
+def assemble(
     job: JobProbe, rows: list[dict[str, Any]], solos: list[SoloProbe], devices: tuple[Device, ...], start_s: float
 ) -> Probe:
     """All figures in one record; a device alone is its own only rank."""
@@ -197,7 +198,9 @@ def _assemble(
             memory_bytes=memory_of(devices[0]),
         )
         return Probe(job=job, ranks=(only,), solos=tuple(solos), start_s=solo.start_s)
-    ranks = tuple(_rank(row, memory_of(device)) for row, device in zip(rows, devices, strict=True))
+    known = [factor for row in rows if (factor := row["exact"]["factor"]) is not None]
+    typical = statistics.median(known) if known else 1.0  # for a rank that had no share of the joint steps
+    ranks = tuple(_rank(row, memory_of(device), typical) for row, device in zip(rows, devices, strict=True))
     return Probe(
         job=job,
         ranks=ranks,
@@ -210,11 +213,11 @@ def _assemble(
     )
 
 
-def _rank(row: dict[str, Any], memory_bytes: int | None) -> RankProbe:
-    local = row.get("local", {})
+def _rank(row: dict[str, Any], memory_bytes: int | None, typical_factor: float) -> RankProbe:
+    local, factor = row.get("local", {}), row["exact"]["factor"]
     return RankProbe(
         **{name: row[name] for name in ("device", "threads", "fixed_ms", "sample_ms", "jitter", "at_once", "alone")},
-        exact_factor=row["exact"]["factor"],
+        exact_factor=typical_factor if factor is None else factor,
         slot_ms=local.get("slot_ms", 0.0),
         round_ms=local.get("round_ms", 0.0),
         cap=row["cap"],

@@ -186,12 +186,13 @@ def _probe_exact(worker: Worker, synchronizer: GradientSync, own: _Own, seconds:
     if is_alone:
         return {"speed": segment.speed, "shares": [], "steps": segment.steps}
     busy_ms = sum(step[rank] for step in segment.busy)
-    expected_ms = sum(own.cost.time_ms(samples) for samples in counts)
+    # Where a share is 0 the rank is busy with nothing but the step around it: that would tell a factor of 100.
+    is_busy = len(counts) == segment.steps
     return {
         "speed": segment.speed,
         "steps": segment.steps,
         "samples": sum(counts),
-        "factor": busy_ms / expected_ms if expected_ms else 1.0,
+        "factor": busy_ms / sum(own.cost.time_ms(samples) for samples in counts) if is_busy else None,
         "longest_ms": sum(max(step) for step in segment.busy) / segment.steps,
         "shares": segment.shares,
     }
