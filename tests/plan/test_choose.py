@@ -17,11 +17,13 @@ from uneven import TensorData
 from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.files import make_out_folder, read_json
+from uneven.launch.context import process_context
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.predicted import hand_down
+from uneven.launch.visitor import LeftScript, RunVisitor
 from uneven.plan import choose as choosing
 from uneven.plan import plan as plans
-from uneven.plan.choose import choose, intercept
+from uneven.plan.choose import choose
 from uneven.plan.plan import Plan, asked_for, chosen_config, plan_from, read_plan, restored, write_plan
 from uneven.plan.probe import Probe, allowed_policies
 
@@ -41,7 +43,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("sys.argv", [str(script)])
     monkeypatch.setattr("uneven.launch.context._contexts", [])
     yield
-    intercept(None)
     hand_down(None)
 
 
@@ -122,16 +123,12 @@ def test_what_was_handed_down_goes_to_the_first_run_alone() -> None:
     assert choose(TASK, config(policy="sync")).plan is None
 
 
-def test_a_plan_intercepts_the_run() -> None:
-    class Left(BaseException): ...
-
-    def leave(task: Task, wanted: RunConfig, is_own_loop: bool) -> None:
-        assert (task, wanted.policy, is_own_loop) == (TASK, "auto", False)
-        raise Left
-
-    intercept(leave)
-    with pytest.raises(Left):
-        choose(TASK, config())
+def test_a_plan_leaves_the_script_where_it_would_train() -> None:
+    process_context().visitor = RunVisitor()
+    wanted = config()
+    with pytest.raises(LeftScript) as left:
+        choose(TASK, wanted, is_own_loop=True)
+    assert left.value.found == (TASK, wanted, True)
 
 
 def test_settings_narrow_down_the_policies() -> None:

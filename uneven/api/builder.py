@@ -120,6 +120,5 @@ class Builder(SettingMethods):
 def resolve_here(settings: Mapping[str, Any]) -> RunConfig:
     """The settings that the script passes, checked; those that `uneven run` was given take precedence."""
     context = process_context()
-    if context.on_settings is not None:
-        context.on_settings(settings)
+    context.visitor.see_settings(settings)
     return resolve(settings, context.settings)

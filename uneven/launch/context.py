@@ -41,6 +41,7 @@ from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.shown import Shown
 from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
+from uneven.launch.visitor import Visitor
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
@@ -92,7 +93,7 @@ class ProcessContext:
         """`roster` is given where the launcher has placed the ranks already; `settings` by `uneven run`."""
         self.ranks = RankPlace(environment, roster)
         self.settings = settings
-        self.on_settings: Callable[[Mapping[str, Any]], None] | None = None  # may end the script where it passes them
+        self.visitor = Visitor()  # sees what the script is about to train
         self.stop_requested = threading.Event()
         self.is_terminated = False  # the stop request is a SIGTERM
         self.sigterm: RankSigterm | None = None  # in a rank process of ours

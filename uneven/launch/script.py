@@ -32,6 +32,7 @@ from uneven.results.progress import Reporter
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
+    from uneven.launch.visitor import Visitor
 
 CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 
@@ -214,33 +215,37 @@ def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, An
 
     What it prints goes to stderr. `settings` replace its own, as in a run; InputError where it never calls uneven.
     """
-    from uneven.launch.context import make_context, set_process_context  # imports torch
+    from uneven.launch.visitor import SettingsVisitor
 
     check_script(script, settings)
+    with redirect_stdout(sys.stderr):
+        found: dict[str, Any] | None = visit_script(script, args, settings, SettingsVisitor())
+    if found is None:
+        raise InputError(f"{script} ended without calling fit or Ddp.setup, so it has no settings")
+    return found
+
+
+def visit_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], visitor: "Visitor") -> Any:
+    """Run the script in this process until the visitor leaves it, and return what that has found.
+
+    None where the script ends by itself; SystemExit where it does so with an error.
+    """
+    from uneven.launch.context import make_context, set_process_context  # imports torch
+    from uneven.launch.visitor import LeftScript, Visitor
+
     context = make_context(None, settings)
-    context.on_settings = _end_with
+    context.visitor = visitor
     set_process_context(context)
     try:
-        with redirect_stdout(sys.stderr):
-            execute(script, args)
-    except _Settings as found:
-        return found.settings
+        execute(script, args)
+    except LeftScript as left:
+        return left.found
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    raise InputError(f"{script} ended without calling fit or Ddp.setup, so it has no settings")
-
-
-class _Settings(BaseException):
-    """Ends a script where it passes its settings; no Exception, so that `except Exception` in it lets it through."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__("the script's settings are known")
-        self.settings = dict(settings)
-
-
-def _end_with(settings: Mapping[str, Any]) -> None:
-    raise _Settings(settings)
+    finally:
+        context.visitor = Visitor()
+    return None
 
 
 def execute(script: Path, args: Sequence[str]) -> None:

@@ -22,9 +22,6 @@ from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
 
 AUTO = "auto"
-# Where `uneven plan` runs the script: called with what it was about to train, and does not return.
-Interception = Callable[[Task, RunConfig, bool], None]
-_interceptions: list[Interception] = []
 
 
 @dataclass(frozen=True)
@@ -36,19 +33,13 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def intercept(function: Interception | None) -> None:
-    """From now on every run of this process goes to `function` instead of being trained; None ends that."""
-    _interceptions[:] = [] if function is None else [function]
-
-
 def choose(task: Task, config: RunConfig, *, is_own_loop: bool = False) -> Choice:
     """What this run takes for policy='auto'; settings without it stay as they are."""
-    for function in _interceptions:
-        function(task, config, is_own_loop)
+    context = process_context()
+    context.visitor.see_run(task, config, is_own_loop)
     handed = take_handed()
     if config.policy != AUTO:
         return Choice(config, handed or _plan_beside(config))
-    context = process_context()
     if not context.is_alone:
         why = f"the ranks of {context.environment.launcher} are running already, and cannot be probed first"
         hint = "; 'uneven run --policy auto' probes before it starts them" if context.environment.launcher else ""

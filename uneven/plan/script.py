@@ -12,13 +12,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from uneven.config import RunConfig, Task
 from uneven.errors import STOPPED, InputError, MachineError, RankError
 from uneven.launch.lifeline import LIFELINE, end_with_parent
 from uneven.launch.results_file import stdout_to_stderr
-from uneven.launch.script import check_script, execute
+from uneven.launch.script import check_script, visit_script
 from uneven.launch.script_imports import uses_uneven
 from uneven.plan.probe import with_values
 
@@ -26,12 +26,12 @@ PER_DEVICE = ("shares", "memory_shares", "memory_cap")  # settings of a run that
 END_S = 3.0  # for the process that plans, after Ctrl-C
 
 
-class Found(BaseException):
-    """Leaves the user's script where it was about to train. No Exception: a script may catch those."""
+class Found(NamedTuple):
+    """What a script was about to train."""
 
-    def __init__(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
-        super().__init__("a script that is planned ends here")
-        self.task, self.config, self.is_own_loop = task, config, is_own_loop
+    task: Task
+    config: RunConfig
+    is_own_loop: bool
 
 
 def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], seconds: float) -> Any:
@@ -57,31 +57,18 @@ def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
 
 def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> Found:
     """Run the script up to where it would train; InputError where it never does."""
-    from uneven.launch.context import make_context, set_process_context
     from uneven.launch.engines import read_engine
-    from uneven.plan.choose import intercept
+    from uneven.launch.visitor import RunVisitor
 
     check_script(script, settings)
     if read_engine() is not None:
         raise InputError("a plan probes the devices of one machine by processes of its own; start it without an engine")
     if not uses_uneven(script):
         raise InputError(f"{script} never imports uneven to train with it: call fit or Ddp.setup in it")
-    set_process_context(make_context(None, settings))
-    intercept(_leave)
-    try:
-        execute(script, args)
-    except Found as found:
-        return found
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-    finally:
-        intercept(None)
-    raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
-
-
-def _leave(task: Task, config: RunConfig, is_own_loop: bool) -> NoReturn:
-    raise Found(task, config, is_own_loop)
+    found = visit_script(script, args, settings, RunVisitor())
+    if found is None:
+        raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
+    return Found(*found)
 
 
 def _with_devices(config: RunConfig) -> RunConfig:
