@@ -187,7 +187,7 @@ def _probe_exact(worker: Worker, synchronizer: GradientSync, own: _Own, seconds:
         return {"speed": segment.speed, "shares": [], "steps": segment.steps}
     busy_ms = sum(step[rank] for step in segment.busy)
     # Where a share is 0 the rank is busy with nothing but the step around it: that would tell a factor of 100.
-    is_busy = len(counts) == segment.steps
+    is_busy = sum(samples > 0 for samples in counts) == segment.steps
     return {
         "speed": segment.speed,
         "steps": segment.steps,
