@@ -6,8 +6,10 @@
 For each model and set of devices it probes once, as a plan does, and then trains short runs: each policy on all
 devices, and the fastest device alone. A row is one run: two epochs over so many samples that an epoch takes some
 seconds; the second one is measured, and predicted from the probe for just so many samples. Rows are appended to the
-file as they come, and those that are there are not measured again: an interrupted call goes on where it was. Prints the
-median and the 90th percentile of the errors, and how far the advice is from the best measured choice.
+file as they come, and those that are there are not measured again: an interrupted call goes on where it was. Probes and
+runs that other programs disturbed are made again, up to three times in all; if the last one was disturbed, too, its row
+is marked and does not count. Prints the median and the 90th percentile of the errors, and how far the advice is from
+the best measured choice.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from uneven.bench import models
 from uneven.bench.models.sets import load_set
 from uneven.config import POLICIES, Task, resolve
 from uneven.errors import MachineError, RankError
+from uneven.hardware.interference import measure_interference
 from uneven.launch.run import launch
 from uneven.plan.measure import probe
 from uneven.plan.plan import Plan, plan_from
@@ -32,6 +35,7 @@ from uneven.results.state import TrainedState
 
 PAIRS = ("cpu,cpu@0.4", "cpu,cpu")
 EPOCHS = 2
+TRIES = 3
 LEAST_STEPS = 12  # of an epoch, of all devices together
 
 
@@ -93,7 +97,10 @@ def measure(name: str, devices: str, rows: list[dict[str, Any]], args: argparse.
     found = next((row["probe"] for row in rows if row["kind"] == "probe" and key.items() <= row.items()), None)
     if found is None:
         began = time.perf_counter()
-        found = probe(task, resolve({**settings, "policy": "auto"}), args.seconds, print).to_json()
+        for _ in range(TRIES):
+            found = probe(task, resolve({**settings, "policy": "auto"}), args.seconds, print).to_json()
+            if not found["is_disturbed"]:
+                break
         add(rows, {"kind": "probe", **key, "probe": found}, args.out)
         print(f"{name} on {devices}: probed in {time.perf_counter() - began:.0f} s", flush=True)
     plan = plan_from(Probe.from_json(found), {})
@@ -104,16 +111,28 @@ def measure(name: str, devices: str, rows: list[dict[str, Any]], args: argparse.
         if any(done.items() <= row.items() for row in rows):
             continue
         try:
-            add(rows, {**done, **run(task, settings, plan, policy, used, args)}, args.out)
+            add(rows, {**done, **undisturbed_run(task, settings, plan, policy, used, args)}, args.out)
         except RankError as error:
             print(f"{name} {policy} on {used}: {error}", file=sys.stderr)
             continue
         row = rows[-1]
         print(
             f"{name:12} {policy:9} {used:12} predicted {row['predicted']:7.2f} s, measured {row['measured']:7.2f} s "
-            f"({row['error']:+.0%})",
+            f"({row['error']:+.0%}){' disturbed' if row['is_disturbed'] else ''}",
             flush=True,
         )
+
+
+def undisturbed_run(
+    task: Task, settings: dict[str, Any], plan: Plan, policy: str, used: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The first run that nobody disturbed, or the last one that was made, marked."""
+    for _ in range(TRIES):
+        with measure_interference() as span:
+            row = run(task, settings, plan, policy, used, args)
+        if not span.interference.is_disturbed:
+            break
+    return {**row, "is_disturbed": plan.probe.is_disturbed or span.interference.is_disturbed}
 
 
 def run(
@@ -149,13 +168,15 @@ def second_epoch_s(state: TrainedState, samples: int) -> float:
 
 
 def report(rows: list[dict[str, Any]], names: set[str], devices: set[str]) -> None:
-    runs = [row for row in rows if row["kind"] == "run" and row["model"] in names and row["devices"] in devices]
+    asked = [row for row in rows if row["kind"] == "run" and row["model"] in names and row["devices"] in devices]
+    runs = [row for row in asked if not row["is_disturbed"]]
     errors = sorted(abs(row["error"]) for row in runs)
     if not errors:
         print("nothing was measured")
         return
     middle, late = errors[len(errors) // 2], errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    print(f"\n{len(errors)} runs: median error {middle:.1%}, 90th percentile {late:.1%}, largest {errors[-1]:.1%}")
+    print(f"\n{len(asked) - len(runs)} of {len(asked)} rows are disturbed, and do not count")
+    print(f"{len(errors)} runs: median error {middle:.1%}, 90th percentile {late:.1%}, largest {errors[-1]:.1%}")
     for policy in (*POLICIES, ALONE):
         own = sorted(abs(row["error"]) for row in runs if row["policy"] == policy)
         if own:
