@@ -31,7 +31,8 @@ from uneven.train.worker import Worker
 CHUNKS = 3  # each kind of stretch comes so often, in turn, unless steps are long: the machine's speed drifts
 MOST_ALONE = 8  # ranks that are timed with the others idle, one after the other
 LEAST_STEPS = 3
-ANCHOR = 4  # of the windows that are timed; fewer where steps are long
+ANCHOR = 4  # of the windows that are timed; fewer where steps are long ...
+WINDOW_MS = 60.0  # ... and more where they are short: what a round costs beside its sum must not count as slots
 MESSAGE = 16  # numbers in a sum that shows the latency
 MOST_JITTER = 0.5  # what the simulation takes
 
@@ -201,7 +202,9 @@ def _probe_exact(worker: Worker, synchronizer: GradientSync, own: _Own, seconds:
 def _probe_local(worker: Worker, policy: str, seconds: float, slowest_ms: float) -> dict[str, Any]:
     """Windows and rounds on a model of their own, over the group that the ranks have already formed."""
     # Two or three segments of at least so many windows.
-    anchor = max(1, min(ANCHOR, int(seconds * 1e3 / (2 * LEAST_WINDOWS * max(slowest_ms, 1e-3)))))
+    slot_ms = max(slowest_ms, 1e-3)
+    wanted = max(ANCHOR, int(WINDOW_MS / slot_ms))
+    anchor = max(1, min(wanted, int(seconds * 1e3 / (2 * LEAST_WINDOWS * slot_ms))))
     config = local_config(worker.config, policy, anchor)
     info, group = worker.rank_info, worker.group
     local = Worker(worker.task, config, info, lambda _: group, worker.stop, worker.report)
@@ -210,7 +213,7 @@ def _probe_local(worker: Worker, policy: str, seconds: float, slowest_ms: float)
         assert isinstance(synchronizer, LocalSGD), "local policies train by it"
         segments = LocalSGDSegments(local, synchronizer)
         segments.run(0.6 * seconds)
-        if anchor == ANCHOR:  # a segment's length is fixed by the one before it, which now knows how long a slot takes
+        if anchor == wanted:  # a segment's length is fixed by the one before it, which now knows how long a slot takes
             segments.run(0.6 * seconds)
         segment, samples = _timed_local(local, segments, 0.6 * seconds)
         segments.close()
