@@ -17,7 +17,7 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.mode_times import mode_times
-from uneven.bench.report.quality import MARGIN, at_time, loss_gap, passed, reached, target_of
+from uneven.bench.report.quality import MARGIN, at_time, for_speed, loss_gap, passed, reached, target_of
 from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_runs
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
@@ -217,14 +217,9 @@ def _solo_speeds(by_mode: dict[str, list[RunRecord]]) -> list[float]:
     speeds: list[float] = []
     while f"solo-{len(speeds)}" in by_mode:
         runs = by_mode[f"solo-{len(speeds)}"]
-        speeds.append(statistics.median(run.summary["samples_per_s"] for run in _for_speed(runs)))
+        speeds.append(statistics.median(run.summary["samples_per_s"] for run in for_speed(runs)))
     num_devices = max((len(run.summary["devices"]) for runs in by_mode.values() for run in runs), default=1)
     return speeds if len(speeds) >= max(2, num_devices) else []
-
-
-def _for_speed(runs: list[RunRecord]) -> list[RunRecord]:
-    """The undisturbed runs; all of them if every run was disturbed."""
-    return [run for run in runs if not run.is_disturbed] or runs
 
 
 def _row(
@@ -240,13 +235,12 @@ def _row(
     is_for_speed = mode.startswith("solo-") and any(parse_device(d).speed < 1.0 for d in runs[0].summary["devices"])
     has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
     mean, half = interval([run.quality for run in runs])
-    timed = _for_speed(runs)
+    timed = for_speed(runs)
     is_marked = all(run.is_disturbed for run in runs)
     speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
     when_reached = [when for run in runs if (when := reached(recipe, run, target)) is not None]
-    solo_s = statistics.median(run.summary["train_seconds"] for run in _for_speed(solo)) if solo else None
-    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, runs, solo_s)
+    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, runs, solo)
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None

@@ -29,13 +29,19 @@ def reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: i
     return None
 
 
-def at_time(recipe: Recipe, runs: Sequence[RunRecord], seconds: float | None) -> tuple[float | None, bool]:
-    """The mean quality of the runs after so many seconds of training, and whether all of them had ended by then.
+def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
+    """The undisturbed runs; all of them if every run was disturbed."""
+    return [run for run in runs if not run.is_disturbed] or runs
+
+
+def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]) -> tuple[float | None, bool]:
+    """The mean quality of the runs when the single device has finished, and whether all of them had ended by then.
 
     A run that was still on is judged by its last evaluation before that moment; None where one had none.
     """
-    if seconds is None:
+    if not solo:
         return None, False
+    seconds = statistics.median(run.summary["train_seconds"] for run in for_speed(solo))
     found = []
     for run in runs:
         if run.summary["train_seconds"] <= seconds:

@@ -66,8 +66,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]]) -> Ju
     best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
     reference = _reference(mode, by_mode)
-    solo_s = statistics.median(run.summary["train_seconds"] for run in solo) if solo else None
-    equal_time, _ = at_time(recipe, runs, solo_s)
+    equal_time, _ = at_time(recipe, runs, solo)
     faults = [fault for run in runs for fault in _contradictions(run)]
     if worst is not None and _is_worse(recipe, best, worst):
         assert recipe.published is not None, "it has a worst"

@@ -177,7 +177,7 @@ def _equal_time(model: ModelReport, row: ModeReport) -> str:
     """Quality when the best single device has finished; of a single device it would be its own."""
     if row.equal_time is None or row.mode.startswith("solo-"):
         return ""
-    return f"{value(model.metric, row.equal_time)}{' (had ended)' if row.equal_time_is_end else ''}"
+    return f"{value(model.metric, row.equal_time)}{' (ended)' if row.equal_time_is_end else ''}"
 
 
 def _time(model: ModelReport) -> Table:
