@@ -300,13 +300,13 @@ def _check_references(runs: Path, as_json: bool) -> None:
             table.add_column(heading, justify="left" if is_name else "right", no_wrap=True)
         for row in rows:
             published = "" if row.published is None else f"{row.published:g}"
-            other = "" if row.reference_quality is None else f"{row.reference} {row.reference_quality:.4f}"
-            equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4f}"
+            other = "" if row.reference_quality is None else f"{row.reference} {row.reference_quality:.4g}"
+            equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
             verdict = "fails" if row.faults else "holds"
-            table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4f}", published, other, equal)
+            table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
         Console(highlight=False).print(table)
     if faults:
-        raise RankError("worse than it should be:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise RankError("does not hold:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
 def policies(

@@ -62,18 +62,32 @@ def test_packed_runs_are_compared_with_others(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_is_told_and_not_counted(tmp_path: Path) -> None:
-    pack(sweep(tmp_path / "runs"), tmp_path)
-    folder = tmp_path / "lenet" / "cpu-async"
+    pack(sweep(tmp_path / "runs"), tmp_path / "results")
+    folder = tmp_path / "results" / "lenet" / "cpu-async"
     (folder / "seed-0.json").write_text("{")
     (folder / "seed-1.json").write_text('{"version": 1, "summary": {"version": 1}}')
     (folder / "seed-2.json").write_text('{"version": 9}')
-    records, broken = read_runs(tmp_path / "lenet" / "cpu-async")
+    records, broken = read_runs(folder)
     assert not records
     reasons = [run.reason for run in broken]
     assert reasons[0] == reasons[2] == "is no packed run of version 1"
     assert reasons[1].startswith("its summary lacks model, mode")
 
 
+def test_a_run_that_failed_is_published_with_its_reason(tmp_path: Path) -> None:
+    runs = sweep(tmp_path / "runs")
+    (runs / "lenet" / "cpu-async" / "seed-2").mkdir()
+    (runs / "lenet" / "cpu-async" / "seed-2" / "failure.json").write_text('{"reason": "out of memory"}')
+    pack(runs, tmp_path / "results")
+    assert [run["reason"] for run in build_report(tmp_path / "results").failed] == ["out of memory"]
+
+
+def test_packed_runs_do_not_lie_among_the_runs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="would count every run twice"):
+        pack(sweep(tmp_path), tmp_path / "results")
+
+
 def test_nothing_to_pack(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
     with pytest.raises(InputError, match="no finished run"):
-        pack(tmp_path, tmp_path / "results")
+        pack(tmp_path / "runs", tmp_path / "results")

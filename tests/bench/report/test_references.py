@@ -46,7 +46,7 @@ def test_it_holds(tmp_path: Path) -> None:
 def test_worse_than_published(tmp_path: Path) -> None:
     lenet(tmp_path, "solo-0", 0.984)
     (fault,) = judged(tmp_path)["solo-0"].faults
-    assert fault.startswith("accuracy 0.9840, and 0.985 is the worst that agrees with LeCun")
+    assert fault.startswith("accuracy 0.984, and 0.985 is the worst that agrees with LeCun")
 
 
 def test_a_published_figure_is_for_the_recipe_alone(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_worse_than_one_device_alone(tmp_path: Path) -> None:
     lenet(tmp_path, "solo-0", 0.995)
     lenet(tmp_path, "cpu-async", 0.990, 1300.0)
     (fault, timed) = judged(tmp_path)["cpu-async"].faults
-    assert fault == "accuracy 0.9900, solo-0 has 0.9950 (allowed: 0.0040 worse)"
+    assert fault == "accuracy 0.99, solo-0 has 0.995 (allowed: 0.004 worse)"
     assert "when solo-0 has finished" in timed
 
 
@@ -91,7 +91,7 @@ def test_equal_samples_and_too_slow(tmp_path: Path) -> None:
     lenet(tmp_path, "torch-ddp", 0.99, 600.0)
     rows = judged(tmp_path)
     (fault,) = rows["cpu-cadence"].faults
-    assert fault.startswith("accuracy 0.8910 when solo-0 has finished with 0.9900")
+    assert fault.startswith("accuracy 0.891 when solo-0 has finished with 0.99")
     assert rows["torch-ddp"].faults == [], "nobody says that it is as fast"
 
 
@@ -119,7 +119,7 @@ def test_figures_that_contradict_each_other(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps(summary | changed))
     speed, quality = judged(tmp_path)["solo-0"].faults
     assert speed == "seed 0: 2000 samples in 2.000 s are not 2000.0 a second"
-    assert quality == "seed 0: its last evaluation has 0.9900, its summary 0.9980"
+    assert quality == "seed 0: its last evaluation has 0.99, its summary 0.998"
 
 
 def test_runs_that_cannot_be_read_are_told(tmp_path: Path) -> None:

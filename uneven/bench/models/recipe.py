@@ -18,7 +18,6 @@ class Published:
     value: float
     source: str
     worst: float  # the worst quality that still agrees with it
-    is_own: bool = False  # nobody has published one: it is this project's own
 
 
 @dataclass(frozen=True, kw_only=True)

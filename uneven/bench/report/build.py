@@ -23,7 +23,6 @@ from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import folder_error, read_json, write_atomically
-from uneven.hardware.device import parse_device
 from uneven.hardware.yardstick import ddp_bound, gap
 from uneven.timeline.verdict import MEASURED, Verdict, verdict
 
@@ -232,7 +231,7 @@ def _row(
     root: Path,
     is_solo_disturbed: bool,
 ) -> ModeReport:
-    is_for_speed = mode.startswith("solo-") and any(parse_device(d).speed < 1.0 for d in runs[0].summary["devices"])
+    is_for_speed = runs[0].is_for_speed
     has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
     mean, half = interval([run.quality for run in runs])
     timed = for_speed(runs)

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.single.folders import RunRecord
 
-MARGIN = {"accuracy": 0.004, "loss": 0.05}  # a mode that is worse than solo by less counts as equally good
+MARGIN = {
+    "accuracy": 0.004,
+    "loss": 0.05,
+    "mse": 0.0001,
+}  # a mode that is worse than solo by less counts as equally good
 NEAR = 0.99  # the target is this fraction of solo's accuracy (or its loss divided by it), which solo itself reaches
 
 

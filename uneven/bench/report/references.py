@@ -18,9 +18,7 @@ from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way
 from uneven.bench.single.folders import RunRecord, read_runs
 from uneven.errors import InputError
-from uneven.hardware.device import parse_device
 
-MARGINS = {**MARGIN, "mse": 0.0002}
 NEAR = 1e-6  # of two figures that are computed from each other
 
 
@@ -54,7 +52,7 @@ def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
     for name in models.NAMES:
         by_mode: dict[str, list[RunRecord]] = {}
         for run in known:
-            if run.model == name and not _is_for_speed(run):
+            if run.model == name and not run.is_for_speed:
                 by_mode.setdefault(run.mode, []).append(run)
         found += [_judge(models.get(name), mode, by_mode) for mode in by_mode]
     return found, [f"{run.folder}: {run.reason}" for run in broken]
@@ -71,18 +69,18 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]]) -> Ju
     if worst is not None and _is_worse(recipe, best, worst):
         assert recipe.published is not None, "it has a worst"
         faults.append(
-            f"{recipe.metric} {best:.4f}, and {worst:g} is the worst that agrees with {recipe.published.source}"
+            f"{recipe.metric} {best:.4g}, and {worst:g} is the worst that agrees with {recipe.published.source}"
         )
     other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
-    slack = MARGINS.get(recipe.metric, 0.0)
+    slack = MARGIN.get(recipe.metric, 0.0)
     slack += math.hypot(*(0.0 if one == math.inf else one for one in (half, other_half)))
     if reference is not None and _is_worse(recipe, mean, other, slack):
-        faults.append(f"{recipe.metric} {mean:.4f}, {reference} has {other:.4f} (allowed: {slack:.4f} worse)")
+        faults.append(f"{recipe.metric} {mean:.4g}, {reference} has {other:.4g} (allowed: {slack:.4g} worse)")
     is_timed = _is_local(mode) and reference == "solo-0" and not any(run.is_disturbed for run in [*runs, *solo])
     if is_timed and equal_time is not None and _is_worse(recipe, equal_time, other, slack):
         faults.append(
-            f"{recipe.metric} {equal_time:.4f} when {reference} has finished with {other:.4f} "
-            f"(allowed: {slack:.4f} worse)"
+            f"{recipe.metric} {equal_time:.4g} when {reference} has finished with {other:.4g} "
+            f"(allowed: {slack:.4g} worse)"
         )
     return Judged(
         model=recipe.name,
@@ -127,11 +125,6 @@ def _global_batch(run: RunRecord) -> int:
     return int(summary.get("global_batch_size") or summary.get("batch_size", 0) * len(summary["devices"]))
 
 
-def _is_for_speed(run: RunRecord) -> bool:
-    """A simulated slow device alone is run for its speed: its quality would repeat another run's."""
-    return run.mode.startswith("solo-") and any(parse_device(name).speed < 1.0 for name in run.summary["devices"])
-
-
 def _is_whole(run: RunRecord) -> bool:
     """Whether a published figure may be held against it: the recipe's data and epochs, and the whole test set."""
     recipe, summary = models.get(run.model), run.summary
@@ -143,7 +136,7 @@ def _is_whole(run: RunRecord) -> bool:
 def _contradictions(run: RunRecord) -> list[str]:
     """Where the figures of a run cannot all be right."""
     summary, name = run.summary, f"seed {run.seed}"
-    found = [f"{name}: was changed since it was packed"] if run.is_changed else []
+    found = [f"{name}: was changed since it was packed; pack the runs again"] if run.is_changed else []
     speed = summary["samples"] / summary["train_seconds"] if summary["train_seconds"] else 0.0
     if abs(speed - summary["samples_per_s"]) > NEAR * speed:
         found.append(
@@ -151,7 +144,7 @@ def _contradictions(run: RunRecord) -> list[str]:
             f"are not {summary['samples_per_s']:.1f} a second"
         )
     seen: Sequence[float] = [float(one[summary["metric"]]) for one in run.metrics[-1:] if summary["metric"] in one]
-    margin = MARGINS.get(summary["metric"], 0.0)
+    margin = MARGIN.get(summary["metric"], 0.0)
     if seen and summary.get("precision") == "fp32" and abs(seen[-1] - run.quality) > margin:
-        found.append(f"{name}: its last evaluation has {seen[-1]:.4f}, its summary {run.quality:.4f}")
+        found.append(f"{name}: its last evaluation has {seen[-1]:.4g}, its summary {run.quality:.4g}")
     return found

@@ -17,6 +17,7 @@ from uneven.bench.single.run_times import RunTimes
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
+from uneven.hardware.device import parse_device
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
@@ -57,6 +58,11 @@ class RunRecord:
     def is_disturbed(self) -> bool:
         """Whether its speed is marked; its quality is valid all the same."""
         return is_disturbed(self.summary)
+
+    @property
+    def is_for_speed(self) -> bool:
+        """A simulated slow device alone is run for its speed: its quality would repeat another run's."""
+        return self.mode.startswith("solo-") and any(parse_device(name).speed < 1.0 for name in self.summary["devices"])
 
     @property
     def is_changed(self) -> bool:
@@ -120,6 +126,8 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
     packed = read_json(path)
     if not isinstance(packed, dict) or packed.get("version") != PACKED_VERSION:
         return BrokenRun(path, f"is no packed run of version {PACKED_VERSION}")
+    if "failure" in packed:
+        return BrokenRun(path, str(packed["failure"]))
     if (fault := _fault(packed.get("summary"))) is not None:
         return BrokenRun(path, f"its summary {fault}")
     try:
@@ -150,6 +158,11 @@ def pack_run(run: RunRecord) -> dict[str, Any]:
         "times": None if times is None else times.to_json(),
     }
     return {**packed, "sha256": digest(packed)}
+
+
+def pack_failure(run: BrokenRun) -> dict[str, Any]:
+    """A run that has no result is published, too, with the reason."""
+    return {"version": PACKED_VERSION, "failure": run.reason}
 
 
 def digest(packed: Mapping[str, Any]) -> str:
