@@ -38,6 +38,9 @@ def sweep(
     efficiency: Annotated[
         bool, typer.Option("--efficiency", help="Measure it by pairs too, once per model and mode (minutes each).")
     ] = False,
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
@@ -73,6 +76,7 @@ def sweep(
         precision=precision,
         compile=compile,
         has_efficiency=efficiency,
+        has_equal_time=equal_time,
         out=out,
         is_forced=force,
         command=shlex.join(["uneven", *sys.argv[1:]]),
@@ -89,10 +93,11 @@ def sweep(
 
 
 def _print_plan(order: "SweepOrder", as_json: bool) -> None:
-    from uneven.bench.sweep.plan import plan_sweep
+    from uneven.bench.sweep.plan import plan_equal_time, plan_sweep
     from uneven.bench.sweep.run import find_missing
 
     cells, skipped = plan_sweep(order)
+    cells += plan_equal_time(order, cells)
     missing = find_missing(order, cells)
     if as_json:
         names = {"run": missing, "kept": [cell for cell in cells if cell not in missing]}

@@ -22,6 +22,7 @@ def sweep(root: Path) -> Path:
     make_run(root, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
     paired = {"efficiency": 0.976, "half_width": 0.01, "pairs": 30, "batch_size": 128}
     (root / "lenet" / "cpu-async" / "efficiency.json").write_text(json.dumps(paired))
+    make_run(root / "equal-time", "lenet", "cpu-async", 0, 0.991, 1010.0, epochs=6)
     (root / "sweep.json").write_text(json.dumps({"commands": ["uneven bench sweep"], "skipped": {"nccl-sync": "no"}}))
     (root / "lenet" / "cpu-async" / "seed-0" / "config.json").write_text('{"epochs": 5, "out": "/home/me/runs"}')
     return root
@@ -30,13 +31,14 @@ def sweep(root: Path) -> Path:
 def test_the_report_of_packed_runs_is_that_of_the_runs(tmp_path: Path) -> None:
     runs, results = sweep(tmp_path / "runs"), tmp_path / "results"
     files = pack(runs, results)
-    assert len(files) == 7
+    assert len(files) == 8
     texts = [render_markdown(build_report(root)) for root in (runs, results)]
     told = [re.sub(re.escape(str(root)), "ROOT", text) for root, text in zip((runs, results), texts, strict=True)]
     assert told[0] == told[1]
     assert "0.976 +- 0.010 (30 pairs)" in told[1]
     assert "Not run: nccl-sync (no)." in told[1]
     assert "75%, 75%" in told[1], "how busy the devices were"
+    assert "99.10 % (6 epochs)" in told[1], "at equal time"
 
 
 def test_a_packed_run_has_its_settings_and_nothing_of_the_machine_that_it_ran_on(tmp_path: Path) -> None:
@@ -54,6 +56,16 @@ def test_packing_packed_runs_changes_nothing(tmp_path: Path) -> None:
     pack(tmp_path / "once", tmp_path / "twice")
     for first in (tmp_path / "once").rglob("*.json"):
         assert first.read_text() == (tmp_path / "twice" / first.relative_to(tmp_path / "once")).read_text()
+
+
+def test_runs_of_several_sweeps_are_packed_into_one_folder(tmp_path: Path) -> None:
+    pack(sweep(tmp_path / "runs"), tmp_path / "results")
+    make_run(tmp_path / "more", "mlp", "solo-0", 0, 0.98)
+    (tmp_path / "more" / "sweep.json").write_text('{"commands": ["uneven bench sweep --models mlp"], "skipped": {}}')
+    pack(tmp_path / "more", tmp_path / "results")
+    report = build_report(tmp_path / "results")
+    assert [model.model for model in report.models] == ["mlp", "lenet"]
+    assert report.commands[:2] == ["uneven bench sweep", "uneven bench sweep --models mlp"]
 
 
 def test_packed_runs_are_compared_with_others(tmp_path: Path) -> None:
@@ -76,10 +88,11 @@ def test_a_broken_file_is_told_and_not_counted(tmp_path: Path) -> None:
 
 def test_a_run_that_failed_is_published_with_its_reason(tmp_path: Path) -> None:
     runs = sweep(tmp_path / "runs")
-    (runs / "lenet" / "cpu-async" / "seed-2").mkdir()
-    (runs / "lenet" / "cpu-async" / "seed-2" / "failure.json").write_text('{"reason": "out of memory"}')
+    for place in (runs, runs / "equal-time"):
+        (place / "lenet" / "cpu-async" / "seed-2").mkdir()
+        (place / "lenet" / "cpu-async" / "seed-2" / "failure.json").write_text('{"reason": "out of memory"}')
     pack(runs, tmp_path / "results")
-    assert [run["reason"] for run in build_report(tmp_path / "results").failed] == ["out of memory"]
+    assert [run["reason"] for run in build_report(tmp_path / "results").failed] == ["out of memory"] * 2
 
 
 def test_packed_runs_do_not_lie_among_the_runs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every model and mode against what was published, against one device alone, and against its own figures."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,31 @@ def test_no_verdict_on_time_of_disturbed_runs(tmp_path: Path) -> None:
     lenet(tmp_path, "solo-0", 0.99, 1000.0, is_disturbed=True)
     lenet(tmp_path, "cpu-cadence", 0.99, 600.0)
     assert judged(tmp_path)["cpu-cadence"].faults == []
+
+
+def test_runs_that_were_made_for_equal_time_are_held_against_the_single_device(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.99)
+    lenet(tmp_path, "cpu-balanced", 0.99, 1400.0)
+    longer = lenet(tmp_path / "equal-time", "cpu-balanced", 0.992, 1010.0, epochs=6)
+    row = judged(tmp_path)["cpu-balanced"]
+    assert (row.seeds, row.quality, row.equal_time, row.faults) == (1, 0.99, 0.992, [])
+    shutil.rmtree(longer)
+    lenet(tmp_path / "equal-time", "cpu-balanced", 0.98, 1010.0, epochs=6)
+    (fault,) = judged(tmp_path)["cpu-balanced"].faults
+    assert fault == "accuracy 0.98 when solo-0 has finished with 0.99 (allowed: 0.004 worse)"
+
+
+@pytest.mark.parametrize("change", [{"efficiency": 0.99}, {"sha256": None}])
+def test_an_efficiency_that_was_tampered_with(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = lenet(tmp_path / "runs", "cpu-async", 0.99).parent
+    (folder / "efficiency.json").write_text('{"efficiency": 0.9, "half_width": 0.01, "pairs": 12}')
+    assert judged(tmp_path / "runs")["cpu-async"].faults == []
+    pack(tmp_path / "runs", tmp_path / "results")
+    assert judged(tmp_path / "results")["cpu-async"].faults == []
+    path = tmp_path / "results" / "lenet" / "cpu-async" / "efficiency.json"
+    changed = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+    assert "efficiency: was changed since it was packed" in judged(tmp_path / "results")["cpu-async"].faults[0]
 
 
 @pytest.mark.parametrize(("key", "value"), [("quality", {"accuracy": 0.999}), ("train_seconds", 1.0), ("seed", 7)])

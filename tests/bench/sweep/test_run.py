@@ -1,11 +1,14 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench.folders import make_run
-from uneven.bench.single.folders import FAILURE
+from uneven.bench.report.build import build_report
+from uneven.bench.report.pack import pack
+from uneven.bench.single.folders import FAILURE, read_equal_time
 from uneven.bench.single.process import Ended
 from uneven.bench.sweep import run as module
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
@@ -20,6 +23,7 @@ class Machine:
         self.out = out
         self.asked: list[list[str]] = []
         self.fails: set[str] = set()  # modes
+        self.speeds: dict[str, float] = {}  # samples/s of a mode, where it is not 1000
         self.interrupts_at: int | None = None
 
     def run(self, arguments: list[str]) -> Ended:
@@ -35,13 +39,15 @@ class Machine:
             return Ended(0, json.dumps({"efficiency": 0.9}), "")
         epochs, data = int(given["--epochs"]), given.get("--data", "mnist")
         asked = {flag[2:].replace("-", "_"): int(value) if value.isdigit() else value for flag, value in given.items()}
-        make_run(self.out, given["--model"], mode, int(given["--seed"]), 0.9, epochs=epochs, data=data, asked=asked)
+        place = (Path(given["--out"]), given["--model"], mode, int(given["--seed"]))
+        shutil.rmtree(place[0] / place[1] / mode / f"seed-{place[3]}", ignore_errors=True)
+        make_run(*place, 0.9, self.speeds.get(mode, 1000.0), epochs=epochs, data=data, asked=asked)
         return Ended(0, "{}", "")
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine(tmp_path)
+    machine = Machine(tmp_path / "runs")
     monkeypatch.setattr(module, "run_uneven", machine.run)
     return machine
 
@@ -145,3 +151,40 @@ def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> Non
     assert json.loads((machine.out / "lenet" / "cpu-async" / "efficiency.json").read_text()) == {"efficiency": 0.9}
     sweep(order(machine, has_efficiency=True), quiet)
     assert sum(words[0] == "efficiency" for words in machine.asked) == 1
+
+
+def test_at_equal_time_a_faster_mode_trains_as_many_epochs_as_fit(machine: Machine) -> None:
+    machine.speeds = {"cpu-async": 1500.0, "cpu-sync": 600.0}
+    given = order(machine, modes=("solo-0", "cpu-sync", "cpu-async"), seeds=1, has_equal_time=True)
+    outcome = sweep(given, quiet)
+    assert outcome.done[-1] == "lenet cpu-async seed 0 at equal time"
+    assert len(outcome.done) == 4, "nothing fits into less time than sync takes"
+    (run,) = read_equal_time(machine.out)
+    assert run.summary["epochs"] == 7  # of 5 that take two thirds of the time: 7.35 fit
+    (row,) = [row for row in build_report(machine.out).models[0].rows if row.mode == "cpu-async"]
+    assert (row.seeds, row.equal_time_epochs) == (1, 7)
+    assert [one["epochs"] for one in row.runs] == [5, 7]
+    machine.speeds = {}  # the epochs that would fit now are others
+    assert sweep(given, quiet).done == []
+
+
+def test_runs_at_equal_time_need_those_that_they_are_held_against(machine: Machine) -> None:
+    machine.fails, machine.speeds = {"solo-0"}, {"cpu-async": 1500.0}
+    assert sweep(order(machine, seeds=1, has_equal_time=True), quiet).done == ["lenet cpu-async seed 0"]
+    machine.fails = set()
+    sweep(order(machine, seeds=1, modes=("solo-0",)), quiet)
+    alone = sweep(order(machine, seeds=1, modes=("cpu-async",), has_equal_time=True), quiet)
+    assert alone.done == ["lenet cpu-async seed 0 at equal time"], "the single device of an earlier sweep"
+
+
+def test_a_sweep_goes_on_from_packed_results(machine: Machine) -> None:
+    """Where machines come and go, the runs are gone with them and the packed files are what is left."""
+    sweep(order(machine, seeds=1, has_efficiency=True), quiet)
+    results = machine.out.with_name("results")
+    pack(machine.out, results)
+    again = sweep(order(machine, out=results, has_efficiency=True), quiet)
+    assert again.kept == ["lenet solo-0 seed 0", "lenet cpu-async seed 0", "lenet cpu-async efficiency"]
+    assert again.done == ["lenet solo-0 seed 1", "lenet cpu-async seed 1"]
+    assert [row.seeds for row in build_report(results).models[0].rows] == [2, 2]
+    sweep(order(machine, out=results, is_forced=True), quiet)
+    assert [row.seeds for row in build_report(results).models[0].rows] == [2, 2], "a run and its file are one"

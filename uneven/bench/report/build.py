@@ -17,8 +17,8 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.mode_times import mode_times
-from uneven.bench.report.quality import MARGIN, at_time, for_speed, loss_gap, passed, reached, target_of
-from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, read_runs
+from uneven.bench.report.quality import MARGIN, at_time, loss_gap, passed, reached, target_of
+from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, for_speed, read_equal_time, read_runs
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
@@ -67,6 +67,7 @@ class ModeReport:
     target_is_bound: bool = False  # a run's first evaluation reached it already, so target_s is an upper bound
     equal_time: float | None = None  # quality when the best single device had finished, mean over seeds
     equal_time_is_end: bool = False  # all of them had ended before
+    equal_time_epochs: int | None = None  # of runs that were made for it, median over seeds; None without such runs
     passed: float | None = None  # the best quality during training, mean over seeds, if the end is worse by the margin
     loss_gap: float | None = None  # training loss minus solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
@@ -115,12 +116,13 @@ def build_report(root: Path) -> Report:
         reasons = "".join(f"\n  {run.folder}: {run.reason}" for run in broken)
         raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'{reasons}")
     names = [name for name in models.NAMES if any(record.model == name for record in records)]
+    longer = read_equal_time(root)
     unknown = [BrokenRun(r.folder, f"unknown model {r.model!r}") for r in records if r.model not in models.NAMES]
     return Report(
         VERSION,
         str(root),
         _hardware(records),
-        [_model(name, [record for record in records if record.model == name], root) for name in names],
+        [_model(name, [record for record in records if record.model == name], root, longer) for name in names],
         [{"folder": str(run.folder), "reason": run.reason} for run in (*broken, *unknown)],
         *_read_sweeps(root),
     )
@@ -148,7 +150,8 @@ def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [json.loads(machine) for machine in sorted(machines)]
 
 
-def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
+def _model(name: str, records: list[RunRecord], root: Path, longer: Sequence[RunRecord]) -> ModelReport:
+    """`longer` are the runs of all models at equal time."""
     recipe = models.get(name)
     by_mode: dict[str, list[RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.seed):
@@ -160,7 +163,17 @@ def _model(name: str, records: list[RunRecord], root: Path) -> ModelReport:
     solo = by_mode.get("solo-0", [])
     target = target_of(recipe, solo)
     rows = [
-        _row(recipe, mode, runs, alone, solo, target, root, is_solo_disturbed)
+        _row(
+            recipe,
+            mode,
+            runs,
+            alone,
+            solo,
+            target,
+            root,
+            is_solo_disturbed,
+            [run for run in longer if (run.model, run.mode) == (name, mode)],
+        )
         for mode, runs in sorted(by_mode.items(), key=_order)
     ]
     first, best = records[0].summary, _best(recipe, rows)
@@ -230,16 +243,17 @@ def _row(
     target: float | None,
     root: Path,
     is_solo_disturbed: bool,
+    longer: list[RunRecord],
 ) -> ModeReport:
     is_for_speed = runs[0].is_for_speed
-    has_speed = not mode.startswith("nccl-") or len(set(runs[0].summary["devices"])) > 1
+    has_speed = not runs[0].takes_turns
     mean, half = interval([run.quality for run in runs])
     timed = for_speed(runs)
     is_marked = all(run.is_disturbed for run in runs)
     speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
     when_reached = [when for run in runs if (when := reached(recipe, run, target)) is not None]
-    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, runs, solo)
+    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, longer or runs, solo)
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
@@ -269,17 +283,19 @@ def _row(
         target_is_bound=any(reached(recipe, run, target, evaluations=1) is not None for run in runs),
         equal_time=equal_time,
         equal_time_is_end=is_end,
+        equal_time_epochs=int(statistics.median(run.summary["epochs"] for run in longer)) if longer else None,
         passed=None if is_for_speed else passed(recipe, runs),
         loss_gap=None if is_for_speed else loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
         folders=[str(run.folder) for run in runs],
-        runs=[_facts(run, is_for_speed) for run in runs],
+        runs=[_facts(run, is_for_speed) for run in (*runs, *longer)],
     )
 
 
 def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
     return {
         "seed": run.seed,
+        "epochs": run.summary.get("epochs"),
         "quality": None if is_for_speed else run.quality,
         "train_s": run.summary["train_seconds"],
         "is_disturbed": run.is_disturbed,

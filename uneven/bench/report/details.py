@@ -14,9 +14,11 @@ MOST_EPOCHS = 10  # rows of a table over epochs, evenly spread, with the first a
 
 
 def trajectories(model: ModelReport) -> Table | None:
-    """Training loss and quality of every mode, mean over seeds, at some epochs."""
+    """Training loss and quality of every mode, mean over seeds, at some epochs: those with an evaluation, if any."""
     modes = [row for row in model.rows if row.trajectories and row.trajectories[0]]
-    epochs = _evenly(sorted({int(entry["epoch"]) for row in modes for entry in row.trajectories[0]}))
+    entries = [entry for row in modes for entry in row.trajectories[0]]
+    evaluated = {int(entry["epoch"]) for entry in entries if model.metric in entry}
+    epochs = _evenly(sorted(evaluated if len(evaluated) > 1 else {int(entry["epoch"]) for entry in entries}))
     if len(epochs) < 2:
         return None
     rows = [[str(epoch), *(_at(model, row, epoch) for row in modes)] for epoch in epochs]
@@ -70,6 +72,7 @@ def every_run(model: ModelReport) -> Table:
         [
             row.mode,
             str(run["seed"]),
+            number(run["epochs"], "d"),
             value(model.metric, run["quality"]),
             mark(number(run["train_s"], ".2f"), run["is_disturbed"]) if row.has_speed else "(takes turns)",
             *_interference(run["interference"] or {}),
@@ -77,7 +80,7 @@ def every_run(model: ModelReport) -> Table:
         for row in model.rows
         for run in row.runs
     ]
-    return Table.of(["mode", "seed", model.metric, "train s", "stolen", "others' cores", "pressure"], rows)
+    return Table.of(["mode", "seed", "epochs", model.metric, "train s", "stolen", "others' cores", "pressure"], rows)
 
 
 def _interference(found: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from uneven.bench.models.recipe import Recipe
-from uneven.bench.single.folders import RunRecord
+from uneven.bench.single.folders import RunRecord, for_speed
 
 MARGIN = {
     "accuracy": 0.004,
@@ -31,11 +31,6 @@ def reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: i
         if value >= target if recipe.higher_is_better else value <= target:
             return float(entry["train_seconds"])
     return None
-
-
-def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
-    """The undisturbed runs; all of them if every run was disturbed."""
-    return [run for run in runs if not run.is_disturbed] or runs
 
 
 def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]) -> tuple[float | None, bool]:

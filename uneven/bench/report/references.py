@@ -1,8 +1,9 @@
 """`uneven bench check RUNS`: every model and mode against what was published, and against one device alone.
 
-Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and for the local
-policies at equal time, when the best single device has finished. A run that was packed and changed since is a fault,
-and so is one whose own figures contradict each other.
+Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and at equal
+time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the local
+policies. A run or an efficiency that was packed and changed since is a fault, and so is a run whose own figures
+contradict each other.
 """
 
 import math
@@ -15,8 +16,9 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
+from uneven.bench.report.pack import is_efficiency_changed
 from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way
-from uneven.bench.single.folders import RunRecord, read_runs
+from uneven.bench.single.folders import RunRecord, read_equal_time, read_runs
 from uneven.errors import InputError
 
 NEAR = 1e-6  # of two figures that are computed from each other
@@ -54,34 +56,33 @@ def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
         for run in known:
             if run.model == name and not run.is_for_speed:
                 by_mode.setdefault(run.mode, []).append(run)
-        found += [_judge(models.get(name), mode, by_mode) for mode in by_mode]
+        for mode in by_mode:
+            longer = [run for run in read_equal_time(root) if (run.model, run.mode) == (name, mode)]
+            judged = _judge(models.get(name), mode, by_mode, longer)
+            if is_efficiency_changed(root / name / mode, by_mode[mode]):
+                judged.faults.append("efficiency: was changed since it was packed; pack the runs again")
+            found.append(judged)
     return found, [f"{run.folder}: {run.reason}" for run in broken]
 
 
-def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]]) -> Judged:
+def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longer: list[RunRecord]) -> Judged:
     runs, solo = by_mode[mode], by_mode.get("solo-0", [])
     mean, half = interval([run.quality for run in runs])
     best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
     reference = _reference(mode, by_mode)
-    equal_time, _ = at_time(recipe, runs, solo)
-    faults = [fault for run in runs for fault in _contradictions(run)]
+    faults = [fault for run in (*runs, *longer) for fault in _contradictions(run)]
     if worst is not None and _is_worse(recipe, best, worst):
         assert recipe.published is not None, "it has a worst"
         faults.append(
             f"{recipe.metric} {best:.4g}, and {worst:g} is the worst that agrees with {recipe.published.source}"
         )
     other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
-    slack = MARGIN.get(recipe.metric, 0.0)
-    slack += math.hypot(*(0.0 if one == math.inf else one for one in (half, other_half)))
+    slack = _slack(recipe, half, other_half)
     if reference is not None and _is_worse(recipe, mean, other, slack):
         faults.append(f"{recipe.metric} {mean:.4g}, {reference} has {other:.4g} (allowed: {slack:.4g} worse)")
-    is_timed = _is_local(mode) and reference == "solo-0" and not any(run.is_disturbed for run in [*runs, *solo])
-    if is_timed and equal_time is not None and _is_worse(recipe, equal_time, other, slack):
-        faults.append(
-            f"{recipe.metric} {equal_time:.4g} when {reference} has finished with {other:.4g} "
-            f"(allowed: {slack:.4g} worse)"
-        )
+    equal_time, fault = _at_equal_time(recipe, mode, longer or runs, solo, is_made_for_it=bool(longer))
+    faults += [fault] if fault else []
     return Judged(
         model=recipe.name,
         mode=mode,
@@ -95,6 +96,32 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]]) -> Ju
         equal_time=equal_time,
         faults=faults,
     )
+
+
+def _at_equal_time(
+    recipe: Recipe, mode: str, runs: list[RunRecord], solo: list[RunRecord], *, is_made_for_it: bool
+) -> tuple[float | None, str | None]:
+    """The quality when the single device has finished, and what is wrong with it.
+
+    An exact mode that is slower than the single device is in the middle of its schedule then, so it is held to this
+    only by runs that were made for it.
+    """
+    found, _ = at_time(recipe, runs, solo)
+    is_timed = (_is_local(mode) or is_made_for_it) and not runs[0].takes_turns
+    if found is None or not is_timed or any(run.is_disturbed for run in [*runs, *solo]):
+        return found, None
+    (_, half), (other, other_half) = (interval([run.quality for run in group]) for group in (runs, solo))
+    slack = _slack(recipe, half, other_half)
+    if not _is_worse(recipe, found, other, slack):
+        return found, None
+    return found, (
+        f"{recipe.metric} {found:.4g} when solo-0 has finished with {other:.4g} (allowed: {slack:.4g} worse)"
+    )
+
+
+def _slack(recipe: Recipe, *halves: float) -> float:
+    """By how much a mean may be worse than another: the margin, and chance as far as it is known."""
+    return MARGIN.get(recipe.metric, 0.0) + math.hypot(*(0.0 if half == math.inf else half for half in halves))
 
 
 def _is_worse(recipe: Recipe, value: float, than: float, slack: float = 0.0) -> bool:

@@ -19,8 +19,9 @@ NOTES = (
     "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
-    "At equal time: the quality when the best single device has finished, by the last evaluation before that, or at "
-    "the end where the run had ended by then.",
+    "At equal time: the quality when the best single device has finished. With a number of epochs it is that of runs "
+    "made for it, whose epochs and schedule fit that time; else that of the last evaluation before, or of the end "
+    "where the run had ended by then.",
     "Busy is the share of the training time in which a device computes (a time-weighted mean). Samples: each device's "
     "share of them, in percent. On CUDA devices PyTorch's DDP waits inside backward, which counts as computing.",
     "The verdict: what you own is the sum of the devices' speeds alone, what equal-batch DDP could give at most is the "
@@ -168,7 +169,7 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         mark(number(row.speedup, ".2f", "x"), row.is_disturbed or model.is_solo_disturbed),
         mark(_efficiency(row), row.is_efficiency_disturbed),
         mark(reached, row.is_disturbed),
-        mark(_equal_time(model, row), row.is_disturbed),
+        mark(_equal_time(model, row), any(one.is_disturbed for one in model.rows if one.mode in ("solo-0", row.mode))),
         number(row.loss_gap, "+.4f"),
     ]
 
@@ -177,7 +178,10 @@ def _equal_time(model: ModelReport, row: ModeReport) -> str:
     """Quality when the best single device has finished; of a single device it would be its own."""
     if row.equal_time is None or row.mode.startswith("solo-"):
         return ""
-    return f"{value(model.metric, row.equal_time)}{' (ended)' if row.equal_time_is_end else ''}"
+    how = " (ended)" if row.equal_time_is_end else ""
+    if row.equal_time_epochs is not None:
+        how = f" ({row.equal_time_epochs} epochs{'' if row.equal_time_is_end else ', not all ended'})"
+    return f"{value(model.metric, row.equal_time)}{how}"
 
 
 def _time(model: ModelReport) -> Table:

@@ -1,8 +1,9 @@
 """Reads runs, ROOT/MODEL/MODE/seed-S: finished ones as RunRecords, all others as BrokenRuns with a reason.
 
 A run is a folder, or the one file `seed-S.json` that `pack_run` makes of it to be published: everything that a report
-needs and no weights. Used by the report, by comparisons and by sweeps. Invariant: what is in them never raises, so that
-a report can be made of an interrupted or damaged set of runs.
+needs and no weights. Where both are there, the folder counts if it is finished. Runs at equal time, which
+bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by comparisons and by
+sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or damaged set of runs.
 """
 
 import hashlib
@@ -22,8 +23,12 @@ from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
 PACKED_VERSION = 1
-NEEDED = ("model", "mode", "seed", "devices", "metric", "quality", "train_seconds", "samples_per_s", "samples")
+NEEDED = (
+    *("model", "mode", "seed", "devices", "epochs"),
+    *("metric", "quality", "train_seconds", "samples_per_s", "samples"),
+)
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
+EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
 DIGITS = 7  # of a number in a packed history
@@ -65,6 +70,11 @@ class RunRecord:
         return self.mode.startswith("solo-") and any(parse_device(name).speed < 1.0 for name in self.summary["devices"])
 
     @property
+    def takes_turns(self) -> bool:
+        """Ranks over NCCL on one GPU compute one after the other: such a run counts for quality only."""
+        return self.mode.startswith("nccl-") and len(set(self.summary["devices"])) == 1
+
+    @property
     def is_changed(self) -> bool:
         """Whether a packed run is not what it was when it was packed."""
         return self.packed is not None and self.packed.get("sha256") != digest(self.packed)
@@ -95,17 +105,40 @@ class BrokenRun:
     reason: str
 
 
+def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
+    """The undisturbed runs; all of them if every run was disturbed."""
+    return [run for run in runs if not run.is_disturbed] or runs
+
+
 def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
-    """All runs below a folder, or the folder's own if it is a run folder; InputError if it does not exist."""
+    """All runs below a folder, or the folder's own if it is a run folder; InputError if it does not exist.
+
+    Those at equal time are left out, but for the broken ones.
+    """
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
-    folders = [root] if _is_run(root) else sorted(path for path in root.glob("**/seed-*") if _is_run(path))
-    runs = [read_packed(path) if path.is_file() else read_run(path) for path in folders]
-    return [run for run in runs if isinstance(run, RunRecord)], [run for run in runs if isinstance(run, BrokenRun)]
+    runs = _read_below(root)
+    records = [run for run in runs if isinstance(run, RunRecord) and not _is_below(run.folder, root / EQUAL_TIME)]
+    return records, [run for run in runs if isinstance(run, BrokenRun)]
+
+
+def read_equal_time(root: Path) -> list[RunRecord]:
+    """The finished runs at equal time below the folder of a sweep."""
+    return [run for run in _read_below(root / EQUAL_TIME) if isinstance(run, RunRecord)]
 
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
-    """The run in a folder, finished or not."""
+    """The run in a folder or in its packed file, finished or not."""
+    packed = _packed(folder)
+    return read_packed(packed) if packed.is_file() and not (folder / "summary.json").is_file() else _read_folder(folder)
+
+
+def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
+    paths = [root] if _is_run(root) else [path for path in root.glob("**/seed-*") if _is_run(path)]
+    return [read_run(folder) for folder in sorted({_folder(path) for path in paths})]
+
+
+def _read_folder(folder: Path) -> RunRecord | BrokenRun:
     failure = read_json(folder / FAILURE)
     summary = read_json(folder / "summary.json")
     if not (folder / "summary.json").is_file():
@@ -185,6 +218,19 @@ def _fault(summary: Any) -> str | None:
     if missing or summary["metric"] not in summary["quality"]:
         return f"lacks {', '.join(missing) or summary['metric']}"
     return None
+
+
+def _packed(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _folder(path: Path) -> Path:
+    """The folder of a run, whether it is there or packed in a file."""
+    return path.with_suffix("") if path.is_file() else path
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder in path.parents
 
 
 def _is_run(path: Path) -> bool:

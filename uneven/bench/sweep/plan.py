@@ -2,15 +2,20 @@
 
 Pure computation; run.py makes the runs that are missing. A simulated slow device trains the same params as the fast
 one, so its solo run is for its speed only: one seed, one epoch.
+
+[Note: runs at equal time] A joint run is faster than one device alone, so at the end of its epochs time is left. What
+it reaches in the single device's time is told by another run, with as many epochs as fit and a schedule that ends with
+them. Their number follows from the seconds of finished runs, so these runs are planned last.
 """
 
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import RunRecord, read_run
+from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_run, read_runs
 from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
@@ -19,6 +24,7 @@ from uneven.hardware.device import Device, parse_devices
 QUICK_MODELS = ("lenet", "gpt-nano")
 QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # fits half a minute on two cores
 QUICK_EPOCHS = 2
+SAFE = 0.98  # of the single device's time: the next run may be slower than the last one by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class SweepOrder:
     precision: str = "fp32"
     compile: str = "off"
     has_efficiency: bool = False  # measure it by pairs, once per model and mode
+    has_equal_time: bool = False  # [Note: runs at equal time]
     out: Path = Path("runs")
     is_forced: bool = False
     command: str = ""  # as it was typed, for the report
@@ -55,10 +62,12 @@ class Cell:
     arguments: tuple[str, ...]
     asked: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
     result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
+    is_equal_time: bool = False  # its epochs follow from measured times, so they differ from sweep to sweep
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.mode} " + ("efficiency" if self.result else f"seed {self.seed}")
+        what = "efficiency" if self.result else f"seed {self.seed}"
+        return f"{self.model} {self.mode} {what}{' at equal time' if self.is_equal_time else ''}"
 
     @property
     def data(self) -> str:
@@ -94,6 +103,32 @@ def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
         raise InputError(f"mode {skipped[0].mode!r} on {order.devices!r}: {skipped[0].reason}")
     allowed = [mode for mode in wanted if mode not in {skip.mode for skip in skipped}]
     return list(_cells(order, names, allowed, devices)), skipped
+
+
+def plan_equal_time(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
+    """The runs at equal time that the finished ones of `cells` allow; see the note above."""
+    if not order.has_equal_time:
+        return []
+    found = []
+    for cell in cells:
+        run, alone = read_run(cell.folder), order.out / cell.model / "solo-0"
+        solo = read_runs(alone)[0] if alone.is_dir() else []
+        is_joint = cell.result is None and cell.mode in JOINT
+        if not is_joint or not solo or not isinstance(run, RunRecord) or run.takes_turns:
+            continue
+        allowed_s = SAFE * statistics.median(one.summary["train_seconds"] for one in for_speed(solo))
+        epochs = int(allowed_s * run.summary["epochs"] / run.summary["train_seconds"])
+        if epochs > run.summary["epochs"]:
+            found.append(_at_equal_time(order, cell, epochs))
+    return found
+
+
+def _at_equal_time(order: SweepOrder, cell: Cell, epochs: int) -> Cell:
+    out = order.out / EQUAL_TIME
+    asked = {**cell.asked, "epochs": epochs, "eval_every": max(1, epochs // 10)}
+    folder = out / cell.folder.relative_to(order.out)
+    arguments = ("run", *flags({**asked, "out": out}))
+    return replace(cell, folder=folder, arguments=arguments, asked=asked, is_equal_time=True)
 
 
 def _all_modes(devices: Sequence[Device]) -> tuple[str, ...]:

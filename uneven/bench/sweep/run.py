@@ -13,7 +13,7 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_run
 from uneven.bench.single.process import run_uneven
-from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_sweep
+from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_equal_time, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
@@ -85,6 +85,15 @@ def sweep(order: SweepOrder, report: Callable[[str, int, int, float], None]) -> 
     missing = find_missing(order, cells)
     outcome = Outcome([], [cell.name for cell in cells if cell not in missing], {}, skipped)
     _write_record(order, skipped)
+    _run_all(missing, outcome, report)
+    longer = plan_equal_time(order, cells)
+    missing = find_missing(order, longer)
+    outcome.kept += [cell.name for cell in longer if cell not in missing]
+    _run_all(missing, outcome, report)
+    return outcome
+
+
+def _run_all(missing: Sequence[Cell], outcome: Outcome, report: Callable[[str, int, int, float], None]) -> None:
     began = time.monotonic()
     for number, cell in enumerate(missing):
         report(cell.name, number, len(missing), time.monotonic() - began)
@@ -95,7 +104,6 @@ def sweep(order: SweepOrder, report: Callable[[str, int, int, float], None]) -> 
                 outcome.disturbed.append(cell.name)
         else:
             outcome.failed[cell.name] = reason
-    return outcome
 
 
 def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
@@ -127,6 +135,8 @@ def _check_same(cell: Cell) -> None:
     defaults = {"data": recipe.data, "batch_size": recipe.batch_size}  # for None
     before = record.summary.get("asked", {})
     for key, value in cell.asked.items():
+        if cell.is_equal_time and key in ("epochs", "eval_every"):
+            continue
         was, is_now = (defaults.get(key) if given is None else given for given in (before.get(key), value))
         if was != is_now:
             raise InputError(
