@@ -80,7 +80,7 @@ _SUMMARY = {
 _POINT = {
     "ranks": "whole|2",
     "per_s": "number|4100.0",
-    "half_width": "number|60.0",
+    "half_width": "number?|60.0",
     "speedup": "number|1.9",
     "predicted": "number?|1.88",
     "is_disturbed": "bool|false",
@@ -107,7 +107,7 @@ _EFFICIENCY = {
     "compile": "text|off",
     "backend": "text|auto",
     "efficiency": "number|0.97",
-    "half_width": "number|0.02",
+    "half_width": "number?|0.02",
     "pairs": "whole|30",
     "gap": "number|2.5",
     "ddp_bound": "number|0.57",

@@ -94,8 +94,9 @@ def sweep(
 
 def _print_plan(order: "SweepOrder", as_json: bool) -> None:
     from uneven.bench.sweep.plan import plan_equal_time, plan_sweep
-    from uneven.bench.sweep.run import find_missing
+    from uneven.bench.sweep.run import find_missing, with_present_text
 
+    order = with_present_text(order)
     cells, skipped = plan_sweep(order)
     cells += plan_equal_time(order, cells)
     missing = find_missing(order, cells)
@@ -178,16 +179,16 @@ def report(
         raise InputError(f"--out {out}: a report is .md or .html")
     found = build_report(runs)
     if as_json:
-        text = json.dumps(found.to_json(), indent=1) + "\n"
-    elif out is not None and out.suffix == ".html":
+        print(json.dumps(found.to_json(), indent=1))
+    elif out is None:
+        print(render_markdown(found), end="")
+    if out is None:
+        return
+    text = render_markdown(found)
+    if out.suffix == ".html":
         from uneven.bench.report.page import render_page
 
         text = render_page(found, out.parent)
-    else:
-        text = render_markdown(found)
-    if out is None:
-        print(text, end="")
-        return
     write_report(out, text)
     print(f"wrote {out}", file=sys.stderr)
 
@@ -254,7 +255,8 @@ def check(
     """A gate: fails (exit code 1) where a model and mode is worse than what was published, or than a baseline.
 
     Without --baseline, quality is held against the published figure, against one device alone (or PyTorch's DDP at the
-    same batch), and for cadence and async at equal time. With it, quality and efficiency against those of other runs.
+    same batch), and at equal time; packed results also against their checksums. With it, quality and efficiency
+    against those of other runs.
 
     Examples:
 
@@ -309,7 +311,8 @@ def _check_references(runs: Path, as_json: bool) -> None:
             equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
             verdict = "fails" if row.faults else "holds"
             table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
-        Console(highlight=False).print(table)
+        # Not on a terminal rich takes 80 columns, and would shorten every name.
+        Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
     if faults:
         raise RankError("does not hold:\n" + "\n".join(f"  {fault}" for fault in faults))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import models
+from uneven.bench.report.build import build_report
 from uneven.bench.report.pack import pack
 from uneven.bench.report.references import Judged, compare_with_references
 from uneven.errors import InputError
@@ -19,9 +21,15 @@ def lenet(root: Path, mode: str, quality: float, speed: float = 1000.0, **summar
 
 
 def judged(root: Path) -> dict[str, Judged]:
-    rows, broken = compare_with_references(root)
-    assert not broken
+    rows, faults = compare_with_references(root)
+    assert not faults
     return {row.mode: row for row in rows}
+
+
+def faults_of(root: Path) -> list[str]:
+    """All that `uneven bench check` would print."""
+    rows, faults = compare_with_references(root)
+    return [*faults, *(fault for row in rows for fault in row.faults)]
 
 
 def test_every_model_has_a_reference_that_its_own_worst_agrees_with() -> None:
@@ -114,28 +122,85 @@ def test_runs_that_were_made_for_equal_time_are_held_against_the_single_device(t
     assert fault == "accuracy 0.98 when solo-0 has finished with 0.99 (allowed: 0.004 worse)"
 
 
-@pytest.mark.parametrize("change", [{"efficiency": 0.99}, {"sha256": None}])
-def test_an_efficiency_that_was_tampered_with(change: dict[str, Any], tmp_path: Path) -> None:
-    folder = lenet(tmp_path / "runs", "cpu-async", 0.99).parent
+def published(tmp_path: Path) -> Path:
+    """A packed folder with runs of three modes, one for its speed alone, an efficiency and runs at equal time."""
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    lenet(runs, "solo-0", 0.99)
+    lenet(runs, "solo-1", 0.1, 400.0, devices=["cpu@0.4"])
+    folder = lenet(runs, "cpu-async", 0.99, 1300.0).parent
+    make_run(runs, "lenet", "cpu-async", 1, 0.989, 1310.0, epochs=5)
+    lenet(runs / "equal-time", "cpu-async", 0.991, 1010.0, epochs=6)
     (folder / "efficiency.json").write_text('{"efficiency": 0.9, "half_width": 0.01, "pairs": 12}')
-    assert judged(tmp_path / "runs")["cpu-async"].faults == []
-    pack(tmp_path / "runs", tmp_path / "results")
-    assert judged(tmp_path / "results")["cpu-async"].faults == []
-    path = tmp_path / "results" / "lenet" / "cpu-async" / "efficiency.json"
-    changed = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
-    assert "efficiency: was changed since it was packed" in judged(tmp_path / "results")["cpu-async"].faults[0]
+    pack(runs, results)
+    assert faults_of(results) == []
+    return results
 
 
-@pytest.mark.parametrize(("key", "value"), [("quality", {"accuracy": 0.999}), ("train_seconds", 1.0), ("seed", 7)])
-def test_a_result_that_was_tampered_with(key: str, value: Any, tmp_path: Path) -> None:
-    lenet(tmp_path / "runs", "solo-0", 0.99)
-    (path,) = pack(tmp_path / "runs", tmp_path / "results")
-    assert judged(tmp_path / "results")["solo-0"].faults == []
-    packed = json.loads(path.read_text())
-    packed["summary"][key] = value
-    path.write_text(json.dumps(packed))
-    assert "was changed since it was packed" in judged(tmp_path / "results")["solo-0"].faults[0]
+def edit(path: Path, **changes: Any) -> None:
+    """Change the summary of a packed run, or another file of JSON."""
+    content = json.loads(path.read_text())
+    content.get("summary", content).update(changes)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda folder: edit(folder / "solo-0" / "seed-0.json", quality={"accuracy": 0.999}),
+        lambda folder: edit(folder / "solo-0" / "seed-0.json", train_seconds=1.0),
+        lambda folder: edit(folder / "solo-0" / "seed-0.json", seed=7),
+        lambda folder: edit(folder / "solo-0" / "seed-0.json", model="other"),
+        lambda folder: edit(folder / "solo-1" / "seed-0.json", samples_per_s=100.0),
+        lambda folder: edit(folder / "cpu-async" / "efficiency.json", efficiency=0.99),
+        lambda folder: (folder / "cpu-async" / "efficiency.json").write_text("{"),
+        lambda folder: (folder / "cpu-async" / "efficiency.json").unlink(),
+        lambda folder: (folder / "cpu-async" / "seed-1.json").unlink(),
+        lambda folder: shutil.copy(folder / "cpu-async" / "seed-0.json", folder / "cpu-async" / "seed-1.json"),
+        lambda folder: shutil.copy(folder / "cpu-async" / "seed-0.json", folder / "cpu-async" / "seed-2.json"),
+        lambda folder: edit(folder.parent / "equal-time" / "lenet" / "cpu-async" / "seed-0.json", epochs=7),
+        lambda folder: edit(folder.parent / "sweep.json", commands=["uneven bench sweep --seeds 9"]),
+    ],
+)
+def test_results_that_were_tampered_with(tamper: Callable[[Path], object], tmp_path: Path) -> None:
+    results = published(tmp_path)
+    tamper(results / "lenet")
+    assert faults_of(results)
+
+
+def test_a_changed_run_is_seen_by_itself(tmp_path: Path) -> None:
+    """Without the list of the folder, as where new runs were added to packed ones."""
+    results = published(tmp_path)
+    (results / "sweep.json").unlink()
+    assert faults_of(results) == []
+    edit(results / "lenet" / "solo-1" / "seed-0.json", train_seconds=1.0)
+    assert any("was changed since it was packed" in fault for fault in faults_of(results))
+
+
+def test_runs_of_other_settings_are_not_held_against_each_other(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.99)
+    lenet(tmp_path, "cpu-async", 0.99, 1300.0, epochs=10)
+    (fault,) = judged(tmp_path)["cpu-async"].faults
+    assert fault == "epochs 10, solo-0 has 5: they cannot be held against each other"
+    make_run(tmp_path, "lenet", "cpu-async", 1, 0.99, 1300.0, epochs=5)
+    assert "its runs differ in epochs: 10, 5" in judged(tmp_path)["cpu-async"].faults
+
+
+def test_the_best_single_device_need_not_be_the_first(tmp_path: Path) -> None:
+    lenet(tmp_path, "solo-0", 0.99, 300.0, devices=["cpu"])
+    lenet(tmp_path, "solo-1", 0.99, 3000.0, devices=["cuda:0"])
+    lenet(tmp_path, "cpu-async", 0.99, 3200.0, devices=["cpu", "cuda:0"])
+    row = judged(tmp_path)["cpu-async"]
+    assert row.reference == "solo-1"
+    (report,) = build_report(tmp_path).models
+    assert report.best == "cpu-async"
+
+
+def test_ddp_of_three_devices_trains_equal_batches(tmp_path: Path) -> None:
+    three = {"devices": ["cpu", "cpu", "cpu"]}
+    lenet(tmp_path, "solo-0", 0.99)
+    lenet(tmp_path, "cpu-balanced", 0.98, global_batch_size=128, **three)
+    lenet(tmp_path, "torch-ddp", 0.99, batch_size=42, **three)
+    assert judged(tmp_path)["cpu-balanced"].reference == "torch-ddp"
 
 
 def test_figures_that_contradict_each_other(tmp_path: Path) -> None:

@@ -4,8 +4,38 @@ from pathlib import Path
 import pytest
 
 from tests.bench.folders import make_run
-from uneven.bench.single.folders import FAILURE, BrokenRun, RunRecord, read_run, read_runs
+from uneven.bench.single.folders import (
+    FAILURE,
+    BrokenRun,
+    RunRecord,
+    nothing_found,
+    read_equal_time,
+    read_run,
+    read_runs,
+)
 from uneven.errors import InputError
+
+
+def change(folder: Path, **changes: object) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+
+
+def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.98)
+    make_run(tmp_path / "demo", "lenet", "solo-0", 0, 0.9)
+    make_run(tmp_path / "equal-time", "lenet", "solo-0", 0, 0.97)
+    for root in (tmp_path, tmp_path / "lenet", tmp_path / "lenet" / "solo-0"):
+        assert [run.quality for run in read_runs(root)[0]] == [0.98]
+    assert [run.quality for run in read_equal_time(tmp_path)] == [0.97]
+    make_run(tmp_path / "all" / "one", "lenet", "solo-0", 0, 0.9)
+    assert str(nothing_found(tmp_path / "all")).endswith(f"there are some in {tmp_path / 'all' / 'one'}")
+
+
+def test_a_measurement_of_efficiency_that_failed_is_told(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async", 0, 0.98).parent
+    (folder / FAILURE).write_text('{"reason": "out of memory"}')
+    assert read_runs(tmp_path)[1] == [BrokenRun(folder, "efficiency: out of memory")]
 
 
 def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None:
@@ -32,6 +62,11 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
         (lambda folder: (folder / "summary.json").write_text('{"version": 7}'), "version 7"),
         (lambda folder: (folder / "summary.json").write_text('{"version": 1}'), "lacks model, mode"),
         (lambda folder: (folder / "metrics.jsonl").write_text("{"), "metrics.jsonl cannot be read"),
+        (lambda folder: (folder / "metrics.jsonl").write_text("null\n"), "metrics.jsonl cannot be read"),
+        (lambda folder: change(folder, quality=0.9), "lacks accuracy"),
+        (lambda folder: change(folder, quality={"accuracy": float("nan")}), "lacks accuracy"),
+        (lambda folder: change(folder, train_seconds=None), "has no usable train_seconds"),
+        (lambda folder: change(folder, devices=None, epochs="5"), "has no usable epochs, devices"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
     ],
 )

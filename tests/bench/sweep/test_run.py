@@ -13,7 +13,7 @@ from uneven.bench.single.process import Ended
 from uneven.bench.sweep import run as module
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
 from uneven.bench.sweep.run import sweep
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
 
 
 class Machine:
@@ -36,7 +36,9 @@ class Machine:
         if mode in self.fails:
             return Ended(1, "", "Traceback ...\nuneven: rank 1 was killed")
         if words[0] == "efficiency":
-            return Ended(0, json.dumps({"efficiency": 0.9}), "")
+            flags = ("--devices", "--precision", "--compile")
+            told = {name[2:]: given[name] for name in flags} | {"batch_size": int(given.get("--batch-size", 64))}
+            return Ended(0, json.dumps({"efficiency": 0.9, **told}), "")
         epochs, data = int(given["--epochs"]), given.get("--data", "mnist")
         asked = {flag[2:].replace("-", "_"): int(value) if value.isdigit() else value for flag, value in given.items()}
         place = (Path(given["--out"]), given["--model"], mode, int(given["--seed"]))
@@ -148,9 +150,28 @@ def test_efficiency_is_measured_once_per_model_and_mode(machine: Machine) -> Non
     measured = [words for words in machine.asked if words[0] == "efficiency"]
     (words,) = measured
     assert words[words.index("--policy") + 1] == "async"
-    assert json.loads((machine.out / "lenet" / "cpu-async" / "efficiency.json").read_text()) == {"efficiency": 0.9}
+    assert json.loads((machine.out / "lenet" / "cpu-async" / "efficiency.json").read_text())["efficiency"] == 0.9
+    assert words[words.index("--backend") + 1] == "cpu", "the mode's own, also where the GPUs have NCCL"
     sweep(order(machine, has_efficiency=True), quiet)
     assert sum(words[0] == "efficiency" for words in machine.asked) == 1
+    path = machine.out / "lenet" / "cpu-async" / "efficiency.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "precision": "bf16"}))
+    with pytest.raises(InputError, match="precision 'bf16', this sweep has 'fp32'"):
+        sweep(order(machine, has_efficiency=True), quiet)
+
+
+def test_other_modes_in_the_folder_have_the_same_epochs(machine: Machine) -> None:
+    sweep(order(machine, seeds=2, modes=("solo-0",), epochs=5), quiet)
+    for changes in ({"modes": ("cpu-async",)}, {"modes": ("solo-0",), "is_forced": True}):
+        with pytest.raises(InputError, match="holds a run with epochs 5, this sweep has 10"):
+            sweep(order(machine, seeds=1, epochs=10, **changes), quiet)
+    assert len(machine.asked) == 2
+
+
+def test_a_folder_that_cannot_be_made(machine: Machine) -> None:
+    machine.out.write_text("")
+    with pytest.raises(MachineError):
+        sweep(order(machine), quiet)
 
 
 def test_at_equal_time_a_faster_mode_trains_as_many_epochs_as_fit(machine: Machine) -> None:
@@ -166,6 +187,14 @@ def test_at_equal_time_a_faster_mode_trains_as_many_epochs_as_fit(machine: Machi
     assert [one["epochs"] for one in row.runs] == [5, 7]
     machine.speeds = {}  # the epochs that would fit now are others
     assert sweep(given, quiet).done == []
+
+
+def test_all_seeds_have_the_epochs_that_fit_on_average(machine: Machine) -> None:
+    for seed, speed in enumerate((1100.0, 1500.0, 1400.0)):
+        machine.speeds = {"cpu-async": speed}
+        sweep(order(machine, seeds=seed + 1), quiet)
+    sweep(order(machine, seeds=3, has_equal_time=True), quiet)
+    assert [run.summary["epochs"] for run in read_equal_time(machine.out)] == [6, 6, 6]
 
 
 def test_runs_at_equal_time_need_those_that_they_are_held_against(machine: Machine) -> None:

@@ -6,6 +6,7 @@ without communication (its bound), and how the rest of a step is spent.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def summarise(order: EfficiencyOrder, config: RunConfig, pairs: Pairs) -> dict[s
         "compile": config.compile,
         "backend": config.backend,
         "efficiency": mean,
-        "half_width": half,
+        "half_width": half if math.isfinite(half) else None,  # one pair has no interval
         "pairs": len(pairs.ratios),
         "gap": gap(speeds),
         "ddp_bound": ddp_bound(speeds),
@@ -157,7 +158,8 @@ def _round_ms(rounds: list[tuple[float, float, float]]) -> dict[str, float] | No
 def sentences(result: dict[str, Any]) -> list[str]:
     """The figure and its explanation, as lines to print; a disturbed figure is marked and not explained."""
     is_marked = is_disturbed(result)
-    figure = mark(f"{result['efficiency']:.3f} +- {result['half_width']:.3f}", is_marked)
+    half = result["half_width"]
+    figure = mark(f"{result['efficiency']:.3f}" + ("" if half is None else f" +- {half:.3f}"), is_marked)
     if is_marked:
         num_disturbed = result["interference"]["disturbed_pairs"]
         footnote = [f"{FOOTNOTE} ({num_disturbed} of {result['pairs']} pairs, each measured twice)"]

@@ -17,8 +17,17 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.mode_times import mode_times
-from uneven.bench.report.quality import MARGIN, at_time, loss_gap, passed, reached, target_of
-from uneven.bench.single.folders import SWEEP, BrokenRun, RunRecord, for_speed, read_equal_time, read_runs
+from uneven.bench.report.quality import MARGIN, at_time, longer_than, loss_gap, passed, reached, target_of
+from uneven.bench.single.folders import (
+    SWEEP,
+    BrokenRun,
+    RunRecord,
+    for_speed,
+    nothing_found,
+    read_equal_time,
+    read_runs,
+    single_device,
+)
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
@@ -63,11 +72,13 @@ class ModeReport:
     calibration: list[dict[str, Any]] = field(default_factory=list)  # of the first seed, per epoch
     peak_memory_bytes: int | None = None
     target_s: float | None = None  # seconds of training to the target, median of the seeds that reached it
-    target_seeds: int = 0
+    target_seeds: int = 0  # that reached it, of ...
+    target_of_seeds: int = 0  # the undisturbed ones, or of all
     target_is_bound: bool = False  # a run's first evaluation reached it already, so target_s is an upper bound
     equal_time: float | None = None  # quality when the best single device had finished, mean over seeds
     equal_time_is_end: bool = False  # all of them had ended before
     equal_time_epochs: int | None = None  # of runs that were made for it, median over seeds; None without such runs
+    is_equal_time_disturbed: bool = False  # the runs that it is of, or those of the single device
     passed: float | None = None  # the best quality during training, mean over seeds, if the end is worse by the margin
     loss_gap: float | None = None  # training loss minus solo's after equal samples
     trajectories: list[list[dict[str, Any]]] = field(default_factory=list)  # per seed, per epoch
@@ -114,7 +125,7 @@ def build_report(root: Path) -> Report:
     records, broken = read_runs(root)
     if not records:
         reasons = "".join(f"\n  {run.folder}: {run.reason}" for run in broken)
-        raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'{reasons}")
+        raise InputError(f"{nothing_found(root)}{reasons}")
     names = [name for name in models.NAMES if any(record.model == name for record in records)]
     longer = read_equal_time(root)
     unknown = [BrokenRun(r.folder, f"unknown model {r.model!r}") for r in records if r.model not in models.NAMES]
@@ -160,7 +171,8 @@ def _model(name: str, records: list[RunRecord], root: Path, longer: Sequence[Run
     is_solo_disturbed = any(
         all(run.is_disturbed for run in runs) for mode, runs in by_mode.items() if mode.startswith("solo-")
     )
-    solo = by_mode.get("solo-0", [])
+    single = single_device(by_mode)
+    solo = by_mode[single] if single is not None else []
     target = target_of(recipe, solo)
     rows = [
         _row(
@@ -176,7 +188,7 @@ def _model(name: str, records: list[RunRecord], root: Path, longer: Sequence[Run
         )
         for mode, runs in sorted(by_mode.items(), key=_order)
     ]
-    first, best = records[0].summary, _best(recipe, rows)
+    first, best = records[0].summary, _best(recipe, rows, single)
     return ModelReport(
         model=name,
         title=recipe.title,
@@ -252,8 +264,10 @@ def _row(
     is_marked = all(run.is_disturbed for run in runs)
     speed = statistics.median(run.summary["samples_per_s"] for run in timed) if has_speed else None
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
-    when_reached = [when for run in runs if (when := reached(recipe, run, target)) is not None]
-    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, longer or runs, solo)
+    when_reached = [when for run in timed if (when := reached(recipe, run, target)) is not None]
+    longer = longer_than(longer, runs)
+    at_once = for_speed(longer or runs)
+    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, at_once, solo)
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
@@ -280,10 +294,12 @@ def _row(
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=statistics.median(when_reached) if when_reached and has_speed and not is_for_speed else None,
         target_seeds=len(when_reached),
-        target_is_bound=any(reached(recipe, run, target, evaluations=1) is not None for run in runs),
+        target_of_seeds=len(timed),
+        target_is_bound=any(reached(recipe, run, target, evaluations=1) is not None for run in timed),
         equal_time=equal_time,
         equal_time_is_end=is_end,
         equal_time_epochs=int(statistics.median(run.summary["epochs"] for run in longer)) if longer else None,
+        is_equal_time_disturbed=any(run.is_disturbed for run in (*at_once, *for_speed(solo))),
         passed=None if is_for_speed else passed(recipe, runs),
         loss_gap=None if is_for_speed else loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
@@ -322,8 +338,8 @@ def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
     return paired if isinstance(paired, dict) and {"efficiency", "half_width", "pairs"} <= set(paired) else None
 
 
-def _best(recipe: Recipe, rows: list[ModeReport]) -> str | None:
-    solo = next((row for row in rows if row.mode == "solo-0"), None)
+def _best(recipe: Recipe, rows: list[ModeReport], single: str | None) -> str | None:
+    solo = next((row for row in rows if row.mode == single), None)
     if solo is None or solo.quality is None:
         return None
     sign = 1.0 if recipe.higher_is_better else -1.0

@@ -13,11 +13,12 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
+from uneven.bench.report.build import write_report
 from uneven.bench.report.quality import MARGIN
-from uneven.bench.single.folders import RunRecord, read_runs
+from uneven.bench.single.folders import RunRecord, nothing_found, read_runs
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
-from uneven.files import read_json, write_atomically
+from uneven.files import read_json
 
 VERSION = 1
 SLACK = 0.03  # efficiency may fall by this much by chance
@@ -43,9 +44,12 @@ class Difference:
 
 def compare(first: Path, second: Path) -> list[Difference]:
     """One Difference for every model and mode that both folders have; InputError if there is none."""
-    before, after = (_by_key(read_runs(folder)[0]) for folder in (first, second))
+    (old_runs, old_broken), (new_runs, new_broken) = read_runs(first), read_runs(second)
+    before, after = _by_key(old_runs), _by_key(new_runs)
     if first.name.startswith("seed-") and second.name.startswith("seed-"):
         # Two single runs of one model are compared even if their modes and seeds differ.
+        for broken in (*old_broken, *new_broken):
+            raise InputError(f"{broken.folder}: {broken.reason}")
         (old,), (new,) = before.values(), after.values()
         if old.model != new.model:
             raise InputError(f"{first} is a run of {old.model}, {second} one of {new.model}: compare runs of one model")
@@ -85,7 +89,7 @@ def make_baseline(root: Path) -> dict[str, Any]:
     """Quality and efficiency per model and mode, for `check` to compare later runs with."""
     records, _ = read_runs(root)
     if not records:
-        raise InputError(f"no finished run in {root}")
+        raise nothing_found(root)
     rows: dict[str, Any] = {}
     for model, mode in sorted({(record.model, record.mode) for record in records}):
         runs = [record for record in records if (record.model, record.mode) == (model, mode)]
@@ -97,7 +101,8 @@ def make_baseline(root: Path) -> dict[str, Any]:
 
 
 def write_baseline(root: Path, path: Path) -> None:
-    write_atomically(path, json.dumps(make_baseline(root), indent=1).encode())
+    """MachineError if the file cannot be written."""
+    write_report(path, json.dumps(make_baseline(root), indent=1))
 
 
 def check(root: Path, baseline: Path) -> list[str]:
@@ -145,6 +150,7 @@ def _faults(name: str, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _efficiency(root: Path, model: str, mode: str) -> list[float] | None:
     """Figure and half-width by pairs; None if they were not measured, or disturbed."""
     paired = read_json(root / model / mode / "efficiency.json")
-    if not isinstance(paired, dict) or not {"efficiency", "half_width"} <= set(paired) or is_disturbed(paired):
+    if not isinstance(paired, dict) or is_disturbed(paired):
         return None
-    return [float(paired["efficiency"]), float(paired["half_width"])]
+    figures = [paired.get("efficiency"), paired.get("half_width")]
+    return None if None in figures else [float(figure) for figure in figures]

@@ -2,19 +2,23 @@
 
 Called by cli/sweep.py. FOLDER/MODEL/MODE/seed-S.json has a run's settings, history, times and versions, and no
 weights; efficiencies by pairs and the record of the sweep come with them, runs at equal time below
-FOLDER/equal-time. `uneven bench report FOLDER` makes the same tables of it as of the runs.
+FOLDER/equal-time. `uneven bench report FOLDER` makes the same tables of it as of the runs. Every file has a checksum,
+and FOLDER/sweep.json a list of them all, so that `uneven bench check` sees what was changed, added or taken away. That
+finds mistakes; it is no signature.
 """
 
+import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from uneven.bench.single.folders import (
+    DEPTHS,
     EQUAL_TIME,
+    FAILURE,
     SWEEP,
-    RunRecord,
     digest,
+    nothing_found,
     pack_failure,
     pack_run,
     read_equal_time,
@@ -32,7 +36,7 @@ def pack(root: Path, out: Path) -> list[Path]:
         raise InputError(f"--out {out} lies in {root}, whose report would count every run twice; choose another folder")
     records, broken = read_runs(root)
     if not records:
-        raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'")
+        raise nothing_found(root)
     files = {}
     for folder, some in ((out, records), (out / EQUAL_TIME, read_equal_time(root))):
         for run in some:
@@ -40,30 +44,53 @@ def pack(root: Path, out: Path) -> list[Path]:
     for broken_run in broken:
         within = broken_run.folder.relative_to(root)
         own = out / EQUAL_TIME if within.parts[:1] == (EQUAL_TIME,) else out
+        if not broken_run.folder.name.startswith("seed-"):  # of a measurement of efficiency
+            files[out / within / FAILURE] = _compact({"reason": broken_run.reason.removeprefix("efficiency: ")})
+            continue
         files[own.joinpath(*broken_run.folder.parts[-3:]).with_suffix(".json")] = _compact(pack_failure(broken_run))
     for path in sorted(root.glob(f"*/*/{EFFICIENCY}")):
         if isinstance(paired := read_json(path), dict):
-            files[out / path.relative_to(root)] = _compact({"sha256": digest(paired), **paired})
-    if isinstance(sweep := read_json(root / SWEEP), dict):
-        before = read_json(out / SWEEP)  # of other runs that were packed into this folder
-        known = before.get("commands", []) if isinstance(before, dict) else []
-        commands = list(dict.fromkeys([*known, *sweep.get("commands", [])]))
-        files[out / SWEEP] = json.dumps({**sweep, "commands": commands}, indent=1)
+            files[out / path.relative_to(root)] = _compact(paired)
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, (text + "\n").encode())
+        write_atomically(out / SWEEP, (json.dumps(_record(root, out), indent=1) + "\n").encode())
     except OSError as error:
         raise folder_error(out, error) from error
-    return list(files)
+    return [*files, out / SWEEP]
 
 
-def is_efficiency_changed(folder: Path, runs: Sequence[RunRecord]) -> bool:
-    """Whether the efficiency of packed runs, MODEL/MODE, is not what it was when it was packed."""
-    paired = read_json(folder / EFFICIENCY)
-    if not isinstance(paired, dict) or ("sha256" not in paired and any(run.packed is None for run in runs)):
-        return False  # measured here, and not packed yet
-    return paired.get("sha256") != digest(paired)
+def _record(root: Path, out: Path) -> dict[str, Any]:
+    """What sweep.json says of the packed folder: the sweeps that made it, and the checksum of every file in it."""
+    known, new = ([found] if isinstance(found := read_json(one / SWEEP), dict) else [] for one in (out, root))
+    record = {
+        "version": 1,
+        "commands": list(dict.fromkeys(line for one in (*known, *new) for line in one.get("commands", []))),
+        "skipped": {mode: why for one in (*known, *new) for mode, why in one.get("skipped", {}).items()},
+        "files": _checksums(out),
+    }
+    return {**record, "sha256": digest(record)}
+
+
+def _checksums(out: Path) -> dict[str, str]:
+    found = [path for folder in (out, out / EQUAL_TIME) for path in folder.glob(f"{DEPTHS[0]}.json")]
+    found += [path for name in (EFFICIENCY, FAILURE) for path in out.glob(f"*/*/{name}")]
+    return {path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(found)}
+
+
+def changes(folder: Path) -> list[str]:
+    """What is not as it was when the folder was packed; nothing of a folder of runs that were not packed."""
+    record = read_json(folder / SWEEP)
+    if not isinstance(record, dict) or "files" not in record:
+        return []
+    listed, found = record["files"], _checksums(folder)
+    faults = [] if record.get("sha256") == digest(record) else [f"{SWEEP}: was changed since it was packed"]
+    faults += [f"{name}: was there when the folder was packed, and is missing" for name in listed if name not in found]
+    faults += [f"{name}: came after the folder was packed" for name in found if name not in listed]
+    both = [name for name in found if name in listed]
+    faults += [f"{name}: was changed since it was packed" for name in both if found[name] != listed[name]]
+    return faults
 
 
 def _compact(content: dict[str, Any]) -> str:

@@ -53,6 +53,13 @@ def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]
     return statistics.mean(found), all(run.summary["train_seconds"] <= seconds for run in runs)
 
 
+def longer_than(longer: Sequence[RunRecord], runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those of the runs at equal time that belong to `runs`: with more epochs, over the same data."""
+    most = max(run.summary["epochs"] for run in runs)
+    data = runs[0].summary.get("data")
+    return [run for run in longer if run.summary["epochs"] > most and run.summary.get("data") == data]
+
+
 def best_on_the_way(recipe: Recipe, run: RunRecord) -> float:
     """The best quality that the run had at any evaluation or at its end."""
     seen = [float(entry[recipe.metric]) for entry in run.metrics if recipe.metric in entry]
@@ -72,6 +79,7 @@ def passed(recipe: Recipe, runs: Sequence[RunRecord]) -> float | None:
 def loss_gap(runs: Sequence[RunRecord], solo: Sequence[RunRecord]) -> float | None:
     """Training loss of the last epoch minus solo's; None unless both trained the same number of samples."""
     ends = [[run.metrics[-1] for run in group if run.metrics] for group in (runs, solo)]
+    ends = [[end for end in group if end.get("train_loss") is not None] for group in ends]
     if not all(ends) or {end["samples"] for end in ends[0]} != {end["samples"] for end in ends[1]}:
         return None
     mine, theirs = (statistics.mean(float(end["train_loss"]) for end in group) for group in ends)

@@ -2,8 +2,8 @@
 
 Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and at equal
 time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the local
-policies. A run or an efficiency that was packed and changed since is a fault, and so is a run whose own figures
-contradict each other.
+policies. What was changed, added or taken away since the runs were packed is a fault, and so is a run whose own
+figures contradict each other.
 """
 
 import math
@@ -16,12 +16,12 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
-from uneven.bench.report.pack import is_efficiency_changed
-from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way
-from uneven.bench.single.folders import RunRecord, read_equal_time, read_runs
-from uneven.errors import InputError
+from uneven.bench.report.pack import changes
+from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way, longer_than
+from uneven.bench.single.folders import RunRecord, nothing_found, read_equal_time, read_runs, single_device
 
 NEAR = 1e-6  # of two figures that are computed from each other
+COMPARED = ("data", "epochs", "samples", "eval_samples")  # must be those of the runs that a mode is held against
 
 
 @dataclass(frozen=True)
@@ -45,33 +45,39 @@ class Judged:
 
 
 def compare_with_references(root: Path) -> tuple[list[Judged], list[str]]:
-    """Every model and mode of a folder, and what could not be read in it; InputError without a finished run."""
+    """Every model and mode of a folder, and what is wrong with the folder itself; InputError without a finished run."""
     records, broken = read_runs(root)
-    known = [run for run in records if run.model in models.NAMES]
+    known, longer = [run for run in records if run.model in models.NAMES], read_equal_time(root)
     if not known:
-        raise InputError(f"no finished run in {root}: make some by 'uneven bench sweep --out {root}'")
+        raise nothing_found(root)
+    faults = [*changes(root), *(f"{run.folder}: {run.reason}" for run in broken)]
+    faults += [f"{run.folder}: unknown model {run.model!r}" for run in records if run.model not in models.NAMES]
     found = []
     for name in models.NAMES:
         by_mode: dict[str, list[RunRecord]] = {}
         for run in known:
-            if run.model == name and not run.is_for_speed:
+            if run.model == name:
                 by_mode.setdefault(run.mode, []).append(run)
-        for mode in by_mode:
-            longer = [run for run in read_equal_time(root) if (run.model, run.mode) == (name, mode)]
-            judged = _judge(models.get(name), mode, by_mode, longer)
-            if is_efficiency_changed(root / name / mode, by_mode[mode]):
-                judged.faults.append("efficiency: was changed since it was packed; pack the runs again")
-            found.append(judged)
-    return found, [f"{run.folder}: {run.reason}" for run in broken]
+        for mode, runs in by_mode.items():
+            if any(run.is_for_speed for run in runs):  # it has no quality of its own
+                faults += [f"{name} {mode} {fault}" for run in runs for fault in _contradictions(run)]
+            else:
+                own = [run for run in longer if (run.model, run.mode) == (name, mode)]
+                found.append(_judge(models.get(name), mode, by_mode, own))
+    held = {(row.model, row.mode) for row in found}
+    faults += [f"{run.folder}: no run of {run.mode} beside it" for run in longer if (run.model, run.mode) not in held]
+    return found, faults
 
 
 def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longer: list[RunRecord]) -> Judged:
-    runs, solo = by_mode[mode], by_mode.get("solo-0", [])
+    runs, alone = by_mode[mode], single_device(by_mode)
+    solo = by_mode[alone] if alone is not None else []
     mean, half = interval([run.quality for run in runs])
     best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
-    reference = _reference(mode, by_mode)
+    reference = _reference(mode, by_mode, alone)
     faults = [fault for run in (*runs, *longer) for fault in _contradictions(run)]
+    faults += _differences(runs, None if reference is None else (reference, by_mode[reference][0]))
     if worst is not None and _is_worse(recipe, best, worst):
         assert recipe.published is not None, "it has a worst"
         faults.append(
@@ -81,6 +87,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
     slack = _slack(recipe, half, other_half)
     if reference is not None and _is_worse(recipe, mean, other, slack):
         faults.append(f"{recipe.metric} {mean:.4g}, {reference} has {other:.4g} (allowed: {slack:.4g} worse)")
+    longer = longer_than(longer, runs)
     equal_time, fault = _at_equal_time(recipe, mode, longer or runs, solo, is_made_for_it=bool(longer))
     faults += [fault] if fault else []
     return Judged(
@@ -115,8 +122,33 @@ def _at_equal_time(
     if not _is_worse(recipe, found, other, slack):
         return found, None
     return found, (
-        f"{recipe.metric} {found:.4g} when solo-0 has finished with {other:.4g} (allowed: {slack:.4g} worse)"
+        f"{recipe.metric} {found:.4g} when {solo[0].mode} has finished with {other:.4g} (allowed: {slack:.4g} worse)"
     )
+
+
+def _differences(runs: Sequence[RunRecord], reference: tuple[str, RunRecord] | None) -> list[str]:
+    """Settings that the runs of a mode do not share, or not with those that they are held against."""
+    first = _settings(runs[0])
+    found = []
+    for name in first:
+        seen = sorted({str(_settings(run)[name]) for run in runs})
+        if len(seen) > 1:
+            found.append(f"its runs differ in {name}: {', '.join(seen)}")
+    if reference is not None:
+        mode, other = reference
+        theirs = _settings(other)
+        found += [
+            f"{name} {first[name]}, {mode} has {theirs[name]}: they cannot be held against each other"
+            for name in COMPARED
+            if first[name] != theirs[name]
+        ]
+    return found
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    summary = run.summary
+    names = ("data", "epochs", "eval_samples", "batch_size", "global_batch_size", "devices", "precision", "compile")
+    return {"samples": (summary.get("asked") or {}).get("samples"), **{name: summary.get(name) for name in names}}
 
 
 def _slack(recipe: Recipe, *halves: float) -> float:
@@ -132,19 +164,20 @@ def _is_local(mode: str) -> bool:
     return mode.endswith(("-cadence", "-async"))
 
 
-def _reference(mode: str, by_mode: dict[str, list[RunRecord]]) -> str | None:
+def _reference(mode: str, by_mode: dict[str, list[RunRecord]], alone: str | None) -> str | None:
     """One device alone, at its batch; an exact mode with a larger one is held against PyTorch's DDP, which has it too.
 
     Twice the batch is half the steps, which is no fault of the mode.
     """
     if mode.startswith("solo-"):
         return None
-    own = _global_batch(by_mode[mode][0])
-    for name in ("solo-0", "torch-ddp"):
-        runs = by_mode.get(name)
-        if runs and name != mode and ((_is_local(mode) and name == "solo-0") or _global_batch(runs[0]) == own):
-            return name
-    return None
+    if alone is not None and (_is_local(mode) or _global_batch(by_mode[mode][0]) == _global_batch(by_mode[alone][0])):
+        return alone
+    if mode == "torch-ddp" or "torch-ddp" not in by_mode:
+        return None
+    own, devices = _global_batch(by_mode[mode][0]), len(by_mode[mode][0].summary["devices"])
+    # DDP takes equal batches: of 128 samples for three devices it trains 126.
+    return "torch-ddp" if _global_batch(by_mode["torch-ddp"][0]) in (own, own // devices * devices) else None
 
 
 def _global_batch(run: RunRecord) -> int:

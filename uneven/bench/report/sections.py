@@ -156,8 +156,8 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         quality = value(model.metric, row.quality)
         quality += f" +- {value(model.metric, row.quality_half)}" if row.quality_half is not None else ""
     reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
-    if row.target_s is not None and row.target_seeds < row.seeds:
-        reached += f" ({row.target_seeds} of {row.seeds} seeds)"
+    if row.target_s is not None and row.target_seeds < row.target_of_seeds:
+        reached += f" ({row.target_seeds} of {row.target_of_seeds} seeds)"
     return [
         row.mode,
         str(row.seeds),
@@ -169,7 +169,7 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         mark(number(row.speedup, ".2f", "x"), row.is_disturbed or model.is_solo_disturbed),
         mark(_efficiency(row), row.is_efficiency_disturbed),
         mark(reached, row.is_disturbed),
-        mark(_equal_time(model, row), any(one.is_disturbed for one in model.rows if one.mode in ("solo-0", row.mode))),
+        mark(_equal_time(model, row), row.is_equal_time_disturbed),
         number(row.loss_gap, "+.4f"),
     ]
 

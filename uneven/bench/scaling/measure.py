@@ -12,6 +12,7 @@ more ranks cost something else than communication, such as memory bandwidth that
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -78,7 +79,11 @@ class Scaling:
     counted: str = "ranks"  # what `Point.ranks` counts: ranks of this machine, or nodes
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": 1, **asdict(self)}
+        found = asdict(self)
+        for point in found["points"]:
+            if point["half_width"] == math.inf:  # of one run
+                point["half_width"] = None
+        return {"version": 1, **found}
 
 
 def fit_alpha(speedups: Sequence[tuple[int, float]]) -> float | None:

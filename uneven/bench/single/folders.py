@@ -8,7 +8,9 @@ sweeps. Invariant: what is in them never raises, so that a report can be made of
 
 import hashlib
 import json
+import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ NEEDED = (
 )
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
 EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
+DEPTHS = ("*/*/seed-*", "*/seed-*", "seed-*")  # of a sweep's folder, a model's, a mode's
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
 DIGITS = 7  # of a number in a packed history
@@ -110,16 +113,38 @@ def for_speed(runs: Sequence[RunRecord]) -> Sequence[RunRecord]:
     return [run for run in runs if not run.is_disturbed] or runs
 
 
-def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
-    """All runs below a folder, or the folder's own if it is a run folder; InputError if it does not exist.
+def single_device(by_mode: Mapping[str, Sequence[RunRecord]]) -> str | None:
+    """The mode of the fastest device alone, of those whose quality counts; None without any."""
+    alone = {
+        mode: statistics.median(run.summary["samples_per_s"] for run in for_speed(runs))
+        for mode, runs in by_mode.items()
+        if mode.startswith("solo-") and not any(run.is_for_speed for run in runs)
+    }
+    return max(alone, key=lambda mode: alone[mode]) if alone else None
 
-    Those at equal time are left out, but for the broken ones.
+
+def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
+    """The runs of a sweep's folder, of a model's or a mode's in it, or a run folder's own.
+
+    InputError if it does not exist. Those at equal time are left out, but for the broken ones. Sweeps in folders of
+    their own below this one are other runs.
     """
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
     runs = _read_below(root)
-    records = [run for run in runs if isinstance(run, RunRecord) and not _is_below(run.folder, root / EQUAL_TIME)]
-    return records, [run for run in runs if isinstance(run, BrokenRun)]
+    broken = [run for run in (*runs, *_read_below(root / EQUAL_TIME)) if isinstance(run, BrokenRun)]
+    for path in sorted(root.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
+        failure = read_json(path)
+        if not _is_run(path.parent) and isinstance(failure, dict):
+            broken.append(BrokenRun(path.parent, f"efficiency: {failure.get('reason', 'failed')}"))
+    return [run for run in runs if isinstance(run, RunRecord)], broken
+
+
+def nothing_found(root: Path) -> InputError:
+    """There is no finished run in the folder; says where there are some."""
+    deeper = next((path for path in sorted(root.glob("*/*/*/seed-*")) if _is_run(path)), None)
+    make = f"make some by 'uneven bench sweep --out {root}'"
+    return InputError(f"no finished run in {root}: {f'there are some in {deeper.parents[2]}' if deeper else make}")
 
 
 def read_equal_time(root: Path) -> list[RunRecord]:
@@ -134,7 +159,8 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
 
 
 def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
-    paths = [root] if _is_run(root) else [path for path in root.glob("**/seed-*") if _is_run(path)]
+    below = (path for depth in DEPTHS for path in root.glob(depth) if _is_run(path))
+    paths = [root] if _is_run(root) else [path for path in below if EQUAL_TIME not in path.relative_to(root).parts]
     return [read_run(folder) for folder in sorted({_folder(path) for path in paths})]
 
 
@@ -149,9 +175,12 @@ def _read_folder(folder: Path) -> RunRecord | BrokenRun:
         return BrokenRun(folder, f"summary.json {fault}")
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return RunRecord(folder, summary, [json.loads(line) for line in lines])
+        metrics = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
+    if not all(map(_is_entry, metrics)):
+        return BrokenRun(folder, "metrics.jsonl cannot be read (a line is no entry of an epoch)")
+    return RunRecord(folder, summary, metrics)
 
 
 def read_packed(path: Path) -> RunRecord | BrokenRun:
@@ -169,7 +198,12 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
     except (KeyError, TypeError, ValueError) as error:
         return BrokenRun(path, f"its metrics cannot be read ({error})")
     metrics = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
-    return RunRecord(path, packed["summary"], metrics, packed)
+    if not all(map(_is_entry, metrics)):
+        return BrokenRun(path, "its metrics cannot be read (a row is no entry of an epoch)")
+    run = RunRecord(path, packed["summary"], metrics, packed)
+    if (run.model, run.mode, f"seed-{run.seed}.json") != path.absolute().parts[-3:]:
+        return BrokenRun(path, f"holds {run.model} {run.mode} seed {run.seed}: it was changed, copied or moved")
+    return run
 
 
 def pack_run(run: RunRecord) -> dict[str, Any]:
@@ -205,7 +239,9 @@ def digest(packed: Mapping[str, Any]) -> str:
 
 
 def _shortened(value: Any) -> Any:
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None  # JSON has no name for others
 
 
 def _fault(summary: Any) -> str | None:
@@ -215,9 +251,26 @@ def _fault(summary: Any) -> str | None:
     if summary.get("version") != SUMMARY_VERSION:
         return f"is of version {summary.get('version')!r}, this is {SUMMARY_VERSION}"
     missing: Sequence[str] = [key for key in NEEDED if key not in summary]
-    if missing or summary["metric"] not in summary["quality"]:
-        return f"lacks {', '.join(missing) or summary['metric']}"
-    return None
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    quality, devices = summary["quality"], summary["devices"]
+    if not isinstance(quality, dict) or not _is_number(quality.get(summary["metric"])):
+        return f"lacks {summary['metric']}"
+    wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not _is_number(summary[name])]
+    wrong += [name for name in ("seed", "epochs") if not isinstance(summary[name], int)]
+    if not devices or not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
+        wrong.append("devices")
+    return f"has no usable {', '.join(wrong)}" if wrong else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it is an epoch of a history, with what every figure of it needs."""
+    names = ("epoch", "samples", "train_seconds")
+    return isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in names)
 
 
 def _packed(folder: Path) -> Path:
@@ -227,10 +280,6 @@ def _packed(folder: Path) -> Path:
 def _folder(path: Path) -> Path:
     """The folder of a run, whether it is there or packed in a file."""
     return path.with_suffix("") if path.is_file() else path
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return folder in path.parents
 
 
 def _is_run(path: Path) -> bool:

@@ -158,7 +158,11 @@ def rows_to_json(order: StrategiesOrder, rows: Sequence[StrategyRow]) -> dict[st
 
 
 def pairs_to_json(order: StrategiesOrder, pairs: Sequence[Paired]) -> dict[str, Any]:
-    records = [{**asdict(pair), "interval": pair.interval(), "is_as_fast": pair.is_as_fast} for pair in pairs]
+    records = []
+    for pair in pairs:
+        mean, half = pair.interval()
+        interval_of = [mean, half if math.isfinite(half) else None]  # one pair has none
+        records.append({**asdict(pair), "interval": interval_of, "is_as_fast": pair.is_as_fast})
     return {"version": 1, "order": asdict(order), "pairs": records}
 
 

@@ -9,13 +9,13 @@ them. Their number follows from the seconds of finished runs, so these runs are 
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_run, read_runs
+from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_run, read_runs, single_device
 from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
@@ -62,12 +62,18 @@ class Cell:
     arguments: tuple[str, ...]
     asked: dict[str, Any]  # the same by name; a finished run is kept only if its settings are equal
     result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
+    is_for_speed: bool = False  # a simulated slow device alone
     is_equal_time: bool = False  # its epochs follow from measured times, so they differ from sweep to sweep
 
     @property
     def name(self) -> str:
         what = "efficiency" if self.result else f"seed {self.seed}"
         return f"{self.model} {self.mode} {what}{' at equal time' if self.is_equal_time else ''}"
+
+    @property
+    def is_whole(self) -> bool:
+        """It trains all epochs of the order: not for its speed, and not at equal time."""
+        return not self.is_equal_time and not self.is_for_speed
 
     @property
     def data(self) -> str:
@@ -110,17 +116,28 @@ def plan_equal_time(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
     if not order.has_equal_time:
         return []
     found = []
-    for cell in cells:
-        run, alone = read_run(cell.folder), order.out / cell.model / "solo-0"
-        solo = read_runs(alone)[0] if alone.is_dir() else []
-        is_joint = cell.result is None and cell.mode in JOINT
-        if not is_joint or not solo or not isinstance(run, RunRecord) or run.takes_turns:
-            continue
-        allowed_s = SAFE * statistics.median(one.summary["train_seconds"] for one in for_speed(solo))
-        epochs = int(allowed_s * run.summary["epochs"] / run.summary["train_seconds"])
-        if epochs > run.summary["epochs"]:
-            found.append(_at_equal_time(order, cell, epochs))
+    for model in dict.fromkeys(cell.model for cell in cells):
+        by_mode: dict[str, list[RunRecord]] = {}
+        for run in read_runs(order.out / model)[0] if (order.out / model).is_dir() else []:
+            by_mode.setdefault(run.mode, []).append(run)
+        for cell in cells:
+            is_joint = cell.model == model and cell.result is None and cell.mode in JOINT
+            if is_joint and cell.is_done and (epochs := _epochs_that_fit(cell.mode, by_mode)) is not None:
+                found.append(_at_equal_time(order, cell, epochs))
     return found
+
+
+def _epochs_that_fit(mode: str, by_mode: Mapping[str, Sequence[RunRecord]]) -> int | None:
+    """Into the time of the fastest device alone, for all seeds of a mode; None where they are no more than it had."""
+    runs, single = by_mode[mode], single_device(by_mode)
+    if single is None or runs[0].takes_turns:
+        return None
+    allowed_s, own_s = (
+        statistics.median(run.summary["train_seconds"] for run in for_speed(some)) for some in (by_mode[single], runs)
+    )
+    own = int(runs[0].summary["epochs"])
+    epochs = int(SAFE * allowed_s * own / own_s)
+    return epochs if epochs > own else None
 
 
 def _at_equal_time(order: SweepOrder, cell: Cell, epochs: int) -> Cell:
@@ -157,7 +174,8 @@ def _reason_to_skip(mode: str, devices: Sequence[Device], order: SweepOrder) -> 
 def _cells(order: SweepOrder, names: Sequence[str], wanted: Sequence[str], devices: Sequence[Device]) -> Iterator[Cell]:
     for model in names:
         for mode in wanted:
-            is_for_speed = mode.startswith("solo-") and int(mode[5:]) > 0 and devices[int(mode[5:])].speed < 1.0
+            is_slowed = mode.startswith("solo-") and devices[int(mode[5:])].speed < 1.0
+            is_for_speed = is_slowed and any(device.speed >= 1.0 for device in devices)
             for seed in range(1 if is_for_speed or order.is_quick else order.seeds):
                 yield _cell(order, model, mode, seed, is_for_speed)
             if order.has_efficiency and not mode.startswith(("solo-", "nccl-", "sync")):
@@ -185,7 +203,8 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
     folder = order.out / model / mode / f"seed-{seed}"
-    return Cell(model, mode, seed, folder, ("run", *flags({**given, "out": order.out})), given)
+    arguments = ("run", *flags({**given, "out": order.out}))
+    return Cell(model, mode, seed, folder, arguments, given, is_for_speed=is_for_speed)
 
 
 def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
@@ -196,7 +215,9 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
         "devices": order.devices,
         "data": _data(order, recipe.data),
         "batch_size": order.batch_size,
+        "precision": order.precision,
         "compile": "off" if mode == "torch-ddp" else order.compile,
+        "backend": None if mode == "torch-ddp" else "cpu",
     }
     folder = order.out / model / mode
     return Cell(model, mode, 0, folder, ("efficiency", *flags(given)), given, folder / "efficiency.json")

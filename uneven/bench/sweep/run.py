@@ -6,21 +6,24 @@ recorded in its folder, and the sweep continues. Interference is handled inside 
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_run
+from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_run, read_runs
 from uneven.bench.single.process import run_uneven
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_equal_time, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
-from uneven.files import mark_as_run, read_json, write_atomically
+from uneven.files import folder_error, mark_as_run, read_json, write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
+SHARED = ("epochs", "samples", "eval_samples", "data")  # settings of all runs of a model in a folder
+OF_EFFICIENCY = ("devices", "batch_size", "precision", "compile")
 STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
 
 
@@ -42,6 +45,15 @@ class Outcome:
             "disturbed": self.disturbed,
             "skipped": {skip.mode: skip.reason for skip in self.skipped},
         }
+
+
+def with_present_text(order: SweepOrder) -> SweepOrder:
+    """A quick sweep takes the other text where only that one is here; downloads nothing."""
+    here = {known.name for known in datasets.presence() if known.is_here}
+    for name, other in STAND_IN.items():
+        if order.is_quick and name not in here and other in here:
+            order = replace(order, text=other)
+    return order
 
 
 def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
@@ -112,35 +124,62 @@ def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         if cell not in missing:
             _check_same(cell)
+    if not any(cell.is_equal_time for cell in cells):
+        _check_others(order, cells)
     return missing
+
+
+def _check_others(order: SweepOrder, cells: Sequence[Cell]) -> None:
+    """InputError if the folder has runs of other modes or seeds that stay, and were made with other epochs or data."""
+    folders = {cell.folder for cell in cells if cell.result is None}
+    for model in dict.fromkeys(cell.model for cell in cells):
+        given = [cell for cell in cells if cell.model == model and cell.result is None and cell.is_whole]
+        records = read_runs(order.out / model)[0] if given and (order.out / model).is_dir() else []
+        for run in records:
+            place = run.folder.with_suffix("") if run.packed is not None else run.folder
+            if place not in folders and not run.is_for_speed:
+                _compare(given[0], run, SHARED)
 
 
 def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
     """Write the sweep's command and skipped modes to its folder, for the report."""
-    order.out.mkdir(parents=True, exist_ok=True)
     before = read_json(order.out / SWEEP)
     known = before.get("commands", []) if isinstance(before, dict) else []
     commands = [*known, order.command] if order.command and order.command not in known else known
     record = {"version": 1, "commands": commands, "skipped": {skip.mode: skip.reason for skip in skipped}}
-    write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
+    try:
+        order.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
+    except OSError as error:
+        raise folder_error(order.out, error) from error
 
 
 def _check_same(cell: Cell) -> None:
     """InputError if a finished run was made with other settings: figures of both must not share a table."""
     if cell.result is not None:
+        before = read_json(cell.result)
+        _compare_settings(cell, cell.result, before if isinstance(before, dict) else {}, OF_EFFICIENCY)
         return
     record = read_run(cell.folder)
     assert isinstance(record, RunRecord), "only finished runs are kept"
+    own = ("epochs", "eval_every") if cell.is_equal_time else ()  # which follow from measured times
+    _compare(cell, record, [key for key in cell.asked if key not in own])
+
+
+def _compare(cell: Cell, record: RunRecord, keys: Sequence[str]) -> None:
+    _compare_settings(cell, record.folder, record.summary.get("asked") or {}, keys)
+
+
+def _compare_settings(cell: Cell, place: Path, before: Mapping[str, Any], keys: Sequence[str]) -> None:
     recipe = models.get(cell.model)
     defaults = {"data": recipe.data, "batch_size": recipe.batch_size}  # for None
-    before = record.summary.get("asked", {})
-    for key, value in cell.asked.items():
-        if cell.is_equal_time and key in ("epochs", "eval_every"):
-            continue
-        was, is_now = (defaults.get(key) if given is None else given for given in (before.get(key), value))
+    for key in keys:
+        was, is_now = (
+            defaults.get(key) if given is None else given for given in (before.get(key), cell.asked.get(key))
+        )
         if was != is_now:
             raise InputError(
-                f"{cell.folder} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
+                f"{place} holds a run with {key} {was!r}, this sweep has {is_now!r}: "
                 "choose another --out, or repeat all by --force"
             )
 
