@@ -1,5 +1,6 @@
 """policy="auto": when something is probed, what is taken instead, and what the run's folder then has."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -17,15 +18,17 @@ from uneven import TensorData
 from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.files import make_out_folder, read_json
+from uneven.hardware.device import parse_devices
 from uneven.launch.context import process_context
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.predicted import hand_down
+from uneven.launch.preflight import settle
 from uneven.launch.visitor import LeftScript, RunVisitor
 from uneven.plan import choose as choosing
 from uneven.plan import plan as plans
 from uneven.plan.choose import choose
 from uneven.plan.plan import Plan, asked_for, chosen_config, plan_from, read_plan, restored, write_plan
-from uneven.plan.probe import Probe, allowed_policies
+from uneven.plan.probe import JobProbe, Probe, allowed_policies
 
 X, Y = torch.randn(40, 4), torch.randint(0, 3, (40,))
 TASK = Task(lambda: nn.Linear(4, 3), torch.optim.SGD, lambda *_: None, TensorData(X, Y), None, None)
@@ -96,6 +99,32 @@ def test_a_fresh_plan_in_the_folder_is_taken(
     assert len(probed) == 2
 
 
+@pytest.mark.parametrize("changed", [{"min_ranks": 2}, {"max_staleness": 3}, {"overhead_target": 0.1}])
+def test_a_plan_of_other_candidates_is_not_taken(
+    probed: list[RunConfig], tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Its advice, a policy without that setting or too few devices, would be refused."""
+    out = tmp_path / "run"
+    write_plan(plan_from(pair(), asked_for(config(out=out))), out)
+    choice = choose(TASK, config(out=out, **changed))
+    assert len(probed) == 1
+    settle(choice.config, parse_devices(choice.config.devices))
+
+
+def test_a_plan_of_other_arguments_of_the_script_is_not_taken(
+    probed: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may name another model."""
+    wanted, script = config(out=tmp_path / "run"), sys.argv[0]
+    monkeypatch.setattr("sys.argv", [script, "--width", "64"])
+    write_plan(plan_from(pair(), asked_for(wanted)), tmp_path / "run")
+    choose(TASK, wanted)
+    assert probed == []
+    monkeypatch.setattr("sys.argv", [script, "--width", "4096"])
+    choose(TASK, wanted)
+    assert len(probed) == 1
+
+
 def test_a_run_with_a_policy_of_its_own_is_compared_with_the_plan_beside_it(tmp_path: Path) -> None:
     out = tmp_path / "run"
     write_plan(plan_from(pair(), asked_for(config())), out)
@@ -147,6 +176,16 @@ def test_settings_per_device_follow_the_devices() -> None:
     small = pair(job=replace(JOB, samples_per_epoch=2_000, epochs=1))
     chosen = chosen_config(config(memory_cap=(8, 4)), plan_from(small, {}))
     assert (chosen.devices, chosen.policy, chosen.memory_cap) == ("cpu", "balanced", (8,))
+
+
+@pytest.mark.parametrize("strategy", [None, "ddp-flat", "zero1"])
+def test_a_strategy_that_divides_something_is_not_given_one_device(strategy: str | None) -> None:
+    """The run was refused after the plan: one device has nobody to divide its state with."""
+    wanted = config(strategy=strategy, epochs=1)
+    job = JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo", param_bytes=4_000, gradient_bytes=4_000)
+    chosen = chosen_config(wanted, plan_from(pair(job=job), {}))
+    assert chosen.devices == ("cpu,cpu@0.4" if strategy == "zero1" else "cpu")
+    settle(chosen, parse_devices(chosen.devices))
 
 
 def test_a_damaged_plan_is_none(tmp_path: Path) -> None:

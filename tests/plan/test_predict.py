@@ -80,6 +80,17 @@ def test_max_steps_ends_the_run_earlier() -> None:
     probe = pair(job=replace(JOB, steps=100))
     found = of(predict(probe), "sync")
     assert found.total_s == pytest.approx(4.0 + found.seconds_per_epoch * 100 * 128 / 64_000)
+    alone = of(predict(probe), ALONE, "cpu")
+    assert alone.total_s == pytest.approx(alone.seconds_per_epoch * 100 * 64 / 64_000)
+
+
+def test_a_step_of_one_device_has_the_global_batch_too() -> None:
+    """Advice by max_steps compared 100 steps of 256 samples with 100 of 64, and took one device."""
+    probe = pair(job=replace(JOB, steps=100, global_batch_size=256, candidates=("sync", "balanced")))
+    found = predict(probe)
+    for one in (of(found, ALONE, "cpu"), of(found, "balanced")):
+        start_s = 0.0 if one.policy == ALONE else 4.0
+        assert one.total_s == pytest.approx(start_s + one.seconds_per_epoch * 100 * 256 / 64_000)
 
 
 def test_the_memory_of_strategies_follows_that_of_the_devices() -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 from uneven import TensorData
 from uneven.config import Task, resolve
 from uneven.errors import InputError
-from uneven.plan.measure import probe, probe_config
+from uneven.plan.measure import exact_config, probe, probe_config, solo_config
 from uneven.plan.plan import plan_from
-from uneven.plan.ranks import relative_deviation
+from uneven.plan.ranks import own_config, relative_deviation
 
 X, Y = torch.randn(50, 8), torch.randint(0, 3, (50,))
 
@@ -69,8 +69,11 @@ def test_what_cannot_be_planned_is_refused_before_anything_starts() -> None:
         probe(task(Endless()), resolve(settings), 1.0, print)
     with pytest.raises(InputError, match="leave strategy out"):
         probe(task(), resolve({**settings, "strategy": "fsdp"}), 1.0, print)
-    with pytest.raises(InputError, match="seconds=0 must be"):
-        probe(task(), resolve(settings), 0, print)
+    for seconds in (0, -5.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match=f"seconds={seconds} must be a number of at least 1"):
+            probe(task(), resolve(settings), seconds, print)
+    with pytest.raises(InputError, match=r"min_ranks=3 is above the number of devices, 2: cpu,cpu@0.4"):
+        probe(task(), resolve({**settings, "min_ranks": 3}), 1.0, print)
 
 
 def test_a_probe_touches_no_files_of_the_run() -> None:
@@ -83,6 +86,27 @@ def test_a_probe_touches_no_files_of_the_run() -> None:
         None,
         "sync",
     )
+
+
+def test_exact_steps_go_without_the_settings_of_local_policies() -> None:
+    settings = {"batch_size": 4, "epochs": 1, "policy": "async", "anchor": 3, "max_staleness": 2, "verify": True}
+    config = resolve(settings)
+    exact = exact_config(config, ("async",))
+    assert (exact.policy, exact.anchor, exact.max_staleness, exact.verify) == ("balanced", None, None, False)
+    assert exact_config(resolve({"batch_size": 4, "epochs": 1}), ("sync", "balanced")).policy == "balanced"
+
+
+def test_a_device_by_itself_goes_without_what_needs_several() -> None:
+    sharded = {"strategy": "zero1", "memory_shares": (2, 1), "redundancy": 1, "memory_cap": (8, 4), "shares": (2, 1)}
+    solo = solo_config(resolve({"batch_size": 4, "epochs": 1, **sharded}), "cpu")
+    assert (solo.devices, solo.strategy, solo.redundancy, solo.memory_shares) == ("cpu", None, 0, None)
+    assert (solo.memory_cap, solo.shares) == (None, None)
+
+
+def test_a_rank_by_itself_has_no_global_batch() -> None:
+    limited = {"batch_size": 4, "epochs": 1, "global_batch_size": "auto", "max_global_batch_size": 64}
+    own = own_config(resolve(limited))
+    assert (own.global_batch_size, own.max_global_batch_size) == (None, None)
 
 
 def test_outliers_are_not_part_of_the_jitter() -> None:

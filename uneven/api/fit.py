@@ -165,6 +165,7 @@ class Ddp:
         The ranks are those that `uneven run` or torchrun started; see uneven/api/manual.py.
         """
         context = process_context()
+        context.visitor.see_wrap()
         rank_info = context.make_rank_info()
         try:
             context.join(model, rank_info)

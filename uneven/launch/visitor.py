@@ -9,6 +9,8 @@ from typing import Any
 
 from uneven.config import RunConfig, Task
 
+WRAPPED = "Ddp.wrap"  # what a RunVisitor has found where the script trains by hand
+
 
 class Visitor:
     """Of a script that is simply run: it looks at nothing."""
@@ -18,6 +20,9 @@ class Visitor:
 
     def see_run(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
         """What the script is about to train."""
+
+    def see_wrap(self) -> None:
+        """The script is about to train a model by hand: uneven sees no task of it."""
 
 
 class LeftScript(BaseException):
@@ -36,3 +41,6 @@ class SettingsVisitor(Visitor):
 class RunVisitor(Visitor):
     def see_run(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
         raise LeftScript((task, config, is_own_loop))
+
+    def see_wrap(self) -> None:
+        raise LeftScript(WRAPPED)

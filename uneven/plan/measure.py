@@ -7,7 +7,7 @@ file of it is left.
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from uneven.launch.launcher import run_ranks
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
 from uneven.plan.probe import (
+    NO_FILES,
     ExactProbe,
     JobProbe,
     LocalProbe,
@@ -32,6 +33,7 @@ from uneven.plan.probe import (
     RankProbe,
     SoloProbe,
     allowed_policies,
+    check_seconds,
     with_values,
 )
 from uneven.plan.ranks import ProbeOrder, probe_rank
@@ -40,15 +42,33 @@ from uneven.results.progress import Reporter
 
 FOREVER = 10**6  # epochs: a probe ends by the clock
 SOLO_SHARE = 0.3  # of the seconds, for a device alone
-STRETCH = "seconds={given} must be a number of at least 1: how long all devices together are measured"
+# What a probe sets in place of settings that read or write a run's files, count its ranks, or rule what follows a loss.
+PLAIN: Mapping[str, Any] = {**NO_FILES, "min_ranks": 1, "restarts": 0, "progress": "off"}
+# Of the local policies alone: exact steps go without them.
+NOT_LOCAL: Mapping[str, Any] = {
+    "anchor": None,
+    "max_anchor": None,
+    "overhead_target": None,
+    "divergence_threshold": None,
+    "max_staleness": None,
+    "optimizer_state": None,
+    "verify": False,
+}
+# Of several devices alone: a device by itself goes without them.
+ONE_DEVICE: Mapping[str, Any] = {
+    "strategy": None,
+    "redundancy": 0,
+    "memory_shares": None,
+    "memory_cap": None,
+    "shares": None,
+}
 
 Say = Callable[[str], None]
 
 
 def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
     """Measure the devices of `config` with this task; `say` is told what is going on."""
-    if not seconds >= 1.0:
-        raise InputError(STRETCH.format(given=seconds))
+    check_seconds(seconds)
     _refuse(task, config)
     candidates = allowed_policies(config)
     began = time.perf_counter()
@@ -57,14 +77,13 @@ def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
     plain = probe_config(config, first if first in candidates else candidates[0])
     prepared = prepare(task, plain, process_context(), "plan")
     devices = prepared.devices
+    check_min_ranks(config, devices)
     config = with_values(config, policy=plain.policy, devices=",".join(map(str, devices)))
     axis = make_axis(make_order(task, plain), plain, len(devices))
     if isinstance(axis, StreamAxis):
         raise InputError(_stream(task))
     bare = replace(task, make_scheduler=None, evaluation=None, callbacks=(), before_step=task.before_step)
-    endless = with_values(prepared.config, policy=exact_of(candidates), epochs=FOREVER, max_steps=None)
-    if endless.policy not in candidates:  # settings of the local policies alone: the exact steps go without them
-        endless = _without_local(endless)
+    endless = exact_config(prepared.config, candidates)
     local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
     with measure_interference() as span:
         rows: list[dict[str, Any]] = []
@@ -84,24 +103,26 @@ def probe(task: Task, config: RunConfig, seconds: float, say: Say) -> Probe:
 
 def probe_config(config: RunConfig, policy: str) -> RunConfig:
     """The user's settings without those that read or write a run's files."""
-    return with_values(
-        config,
-        policy=policy,
-        out=None,
-        overwrite=False,
-        resume=None,
-        replay=None,
-        save_every=None,
-        keep_last=None,
-        keep_best=None,
-        monitor_mode="auto",
-        checkpoint_copies=1,
-        monitor=None,
-        eval_every=None,
-        min_ranks=1,
-        restarts=0,
-        progress="off",
-    )
+    return with_values(config, policy=policy, out=None, monitor=None, eval_every=None, **PLAIN)
+
+
+def exact_config(config: RunConfig, candidates: Sequence[str]) -> RunConfig:
+    """Of endless joint steps; where settings of the local policies leave no exact one, they go without those."""
+    exact = exact_of(candidates)
+    left_out: Mapping[str, Any] = {} if exact in candidates else NOT_LOCAL
+    return with_values(config, policy=exact, epochs=FOREVER, max_steps=None, **left_out)
+
+
+def solo_config(config: RunConfig, device: str) -> RunConfig:
+    """The settings for this device by itself, without those that need several."""
+    return with_values(config, devices=device, policy="balanced", **ONE_DEVICE)
+
+
+def check_min_ranks(config: RunConfig, devices: Sequence[Device]) -> None:
+    """InputError where not even all devices are enough: a probe itself counts none."""
+    if config.min_ranks > len(devices):
+        names = ",".join(map(str, devices))
+        raise InputError(f"min_ranks={config.min_ranks} is above the number of devices, {len(devices)}: {names}")
 
 
 def _refuse(task: Task, config: RunConfig) -> None:
@@ -123,11 +144,6 @@ def _stream(task: Task) -> str:
 
 def exact_of(candidates: Sequence[str]) -> str:
     return "sync" if "sync" in candidates and "balanced" not in candidates else "balanced"
-
-
-def _without_local(config: RunConfig) -> RunConfig:
-    names = ("anchor", "max_anchor", "overhead_target", "divergence_threshold", "max_staleness", "optimizer_state")
-    return with_values(config, verify=False, **dict.fromkeys(names, None))
 
 
 def _run(
@@ -172,8 +188,7 @@ def _probe_solos(
             found[name] = replace(before, device=name, speed=whole * device.speed), row
             continue
         say(f"measuring {name} alone")
-        solo = with_values(config, devices=name, policy="balanced", shares=None, memory_cap=None)
-        many, start_s = _run(task, solo, (device,), ProbeOrder(SOLO_SHARE * seconds))
+        many, start_s = _run(task, solo_config(config, name), (device,), ProbeOrder(SOLO_SHARE * seconds))
         row = many[0]
         made = SoloProbe(device=name, threads=row["threads"], speed=row["exact"]["speed"], start_s=start_s)
         found[name] = made, row

@@ -16,6 +16,7 @@ from typing import Any
 
 from uneven.config import LOCAL_POLICIES, RunConfig, Task
 from uneven.data.epoch_order import make_axis, make_order
+from uneven.data.replay import LOG
 from uneven.errors import InputError, StoppedError
 from uneven.files import read_json
 from uneven.hardware.device import Device, parse_devices
@@ -23,7 +24,7 @@ from uneven.hardware.interference import measure_interference
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.launch.script import script_order, unused_ranks
-from uneven.plan.measure import Say, exact_of, memory_of
+from uneven.plan.measure import NOT_LOCAL, ONE_DEVICE, PLAIN, Say, check_min_ranks, exact_of, memory_of
 from uneven.plan.probe import ExactProbe, JobProbe, LocalProbe, Probe, RankProbe, SoloProbe, allowed_policies
 from uneven.policy.finish import Cost, fitted
 from uneven.policy.stream_axis import StreamAxis
@@ -44,7 +45,7 @@ class Stretch:
     steps: list[int]
     compute_s: list[float]
     rounds: list[dict[str, float]]  # of rank 0
-    start_s: float
+    start_s: float = 0.0  # until it began
 
     @property
     def speed(self) -> float:
@@ -67,10 +68,15 @@ class _Timer(Reporter):
 
     def ranks(self, statuses: Sequence[dict[str, Any]], first: int = 0) -> None:
         del first
-        if self.began_s is None and all(status.get("slot", 0) > 0 for status in statuses):
+        if self.began_s is None and all(map(_has_trained, statuses)):
             self.began_s = time.monotonic()
         if self.began_s is not None and time.monotonic() - self.began_s >= self._seconds:
             self._requests.stop.set()
+
+
+def _has_trained(status: Mapping[str, Any]) -> bool:
+    """Whether a rank has taken a step; a short loop may be over before the first heartbeat inside it."""
+    return bool(status.get("slot") or status.get("reached") or status.get("is_past"))
 
 
 def probe_script(
@@ -83,7 +89,8 @@ def probe_script(
     say: Say,
 ) -> Probe:
     """Run the script itself for some seconds in each way."""
-    devices, candidates = parse_devices(config.devices), allowed_policies(config)
+    devices, candidates = parse_devices(config.devices), loop_policies(config)
+    check_min_ranks(config, devices)
     exact = exact_of(candidates)
     local = next((policy for policy in LOCAL_POLICIES if policy in candidates), None)
     axis = make_axis(make_order(task, config), config, len(devices))
@@ -93,7 +100,7 @@ def probe_script(
 
     def run(names: tuple[Device, ...], policy: str, share: float) -> Stretch:
         say(f"running {script.name} on {','.join(map(str, names))} with {policy}, for {share * seconds:.0f} s")
-        own = {**settings, "policy": policy, "devices": ",".join(map(str, names)), "progress": "off"}
+        own = stretch_settings(settings, task, candidates, names, policy)
         return run_stretch(script, args, own, names, share * seconds)
 
     with measure_interference() as span:
@@ -106,8 +113,37 @@ def probe_script(
     params = sum(param.numel() * param.element_size() for param in task.make_model().parameters())
     nbytes = {"param_bytes": params, "gradient_bytes": params, "state_bytes": STATE_BYTES_PER_PARAM * params}
     job = JobProbe.of(config, axis.epoch_samples, candidates, config.backend, **nbytes)
+    if config.memory_cap is not None:  # fewer devices may hold too little, and of one it would be ignored
+        job = replace(job, min_ranks=len(devices))
     found = assemble(job, devices, joint, exact, rounds, local, solos)
     return found.with_time(time.perf_counter() - began, span.interference.is_disturbed)
+
+
+def loop_policies(config: RunConfig) -> tuple[str, ...]:
+    """The policies that go with the other settings; memory_cap of a loop of one's own with balanced alone.
+
+    See check_loop in api/loop_inputs.py: it refuses what would be ignored.
+    """
+    allowed = allowed_policies(config)
+    return allowed if config.memory_cap is None else tuple(policy for policy in allowed if policy == "balanced")
+
+
+def stretch_settings(
+    settings: Mapping[str, Any], task: Task, candidates: Sequence[str], devices: Sequence[Device], policy: str
+) -> dict[str, Any]:
+    """What replaces the script's own settings in a stretch: `settings`, and neutral values for what would be refused.
+
+    An exact stretch is measured where the settings leave local policies alone, too, and so is one device where they
+    need several.
+    """
+    own = {**settings, **PLAIN, "policy": policy, "devices": ",".join(map(str, devices))}
+    if task.make_scheduler is None:
+        own["monitor"] = None  # it was for keep_best
+    if policy not in candidates:
+        own |= NOT_LOCAL
+    if len(devices) == 1:
+        own |= ONE_DEVICE
+    return own
 
 
 def run_stretch(
@@ -118,22 +154,25 @@ def run_stretch(
         out = Path(folder) / "run"
         requests = Requests(GRACE_S)
         timer = _Timer(requests, seconds)
-        dropped = ("resume", "replay", "overwrite", "save_every", "keep_last", "keep_best")
-        own = {**{name: value for name, value in settings.items() if name not in dropped}, "out": str(out)}
-        order = script_order(script, args, own)
+        order = script_order(script, args, {**settings, "out": str(out)})
         began = time.monotonic()
         try:
             unused = run_ranks(None, devices, requests, timer, unused_ranks, script=order)
         except StoppedError:
             unused = 0
-        if unused or timer.began_s is None:
+        ended = time.monotonic()
+        is_told = timer.began_s is not None or (out / LOG).exists()
+        found = read_stretch(out) if is_told and not unused else None
+        if found is None or not any(found.samples):
             raise InputError(f"{script} ended without a step of its own loop: nothing could be measured")
-        return read_stretch(out, timer.began_s - began)
+        # A loop that was over before a heartbeat told of it took the time that its timeline tells.
+        first_s = ended - found.seconds if timer.began_s is None else timer.began_s
+        return replace(found, start_s=max(0.0, first_s - began))
 
 
-def read_stretch(out: Path, start_s: float) -> Stretch:
+def read_stretch(out: Path) -> Stretch:
     """From the folder that the run left; InputError where it left none."""
-    log, record = read_json(out / "log.json"), read_json(out / "timeline.json")
+    log, record = read_json(out / LOG), read_json(out / "timeline.json")
     if not isinstance(log, dict) or not isinstance(record, dict):
         raise InputError(f"the script left no state in {out.name}: nothing could be measured")
     timeline = Timeline.from_json(record)
@@ -146,7 +185,6 @@ def read_stretch(out: Path, start_s: float) -> Stretch:
         steps=[sum(1 for _, _, samples in own if samples) for own in parts],
         compute_s=[sum(account.seconds.get(name, 0.0) for name in names) for account in accounts],
         rounds=[event.fields for event in timeline.events if event.kind == "round" and event.rank == 0],
-        start_s=start_s,
     )
 
 

@@ -19,16 +19,17 @@ from uneven.hardware.cores import available_cores
 from uneven.launch.predicted import PLAN
 from uneven.plan.advise import Advice, advise, notes
 from uneven.plan.predict import ALONE, Prediction, StrategyPrediction, predict, strategies
-from uneven.plan.probe import Probe, with_values
+from uneven.plan.probe import Probe, allowed_policies, with_values
 from uneven.version import __version__
 
 VERSION = 1
 SECONDS = 10.0  # of probing all devices together
 FRESH = timedelta(hours=24)
-# What decides how long a step takes; with other values a plan that is found is not taken.
+# What decides how long a step takes, and what may be advised; with other values a plan that is found is not taken.
 _COMPARED = (
     *("batch_size", "accumulate", "global_batch_size", "epochs", "max_steps", "precision", "compile", "backend"),
     *("num_workers", "sync_batchnorm", "activations", "shares", "memory_cap", "anchor", "max_anchor", "strategy"),
+    "min_ranks",
 )
 # One entry per device: those of a subset are taken from it.
 _PER_DEVICE = ("shares", "memory_shares", "memory_cap")
@@ -95,13 +96,18 @@ def plan_from(found: Probe, asked: Mapping[str, Any]) -> Plan:
 
 
 def asked_for(config: RunConfig) -> dict[str, Any]:
-    """What a plan is of: script, devices, machine, and the settings that matter. The same again: the plan holds."""
+    """What a plan is of: script and arguments, devices, machine, and the settings that matter.
+
+    The same again: the plan holds.
+    """
     settings = config.to_json()
     return {
         "script": _script(),
+        "args": sys.argv[1:],  # another model or data set, perhaps
         "devices": config.devices,
         "host": platform.node(),
         "cores": len(available_cores()),
+        "candidates": list(allowed_policies(config)),
         **{name: settings[name] for name in _COMPARED},
     }
 

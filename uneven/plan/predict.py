@@ -107,7 +107,7 @@ class _Simulation:
             efficiency=1.0,
             gain=speed / self._best,
             shares=(1.0,),
-            total_s=seconds * self._epochs(job.batch_size),
+            total_s=seconds * self._epochs(job.global_batch_size or job.batch_size),
             memory_bytes=(job.param_bytes + job.gradient_bytes + job.state_bytes,),
             is_candidate=job.min_ranks <= 1,
         )

@@ -3,19 +3,40 @@
 Made by measure.py, read by predict.py. Recorded probes are the input of most tests.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from uneven.config import LOCAL_POLICIES, POLICIES, RunConfig
+from uneven.config import LOCAL_POLICIES, POLICIES, SHARDED, RunConfig
 from uneven.errors import InputError
 from uneven.policy.finish import Cost
 
 VERSION = 1
+# In place of settings that read or write a run's files: what is planned touches none.
+NO_FILES: Mapping[str, Any] = {
+    "overwrite": False,
+    "resume": None,
+    "replay": None,
+    "save_every": None,
+    "keep_last": None,
+    "keep_best": None,
+    "monitor_mode": "auto",
+    "checkpoint_copies": 1,
+}
 
 
 def with_values(config: RunConfig, **values: Any) -> RunConfig:
     """The settings with other values, checked again; names and values may be known only when it runs."""
     return replace(config, **values)
+
+
+def check_seconds(seconds: float) -> None:
+    """InputError for a time in which nothing can be measured, or that never ends."""
+    if not 1.0 <= seconds < math.inf:
+        raise InputError(
+            f"seconds={seconds} must be a number of at least 1: how long all devices together are measured"
+        )
 
 
 def allowed_policies(config: RunConfig) -> tuple[str, ...]:
@@ -48,7 +69,7 @@ class JobProbe:
     candidates: tuple[str, ...] = ("sync", "balanced", "cadence", "async")  # policies that the settings allow
     anchor: int | None = None
     max_anchor: int | None = None
-    min_ranks: int = 1
+    min_ranks: int = 1  # devices that the run needs at least; 2 where a strategy divides something among them
     param_bytes: int = 0
     gradient_bytes: int = 0
     state_bytes: int = 0  # of the optimizer
@@ -69,7 +90,7 @@ class JobProbe:
             candidates=candidates,
             anchor=config.anchor,
             max_anchor=config.max_anchor,
-            min_ranks=config.min_ranks,
+            min_ranks=max(config.min_ranks, 2 if config.strategy in SHARDED else 1),
             backend=backend,
             **nbytes,
         )

@@ -77,7 +77,7 @@ class _Own:
         self._worker = worker
         # Before the group forms: a captured step must be recorded while nobody waits for this rank.
         alone = RankInfo(0, (worker.rank_info.device,))
-        config = with_values(worker.config, policy="balanced", global_batch_size=None, memory_cap=None, shares=None)
+        config = own_config(worker.config)
         self.engine = Engine(worker.task, config, alone, worker.recorder)
         self.engine.warm_up()
         self.cost = Cost(0.0, 1.0)
@@ -228,6 +228,18 @@ def _probe_local(worker: Worker, policy: str, seconds: float, slowest_ms: float)
         "average_ms": statistics.median(max(0.0, late - wait) for wait, _, late in segment.rounds) if waits else 0.0,
         "anchor": anchor,
     }
+
+
+def own_config(config: RunConfig) -> RunConfig:
+    """The settings of a rank's steps by itself: nothing that is of all ranks together."""
+    return with_values(
+        config,
+        policy="balanced",
+        global_batch_size=None,
+        max_global_batch_size=None,
+        memory_cap=None,
+        shares=None,
+    )
 
 
 def local_config(config: RunConfig, policy: str, anchor: int) -> RunConfig:

@@ -20,7 +20,7 @@ from uneven.launch.lifeline import LIFELINE, end_with_parent
 from uneven.launch.results_file import stdout_to_stderr
 from uneven.launch.script import check_script, visit_script
 from uneven.launch.script_imports import uses_uneven
-from uneven.plan.probe import with_values
+from uneven.plan.probe import NO_FILES, check_seconds, with_values
 
 PER_DEVICE = ("shares", "memory_shares", "memory_cap")  # settings of a run that follow its devices
 END_S = 3.0  # for the process that plans, after Ctrl-C
@@ -39,6 +39,8 @@ def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
     from uneven.plan.choose import plan_for
     from uneven.plan.plan import asked_for, plan_from
 
+    check_seconds(seconds)  # before the script does anything
+    settings = {**settings, **NO_FILES}  # a plan has no folder of the run: checkpoints without one would be refused
     found = find_task(script, args, settings)
     config = _with_devices(found.config)
     if found.is_own_loop and len(config.devices.split(",")) > 1:
@@ -58,7 +60,7 @@ def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
 def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> Found:
     """Run the script up to where it would train; InputError where it never does."""
     from uneven.launch.engines import read_engine
-    from uneven.launch.visitor import RunVisitor
+    from uneven.launch.visitor import WRAPPED, RunVisitor
 
     check_script(script, settings)
     if read_engine() is not None:
@@ -66,6 +68,11 @@ def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) ->
     if not uses_uneven(script):
         raise InputError(f"{script} never imports uneven to train with it: call fit or Ddp.setup in it")
     found = visit_script(script, args, settings, RunVisitor())
+    if found == WRAPPED:
+        raise InputError(
+            f"{script} calls Ddp.wrap: a loop by hand cannot be planned, and a policy changes nothing in it; run it "
+            "without policy auto"
+        )
     if found is None:
         raise InputError(f"{script} ended without training: it calls neither fit nor Ddp.builder nor Ddp.setup")
     return Found(*found)
