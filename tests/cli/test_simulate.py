@@ -47,6 +47,40 @@ def test_the_table_the_document_and_the_page_tell_the_same(
     assert html.count('class="lane"') == 10
 
 
+JOINED = """
+[[devices]]
+name = "fast"
+sample_ms = 1.0
+
+[[devices]]
+name = "slow"
+sample_ms = 2.0
+
+[inside]
+rate_mb_s = 1000
+
+[faults]
+joins_per_hour = 900
+settle_s = 0.1
+
+[job]
+samples_per_epoch = 20000
+batch_size = 64
+"""
+
+
+def test_kinds_hold_all_samples_also_those_of_ranks_that_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "joined.toml").write_text(JOINED)
+    _, out, _ = call(monkeypatch, capsys, str(tmp_path / "joined.toml"), "--json")
+    for result in json.loads(out)["results"]:
+        assert result["joins"] > 0
+        assert [kind["name"] for kind in result["kinds"]] == ["fast", "slow"]
+        assert sum(kind["count"] for kind in result["kinds"]) == len(result["shares"]) == 2 + result["joins"]
+        assert sum(kind["share"] for kind in result["kinds"]) == pytest.approx(1.0)
+
+
 def test_a_curve_has_a_row_for_each_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

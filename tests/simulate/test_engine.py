@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean, pstdev
 
 import pytest
 
 from tests.simulate.clusters import FAST, FREE, mixed, pair
 from uneven.errors import InputError
 from uneven.policy.exact import Balanced
-from uneven.policy.windows import Windows
+from uneven.policy.windows import RoundReport, Windows
 from uneven.simulate.cluster import POLICIES, Cluster, Job, Link, Policy, RankKind
 from uneven.simulate.engine import STATES, simulate
 
@@ -83,6 +84,52 @@ def test_failures_and_joins_are_counted_and_cost_time() -> None:
         assert stormy.efficiency < calm.efficiency
         assert stormy.mean("settling") > 0.0
         assert sum(stormy.shares) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_that_join_are_of_a_kind_that_is_there(policy: Policy) -> None:
+    found = simulate(pair(joins_per_hour=3600.0, settle_s=0.1), JOB, policy)
+    assert found.joins > 0
+    assert len(found.kinds) == len(found.shares) == len(found.busy) == 2 + found.joins
+    assert found.kinds[:2] == ("fast", "slow")
+    assert set(found.kinds) == {"fast", "slow"}
+
+
+def compute_ms(job: Job, jitter: float, policy: Policy) -> list[float]:
+    """What one device alone, with 1 ms a sample, computes in each window."""
+    found = simulate(Cluster((RankKind("alone", 0.0, 1.0, jitter),), (0,), FREE), job, policy)
+    assert all(part >= 0.0 for part in found.busy[0].values())
+    return [1e3 * (span.end_s - span.start_s) for span in found.lanes if span.state == "compute"]
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_slot_that_is_mostly_missing_takes_the_time_of_its_samples(policy: Policy) -> None:
+    """The missing 990 ms without their jitter were longer than many a drawn slot: time went backwards."""
+    spent = compute_ms(Job(samples_per_epoch=10, batch_size=1000, epochs=100), 0.1, policy)
+    assert len(spent) == 100
+    assert fmean(spent) == pytest.approx(10.0, rel=0.05)
+    assert min(spent) > 6.0
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_the_jitter_of_a_window_is_that_of_the_slots_it_has(policy: Policy) -> None:
+    """An epoch of one slot ends every window after it, however many slots the policy would give one."""
+    spent = compute_ms(Job(samples_per_epoch=100, batch_size=100, epochs=400), 0.2, policy)
+    assert len(spent) == 400
+    assert pstdev(spent) / fmean(spent) == pytest.approx(0.2, rel=0.15)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_rank_reports_the_time_of_the_samples_it_has_trained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short slot that was reported as a full one would look slow to the controller."""
+    noted: list[RoundReport] = []
+    inner = Windows.note
+    monkeypatch.setattr(Windows, "note", lambda self, reports: noted.extend(reports) or inner(self, reports))
+    simulate(Cluster((FAST,), (0,), FREE), Job(samples_per_epoch=650, batch_size=64, epochs=3), policy)
+    trained = [report for report in noted if report.samples]
+    assert any(report.samples % 64 for report in trained)
+    for report in trained:
+        assert report.busy_ms / report.samples == pytest.approx(FAST.sample_ms)
 
 
 def test_the_controllers_are_those_of_real_runs(monkeypatch: pytest.MonkeyPatch) -> None:

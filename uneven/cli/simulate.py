@@ -96,11 +96,11 @@ def to_json(title: str, cluster: "Cluster", job: "Job", found: "list[Simulated]"
         "ranks": len(cluster.ranks),
         "machines": len(set(cluster.machines)),
         "samples_per_s_alone": cluster.speed(job.batch_size),
-        "results": [_result_json(cluster, one) for one in found],
+        "results": [_result_json(one) for one in found],
     }
 
 
-def _result_json(cluster: "Cluster", one: "Simulated") -> dict[str, Any]:
+def _result_json(one: "Simulated") -> dict[str, Any]:
     from uneven.simulate.engine import STATES
 
     numbers = ("policy", "seconds", "seconds_per_epoch", "samples", "samples_per_s", "efficiency", "rounds")
@@ -108,18 +108,18 @@ def _result_json(cluster: "Cluster", one: "Simulated") -> dict[str, Any]:
     return {
         **{name: getattr(one, name) for name in numbers},
         "time": {state: one.mean(state) for state in STATES},
-        "kinds": kinds_of(cluster, one),
+        "kinds": kinds_of(one),
         **{name: getattr(one, name) for name in rest},
     }
 
 
-def kinds_of(cluster: "Cluster", one: "Simulated") -> list[dict[str, Any]]:
-    """Per kind of device: how many ranks, their part of all samples, and the mean of their time by state."""
+def kinds_of(one: "Simulated") -> list[dict[str, Any]]:
+    """Per kind of device: how many ranks were ever there, their part of all samples, and their mean time by state."""
     from uneven.simulate.engine import STATES
 
     places: dict[str, list[int]] = {}
-    for rank, kind in enumerate(cluster.ranks):
-        places.setdefault(kind.name, []).append(rank)
+    for rank, name in enumerate(one.kinds):
+        places.setdefault(name, []).append(rank)
     return [
         {
             "name": name,
@@ -161,7 +161,7 @@ def _show_curve(
         many = resized(cluster, ranks)
         rows += [(ranks, _simulate_one(many, job, policy, hours)) for policy in policies]
     if as_json:
-        points = [{"ranks": ranks, **_result_json(resized(cluster, ranks), one)} for ranks, one in rows]
+        points = [{"ranks": ranks, **_result_json(one)} for ranks, one in rows]
         print(json.dumps({"points": points}, indent=1))
         return
     table = _new_table("ranks", "policy", "samples/s", "efficiency", "communication", "wait", "settling")

@@ -110,7 +110,8 @@ class Job:
 
     `param_bytes` is what a step of the exact policies and a round of the local ones sum over all ranks. `overlap` is
     the part of a step's compute during which gradients already travel (0: they are sent after backward). `eval_ms` is
-    spent at every epoch's end by all ranks.
+    spent at every epoch's end by all ranks. `max_anchor` bounds the anchor as in a run; None: as where a run leaves it
+    out.
     """
 
     samples_per_epoch: int
@@ -140,6 +141,11 @@ class Job:
             raise InputError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
         if self.anchor != "auto" and self.anchor < 1:
             raise InputError(f"anchor={self.anchor} must be at least 1, or 'auto'")
+        if self.max_anchor is not None:
+            if self.max_anchor < 1:
+                raise InputError(f"max_anchor={self.max_anchor} must be at least 1")
+            if self.anchor != "auto" and self.anchor > self.max_anchor:
+                raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
 
     def slot_samples(self, policy: Policy, ranks: int) -> int:
         """Samples of a slot: one rank's batch in the local policies, a step of all ranks in the exact ones."""

@@ -24,10 +24,11 @@ __all__ = ["POLICIES", "STATES", "Simulated", "Span", "simulate"]
 class Simulated:
     """What a simulated run was like. `efficiency`: its samples/s over the sum of the ranks' speeds alone.
 
-    Where ranks fail and join, that sum is of those that were there; evaluation does not count. `shares`: each rank's
-    part of all samples. `counts`: samples per step of the exact policies in the end, slots per window of the local
-    ones. `busy`: for each rank the fraction of the run that it spent in each of STATES. `trained_again`: samples that
-    were lost with a rank. `lanes` has the beginning of the run, of some ranks where there are many.
+    Where ranks fail and join, that sum is of those that were there; evaluation does not count. `kinds`, `shares` and
+    `busy` have an entry for every rank that was ever there, those that joined last: the name of its device, its part of
+    all samples, and the fraction of its time that it spent in each of STATES. `counts`: samples per step of the exact
+    policies in the end, slots per window of the local ones. `trained_again`: samples that were lost with a rank.
+    `lanes` has the beginning of the run, of some ranks where there are many.
     """
 
     policy: Policy
@@ -36,6 +37,7 @@ class Simulated:
     samples: int
     samples_per_s: float
     efficiency: float
+    kinds: tuple[str, ...]
     shares: tuple[float, ...]
     counts: tuple[int, ...]
     rounds: int
@@ -100,6 +102,7 @@ class _Run:
         losses = {state: math.fsum(rank[state] for rank in busy) / len(busy) for state in STATES}
         losses["idle"] -= tally.eval_s / max(1e-9, tally.now_s)  # no loss: it is part of the job
         efficiency = tally.samples / tally.possible if tally.possible else 0.0
+        kinds = tuple(member.kind.name for member in members.all)
         return Simulated(
             policy=self._policy,
             seconds=tally.now_s,
@@ -107,6 +110,7 @@ class _Run:
             samples=tally.samples,
             samples_per_s=tally.samples / tally.now_s if tally.now_s else 0.0,
             efficiency=efficiency,
+            kinds=kinds,
             shares=tuple(samples / max(1, tally.samples) for samples in tally.trained),
             counts=self._part.counts,
             rounds=tally.rounds,
@@ -116,7 +120,7 @@ class _Run:
                 efficiency,
                 losses,
                 tally.sums_between_s / tally.sums_s if tally.sums_s else 0.0,
-                [member.kind.name for member in members.all],
+                kinds,
                 [rank["compute"] for rank in busy],
                 members.failures,
             ),

@@ -46,6 +46,8 @@ JOB = {
 }
 TOP = {"devices": "", "inside": "", "between": "", "faults": "", "job": "", "seed": WHOLE, "title": TEXT}
 MAX_RANKS = 100_000
+LEAST, MOST = 1e-15, 1e15  # of a number that is not 0: what is computed of several stays finite
+MOST_SEED = 2**64  # nothing is computed of it
 
 
 def read_scenario(table: Mapping[str, Any], source: str = "cluster.toml") -> tuple[Cluster, Job]:
@@ -85,6 +87,7 @@ def _devices(entries: object, source: str) -> tuple[tuple[RankKind, ...], tuple[
         raise InputError(f"{source}: [[devices]] is missing: a table for each kind of device, with a name and a count")
     kinds: list[RankKind] = []
     machines: list[str] = []
+    by_name: dict[str, RankKind] = {}
     for place, entry in enumerate(entries):
         where = f"{source}: [[devices]] {entry.get('name', place + 1)!r}"
         _check(entry, DEVICE, where, needed=("name", "sample_ms"))
@@ -95,7 +98,11 @@ def _devices(entries: object, source: str) -> tuple[tuple[RankKind, ...], tuple[
             raise InputError(f"{where}: machine and per_machine exclude each other")
         if len(kinds) + count > MAX_RANKS:
             raise InputError(f"{where}: count = {count} makes more than {MAX_RANKS:,} ranks")
-        kinds += [_kind(entry, where)] * count
+        kind = _kind(entry, where)
+        # One kind may stand in two tables, as on two machines. Results are by name: two kinds would become one there.
+        if by_name.setdefault(kind.name, kind) != kind:
+            raise InputError(f"{where}: an earlier table has this name and other costs: give each kind its own name")
+        kinds += [kind] * count
         if per_machine is None:
             machines += [str(entry.get("machine", "1"))] * count
         else:
@@ -142,11 +149,22 @@ def _check(table: Mapping[str, Any], known: Mapping[str, str], where: str, neede
             close = difflib.get_close_matches(name, list(known), n=1)
             meant = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
             raise InputError(f"{where}: unknown key {name!r}; {meant}")
+        most = MOST_SEED if name == "seed" else MOST
+        if known[name] in (NUMBER, WHOLE) and _is_beyond(value, most):
+            raise InputError(f"{where}: {name} must be 0, or of a size between {LEAST:g} and {most:g}")
         if known[name] and not _fits(value, known[name]):
             raise InputError(f"{where}: {name} = {value!r} must be {known[name]}")
     for name in needed:
         if name not in table:
             raise InputError(f"{where}: {name} is missing ({known[name]})")
+
+
+def _is_beyond(value: object, most: float) -> bool:
+    """Whether a number is too large or too close to 0.
+
+    Compared as it is: a whole number of 400 digits becomes no float, and one of 5,000 cannot even be shown.
+    """
+    return isinstance(value, int | float) and (abs(value) > most or 0.0 < abs(value) < LEAST)
 
 
 def _fits(value: object, kind: str) -> bool:

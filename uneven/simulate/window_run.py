@@ -24,11 +24,13 @@ from uneven.simulate.tally import Tally
 
 
 def local_config(job: Job, is_async: bool) -> LocalSGDConfig:
+    """As train/events.py: where only one of anchor and max_anchor is given, the other's default follows it."""
     default = LocalSGDConfig()
+    anchor = min(default.anchor, job.max_anchor or default.anchor) if job.anchor == "auto" else job.anchor
     return LocalSGDConfig(
         is_async=is_async,
-        anchor=default.anchor if job.anchor == "auto" else job.anchor,
-        max_anchor=job.max_anchor or max(default.max_anchor, 0 if job.anchor == "auto" else job.anchor),
+        anchor=anchor,
+        max_anchor=job.max_anchor or max(default.max_anchor, anchor),
     )
 
 
@@ -101,11 +103,15 @@ class WindowRun:
         return self.axis.epoch_end(self.axis.epochs_before(slot))
 
     def _drawn_slots_ms(self) -> list[float]:
-        """What a slot takes each rank in this window, on the mean of its slots."""
+        """What a slot takes each rank in this window, on the mean of its slots.
+
+        Their number is that of this very window, which is shorter than `counts` where an epoch ends. Of async it is
+        what the window's slots divided by speed would be: how many a rank claims follows from the times drawn here.
+        """
         drawn = self._draws.normals(len(self.ranks))
         return [
             ms * member.factor * max(0.1, 1.0 + member.kind.jitter * normal / sqrt(max(1, count)))
-            for ms, member, normal, count in zip(self._slot_ms, self.ranks, drawn, self.windows.counts, strict=True)
+            for ms, member, normal, count in zip(self._slot_ms, self.ranks, drawn, self.windows.cut(), strict=True)
         ]
 
     # cadence
@@ -119,7 +125,7 @@ class WindowRun:
         busy_ms = [count * ms for count, ms in zip(cut, slots_ms, strict=True)]
         has_last = windows.start < windows.due or windows.back[-1:] == [windows.due - 1]
         if windows.due == windows.event and has_last and last not in returned:
-            self._shorten(samples, busy_ms, last)
+            busy_ms[last] -= self._shorten(samples, slots_ms, last)
         entered_ms = [free + busy for free, busy in zip(self._free_ms, busy_ms, strict=True)]
         reports = [
             RoundReport(
@@ -176,22 +182,24 @@ class WindowRun:
         is_event = windows.due == windows.event
         counts = self._claimed(windows.due - windows.start, claimed_ms, is_event)
         samples = [count * size for count in counts]
+        trained_ms = [count * ms for count, ms in zip(counts, slots_ms, strict=True)]
         busy_ms = [count * ms for count, ms in zip(counts, claimed_ms, strict=True)]
         next_slot = windows.start + sum(counts)
         if windows.start < next_slot == windows.event:
-            self._shorten(samples, busy_ms, max(range(len(counts)), key=lambda rank: counts[rank]))
+            last = max(range(len(counts)), key=lambda rank: counts[rank])
+            missing_ms = self._shorten(samples, slots_ms, last)
+            trained_ms[last] -= missing_ms
+            busy_ms[last] -= missing_ms
         entered_ms = [free + busy for free, busy in zip(self._free_ms, busy_ms, strict=True)]
         reports = [
             RoundReport(
                 next_slot=float(next_slot),
                 samples=float(done),
-                busy_ms=count * ms,
+                busy_ms=ms,
                 transfer_ms=2.0 * half,
                 latency_ms=latency,
             )
-            for done, count, ms, half, latency in zip(
-                samples, counts, slots_ms, self._half_ms, self._latency_ms, strict=True
-            )
+            for done, ms, half, latency in zip(samples, trained_ms, self._half_ms, self._latency_ms, strict=True)
         ]
         if is_event:
             self._await_average(busy_ms, entered_ms)
@@ -281,11 +289,15 @@ class WindowRun:
         self._tally.sums_s += self._sum.ms / 1e3
         self._tally.sums_between_s += self._sum.between_ms / 1e3
 
-    def _shorten(self, samples: list[int], busy_ms: list[float], rank: int) -> None:
-        """The last slot of an epoch may be short; this rank has the window's last slot."""
+    def _shorten(self, samples: list[int], slots_ms: Sequence[float], rank: int) -> float:
+        """The last slot of an epoch may be short; this rank has the window's last slot. Returns the ms that it saves.
+
+        The time of the missing samples is drawn with that of their slot: an undrawn one may be longer than all of it
+        (tests/simulate/test_engine.py::test_a_slot_that_is_mostly_missing_takes_the_time_of_its_samples).
+        """
         missing = self.axis.slot_size - self.axis.slot(self.windows.event - 1).samples
         samples[rank] -= missing
-        busy_ms[rank] -= missing * self.ranks[rank].kind.sample_ms * self.ranks[rank].factor
+        return missing * self.ranks[rank].kind.sample_ms * (slots_ms[rank] / self._slot_ms[rank])
 
     def _draw(self, rank: int, busy_ms: float, entered_ms: float, met_ms: float) -> None:
         number, half_ms = self.ranks[rank].number, self._half_ms[rank]
