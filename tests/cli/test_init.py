@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from uneven.cli.init import next_steps
 from uneven.cli.main import app
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,16 @@ def test_a_second_time_is_refused_and_forced_it_restores_its_own_files(tmp_path:
     assert (tmp_path / "demo" / "train.py").read_text() == "mine"
     assert CliRunner().invoke(app, ["init", "demo", "--force"]).exit_code == 0
     assert "LeNet" in (tmp_path / "demo" / "train.py").read_text()
+
+
+def test_what_cannot_be_written_is_told_before_the_first_file(tmp_path: Path) -> None:
+    long = CliRunner().invoke(app, ["init", "a" * 300])
+    assert isinstance(long.exception, MachineError)
+    assert "the name is too long" in str(long.exception)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "tests").touch()
+    assert isinstance(CliRunner().invoke(app, ["init", "demo", "--force"]).exception, InputError)
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["tests"]
 
 
 def test_the_current_folder_may_be_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,21 @@ def test_status_of_ended_runs_and_of_none(home: Path, call: Call) -> None:
     assert call("status", "--watch", "--json")[0] == 2
 
 
+@pytest.mark.parametrize("name", ["[lr=0.1]", "[/x]", ":cat:"])
+def test_status_shows_names_as_they_are(name: str, home: Path, call: Call) -> None:
+    """To rich they would be markup, which it leaves out, fails at, or makes a picture of."""
+    listing = Listing("/home/me/[b]train.py", run_id="abc123")
+    listing.show(describe([{**HEARD[0], "out": f"/runs/{name}"}], ["cpu"], [name]))
+    live = call("status")
+    listing.close(FINISHED)
+    ended = call("status", "--all")
+    for code, out, _ in (live, ended):
+        assert code == 0
+        assert f"/runs/{name}" in out
+        assert "[b]train.py" in out
+    assert live[1].count(name) == 2, "the machine's, too"
+
+
 def test_logs_are_merged_chosen_and_cut(listing: Listing, call: Call, tmp_path: Path) -> None:
     code, out, _ = call("logs")
     assert code == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.terminal import CTRL_C, CTRL_D, Terminal
 from tests.hardware.fakes import CPU_BUILD, NO_GPUS, TWO_GPUS, make_system
 from tests.install.test_advice import MACHINES, RIGHT
 from uneven.cli import main as command_line
@@ -118,6 +119,16 @@ def test_at_a_terminal_it_asks(
     assert call()[0] == code
     assert asked == [f"Install into {sys.prefix}?"]
     assert len(installed) == (1 if code == 0 else 0)
+
+
+@pytest.mark.parametrize(("key", "code"), [(CTRL_C, 130), (CTRL_D, 2)], ids=["Ctrl-C", "Ctrl-D"])
+def test_a_question_that_is_not_answered_installs_nothing(
+    key: str, code: int, call: Call, installed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(key))
+    found, _, err = call()
+    assert (found, installed) == (code, [])
+    assert ("nobody answered: add -y" in err) == (key == CTRL_D)
 
 
 @pytest.mark.parametrize("is_managed", [True, False])

@@ -1,13 +1,16 @@
 """`uneven torch`: what users see of their builds, and what scripts read."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.cli.terminal import CTRL_C, CTRL_D, Terminal
 from tests.install.fake_builds import CPU, add_build
+from uneven.cli import main as command_line
 from uneven.cli.main import app
 from uneven.errors import InputError, MachineError
 from uneven.hardware.gpus import Gpu, GpuReport
@@ -96,6 +99,29 @@ def test_remove_asks_first() -> None:
     assert call("remove", "cu126", "--force", given="y\n").exit_code == 0
     assert not folder.exists()
     assert (add_build("cpu"), called("remove", "cpu", "-y")) == (folder.with_name("cpu"), {"removed": "cpu"})
+
+
+@pytest.mark.parametrize(("key", "code"), [(CTRL_C, 130), (CTRL_D, 2), ("n\n", 1)], ids=["Ctrl-C", "Ctrl-D", "no"])
+@pytest.mark.parametrize("line", ["remove cu126", "install cpu"])
+def test_what_is_answered_to_a_question_is_the_exit_code(
+    line: str, key: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_build("cu126")
+    monkeypatch.setattr("uneven.install.new_build.check_space", lambda plan: 10**11)
+    monkeypatch.setattr(sys, "argv", ["uneven", "torch", *line.split()])
+    monkeypatch.setattr(sys, "stdin", Terminal(key))
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == code
+    assert ("nobody answered: add -y" in capsys.readouterr().err) == (key == CTRL_D)
+    assert [build.name for build in builds.list_builds()] == ["cu126"]
+
+
+def test_a_home_that_is_no_folder_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNEVEN_HOME", "/dev/null")
+    result = call("activate", "--none")
+    assert isinstance(result.exception, MachineError)
+    assert "cannot write to /dev/null/torch: a part of the path is a file" in str(result.exception)
 
 
 def test_install_shows_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:

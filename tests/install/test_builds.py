@@ -1,5 +1,6 @@
 """The folder of builds: what is listed, which is active, and that nothing but ours is ever deleted."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -58,6 +59,32 @@ def test_one_is_active_or_none() -> None:
     builds.activate(None)
     builds.activate(None)
     assert builds.active_name() is None
+
+
+def test_a_home_that_is_a_file_is_a_machine_error(tmp_path: Path) -> None:
+    (tmp_path / "home").touch()
+    with pytest.raises(MachineError, match=r"cannot write to .*a part of the path is a file.*UNEVEN_HOME"):
+        builds.activate(None)
+
+
+def test_an_active_build_that_must_stay_so_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = add_build("cu126")
+    builds.activate("cu126")
+    unlink = Path.unlink
+
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "active":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", denied)
+        with pytest.raises(MachineError, match="no permission to write"):
+            builds.activate(None)
+        with pytest.raises(MachineError, match="no permission to write"):
+            builds.remove("cu126", force=True)
+    assert builds.list_builds()[0].is_active
+    assert (folder / "bin" / "python").exists()
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "active", "none", "-x", "a b", "x" * 65])

@@ -1,5 +1,6 @@
 """What a new project is called, where it may be written, and what it takes over from the machine."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,30 @@ def test_a_folder_with_other_files_is_refused_and_hidden_ones_do_not_count(tmp_p
     (tmp_path / "train.py").mkdir()
     with pytest.raises(InputError, match=r"folders where files.*train\.py"):
         check_folder(tmp_path, PATHS, force=True)
+
+
+def test_a_file_where_a_folder_goes_is_refused_even_when_forced(tmp_path: Path) -> None:
+    """Else files that come before those in the folder would be replaced, and then it fails."""
+    place = tmp_path / "tests"
+    place.touch()
+    with pytest.raises(InputError, match="has files where folders of the project go: tests; move them away"):
+        check_folder(tmp_path, PATHS, force=True)
+    place.unlink()
+    place.symlink_to(tmp_path / "absent")
+    with pytest.raises(InputError, match="has files where folders"):
+        check_folder(tmp_path, PATHS, force=True)
+    place.unlink()
+    place.mkdir()
+    check_folder(tmp_path, PATHS, force=True)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_a_machine_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, **_: object) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(MachineError, match=r"cannot write to .*demo: no permission"):
+        check_folder(tmp_path / "demo", PATHS, force=False)
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_machine_error(tmp_path: Path) -> None:

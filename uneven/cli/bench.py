@@ -77,7 +77,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
     for r in recipes:
         published = f"{r.published.value:g}" if r.published else "-"
         table.add_row(r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
     console.print(f"\nmodes: {', '.join(NAMES)} (see --devices)")
     console.print("next:  uneven bench run --model lenet --data mnist-mini")

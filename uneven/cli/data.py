@@ -144,7 +144,7 @@ def _progress_bar() -> Iterator["Progress"]:
     from rich.console import Console
 
     columns = (
-        bars.TextColumn("{task.description}"),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.DownloadColumn(),
         bars.TransferSpeedColumn(),

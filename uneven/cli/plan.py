@@ -77,7 +77,7 @@ def _print(made: "Plan") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     job = made.probe.job
     console.print(
         f"{job.samples_per_epoch:,} samples an epoch, batch {job.batch_size} per device; measured for "

@@ -91,7 +91,7 @@ def _print(found: "Scaling") -> None:
 
     from uneven.bench.undisturbed import FOOTNOTE, mark
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     table = Table(box=None, header_style="bold")
     headings = (found.counted, f"{found.unit}/s", "speed-up", "predicted", "off by")
     for heading in (*headings, "comm / compute", "alpha", "by timeline"):

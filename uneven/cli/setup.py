@@ -91,6 +91,7 @@ def _install(
     advice: "Advice", environment: "Environment", command: list[str] | None, system: bool, yes: bool, as_json: bool
 ) -> None:
     """Run `command` if there is one, into an environment that may be changed, after a confirmation."""
+    from uneven.cli.torch_builds import ask
     from uneven.install.environment import install, refuse_shared
 
     if command is None:
@@ -102,7 +103,7 @@ def _install(
     if not yes:
         if not sys.stdin.isatty():
             raise InputError("there is no terminal to ask for confirmation: add -y to install, or --dry-run to look")
-        if not typer.confirm(f"Install into {environment.prefix}?", err=True):
+        if not ask(f"Install into {environment.prefix}?"):
             typer.echo("uneven: nothing was installed", err=True)
             raise typer.Exit(1)
     install(command, lambda line: typer.echo(f"  {line}", err=as_json))

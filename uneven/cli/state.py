@@ -61,7 +61,7 @@ def _print_contents(run: Path, entries: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("state", "slot", "epochs", "samples", "last metrics", "MB", "saved (UTC)", "whole"):
         table.add_column(heading, justify="right" if heading in ("slot", "epochs", "samples", "MB") else "left")

@@ -69,9 +69,11 @@ def _document(run: "KnownRun") -> dict[str, Any]:
 
 
 def _console() -> Any:
+    """No markup: folders and scripts have the names that users give them, as in runs/[lr=0.1]."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def _watch(read: Any, *, ends: bool) -> None:

@@ -207,7 +207,7 @@ def _print_pairs(found: "Sequence[Paired]") -> None:
         marked = [mark(figure, pair.is_disturbed) for figure in figures]
         verdict = {True: "yes", False: "no", None: "-"}[pair.is_as_fast]
         table.add_row(pair.ours, pair.theirs, *marked, f"{len(pair.our_s)}", verdict)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print("ratio: its time over ours; at least as fast: the interval lies above 0.97\n")
     console.print(table)
     _print_footnote(console, found)

@@ -130,7 +130,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._console = Console(file=sys.stderr, highlight=False, quiet=is_quiet)
+        self._console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, quiet=is_quiet)
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -312,7 +312,7 @@ def _check_references(runs: Path, as_json: bool) -> None:
             verdict = "fails" if row.faults else "holds"
             table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
         # Not on a terminal rich takes 80 columns, and would shorten every name.
-        Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+        Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120).print(table)
     if faults:
         raise RankError("does not hold:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -374,7 +374,7 @@ def _print_trial(trial: "Trial") -> None:
         efficiency = "" if row.efficiency is None else f"~{row.efficiency:.2f}"
         figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
         table.add_row(row.policy, f"{row.loss:.4f}", *found, *(mark(figure, row.is_disturbed) for figure in figures))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
     if any(row.is_disturbed for row in trial.rows):
         console.print(f"\n{FOOTNOTE}, and none is recommended", markup=False)

@@ -230,16 +230,22 @@ def _say(line: str) -> None:
 
 
 def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    try:
-        is_wanted = typer.confirm(question, err=True)
-    except typer.Abort:
-        _say("")
-        raise InputError(f"{question} nobody answered: add -y") from None
-    if not is_wanted:
+    if not yes and not ask(question):
         _say("uneven: nothing was done")
         raise typer.Exit(1)
+
+
+def ask(question: str) -> bool:
+    """The answer at the terminal, to a question on stderr. InputError where the input has ended; `uneven setup` asks
+    in the same way."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort as ended:
+        _say("")
+        # typer makes an Abort of Ctrl-C, too, which is exit code 130 as everywhere else.
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise InputError(f"{question} nobody answered: add -y") from None
 
 
 @contextmanager

@@ -143,13 +143,17 @@ def active_name() -> str | None:
 
 
 def activate(name: str | None) -> None:
-    """Make one build the active one, atomically; None: the current environment is used again."""
-    if name is None:
-        (builds_folder() / _ACTIVE).unlink(missing_ok=True)
-        return
-    find_build(name)
+    """Make one build the active one, atomically; None: the current environment is used again.
+
+    MachineError where the folder of the builds does not let us.
+    """
+    if name is not None:
+        find_build(name)
     try:
-        write_atomically(builds_folder() / _ACTIVE, f"{name}\n".encode())
+        if name is None:
+            (builds_folder() / _ACTIVE).unlink(missing_ok=True)
+        else:
+            write_atomically(builds_folder() / _ACTIVE, f"{name}\n".encode())
     except OSError as error:
         raise folder_error(builds_folder(), error, _CHOOSE) from error
 

@@ -85,7 +85,15 @@ def make_files(name: str, template: str, machine: Machine) -> dict[str, str]:
 
 
 def check_folder(folder: Path, paths: Mapping[str, str], force: bool) -> None:
-    """InputError where the project cannot be written there without touching what somebody else wrote."""
+    """InputError where the project cannot be written there without touching what somebody else wrote; MachineError
+    where the folder cannot even be looked at."""
+    try:
+        _refuse_folder(folder, paths, force)
+    except OSError as error:  # the name is too long, a folder above it may not be searched
+        raise _folder_error(folder, error) from error
+
+
+def _refuse_folder(folder: Path, paths: Mapping[str, str], force: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; choose another name")
     if force:
@@ -94,8 +102,14 @@ def check_folder(folder: Path, paths: Mapping[str, str], force: bool) -> None:
             raise InputError(
                 f"{folder} has folders where files of the project go: {', '.join(blocked)}; move them away"
             )
+        above = {parent for path in paths for parent in Path(path).parents if parent.name}
+        stopped = sorted(str(name) for name in above if _is_there(folder / name) and not (folder / name).is_dir())
+        if stopped:
+            raise InputError(
+                f"{folder} has files where folders of the project go: {', '.join(stopped)}; move them away"
+            )
         return
-    ours = [path for path in paths if (folder / path).exists() or (folder / path).is_symlink()]
+    ours = [path for path in paths if _is_there(folder / path)]
     if ours:
         raise InputError(
             f"{folder} has {', '.join(ours)} already: nothing was written; choose another name, or --force to replace "
@@ -110,6 +124,10 @@ def check_folder(folder: Path, paths: Mapping[str, str], force: bool) -> None:
         )
 
 
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
 def write_project(folder: Path, contents: Mapping[str, str]) -> None:
     """Write every file, whole or not at all; MachineError where the folder cannot be written to."""
     try:
@@ -117,7 +135,11 @@ def write_project(folder: Path, contents: Mapping[str, str]) -> None:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / path, content.encode())
     except OSError as error:
-        raise MachineError(f"cannot write to {folder}: {why_not_written(error)}; choose another folder") from error
+        raise _folder_error(folder, error) from error
+
+
+def _folder_error(folder: Path, error: OSError) -> MachineError:
+    return MachineError(f"cannot write to {folder}: {why_not_written(error)}; choose another folder")
 
 
 def _values(name: str, template: str, machine: Machine) -> dict[str, str]:

@@ -152,5 +152,6 @@ def _efficiency(root: Path, model: str, mode: str) -> list[float] | None:
     paired = read_json(root / model / mode / "efficiency.json")
     if not isinstance(paired, dict) or is_disturbed(paired):
         return None
-    figures = [paired.get("efficiency"), paired.get("half_width")]
-    return None if None in figures else [float(figure) for figure in figures]
+    found = [paired.get("efficiency"), paired.get("half_width")]
+    figures = [float(figure) for figure in found if figure is not None]
+    return figures if len(figures) == len(found) else None
