@@ -23,8 +23,12 @@ def make() -> nn.Module:
 
 
 # Powers of two: a captured step holds its learning rate in fp32.
+def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1 / 16, momentum=0.9)
+
+
 OPTIMIZERS = {
-    "momentum": lambda params: torch.optim.SGD(params, lr=1 / 16, momentum=0.9),
+    "momentum": make_optimizer,
     "adam": lambda params: torch.optim.Adam(params, lr=1 / 128),
 }
 

@@ -155,6 +155,21 @@ def test_a_machine_that_the_others_do_not_reach_is_left_out_again(recruiting: Re
     assert (recruiting.generation.number, recruiting.generation.members) == (2, MEMBERS)
     assert recruiting.given_up == [3]
     assert "rank 3 (cpu on laptop) could not settle (no connection to laptop)" in recruiting.reporter.lines[-1]
+    assert recruiting.turned_away == {3: "could not settle (no connection to laptop)"}, "its machine is told"
+
+
+def test_one_that_could_not_settle_is_started_again(recruiting: Recruiting) -> None:
+    """The launcher ended with an IndexError: it looked for the new process among exit codes that were older."""
+    recruiting.statuses = [{**status, "restarts": 2} for status in recruiting.statuses]
+    recruiting.at = {2: recruiting.end(1, -9), 4: recruiting.ready(3)}
+    recruiting.at[6] = lambda: recruiting.suspect(0, 2, "no connection to it")
+    recruiting.stays = {4}
+    recruiting.watch(30)
+    left_out, again = recruiting.reporter.lines[-2:]
+    assert "rank 3 (cpu on pc) could not settle (no connection to it): 2 ranks go on" in left_out
+    assert again == "a rank on cpu is started again, and joins when it is ready (restart 2 of 2)"
+    assert recruiting.generation is not None
+    assert recruiting.generation.members == (MEMBERS[0], MEMBERS[2])
 
 
 def test_a_run_ends_without_those_who_have_not_joined_it(recruiting: Recruiting) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.launch.test_watch_joining import LAPTOP, Recruiting
 from tests.launch.test_watch_losses import MEMBERS, Cluster
 from uneven.launch.heartbeat import LEAVE, STAY, TERMINATED_KEY, handed_key, leave_key
-from uneven.launch.leave_requests import Answer, LeaveRequest
+from uneven.launch.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.requests import Requests
 from uneven.train.leaving import PARTING
 
@@ -159,3 +159,15 @@ def test_a_sigterm_to_a_rank_of_another_machine_lets_it_leave_or_stops_the_run(
     assert stopped == ([] if can else [True])
     assert (parting.generation is not None) == can
     assert not parting.store.check([TERMINATED_KEY])
+
+
+def test_ranks_that_part_when_the_run_is_stopped_form_their_group_again(parting: Parting) -> None:
+    """They counted as parting for ever: no generation came for them, and the run failed with nothing saved."""
+    for status in parting.statuses:
+        status["handles_stop"] = True
+    parting.at = {2: parting.ask(2), 4: lambda: [parting.suspect(number, 0, PARTING) for number in (0, 1)]}
+    parting.at[5] = lambda: parting.requests.stop.set()
+    parting.watch(30)
+    assert (parting.answers, parting.told(2)) == ([{"refused": ENDS}], STAY)
+    assert parting.generation is not None
+    assert (parting.generation.number, parting.generation.members) == (1, MEMBERS)

@@ -63,6 +63,7 @@ class Cluster:
         monkeypatch.setattr(watch_module, "GRACE_S", 0.0)
 
     codes: list[Any]
+    requests: Requests  # of the watch that is on
 
     def exit_codes(self) -> list[Any]:
         """The watch begins every look with it."""
@@ -78,17 +79,17 @@ class Cluster:
         """So many looks, and then all ranks that run have ended well."""
         known = (self.store, self.folder, MEMBERS, ROSTER, self.reporter)
         watch = Watch(self, *known, self.recruits(), self.take_asked)
-        requests = Requests()
+        self.requests = Requests()
         for self.looks in range(1, looks + 1):
             self.at.get(self.looks, lambda: None)()
             for number, member in enumerate(self.members):
                 if number not in self.silent and self.codes[number] is None:
                     status = {"count": self.looks, "member": member, "rank": number, **self.statuses[number]}
                     self.store.set(heartbeat_key(member), json.dumps(status))
-            assert not watch._look(requests)
+            assert not watch._look(self.requests)
         self.looks += 1
         self.codes = [0 if code is None and n not in self.stays else code for n, code in enumerate(self.codes)]
-        assert watch._look(requests)
+        assert watch._look(self.requests)
 
     def recruits(self) -> Recruits | None:
         """Who starts ranks that join."""

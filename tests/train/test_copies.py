@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.machines.plain_door import PlainDoor, plain_door
 from tests.ranks import on_threads
@@ -18,6 +20,8 @@ from uneven.results.checkpoint import read_checkpoint, seal, write_rank_part
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.train.copies import Copies
 from uneven.train.rank_info import RankInfo
+from uneven.train.run_record import RunRecord
+from uneven.train.saves import Saves
 
 HOSTS = ("lab-a", "lab-b")
 
@@ -50,7 +54,7 @@ def connect(
         info = RankInfo(group.rank, roster.devices, roster=roster, leader=door.reach(home / f"rank {group.rank}"))
         info.join(group)
         config = settings(home / (keeper if group.rank else "a"), **more)
-        return copies[group.rank].connect(info, config, home / "a", "word")
+        return copies[group.rank].connect(info, config, home / "a", "word", "run")
 
     return on_threads(2, run)[0]
 
@@ -141,3 +145,38 @@ def test_a_folder_of_the_user_is_refused(door: PlainDoor, tmp_path: Path) -> Non
         connect(door, tmp_path, (Copies(), Copies()))
     with pytest.raises(InputError, match="checkpoint_copies=2 without checkpoints: add save_every='1 epoch'"):
         settings(tmp_path, save_every=None)
+
+
+def saves_of(out: Path, **more: Any) -> tuple[Any, Saves]:
+    """Of a rank process, with the engine that it asks for its place in each group."""
+    config = settings(out, **more)
+    engine: Any = SimpleNamespace(config=config, device=torch.device("cpu"), full_state=None, is_own_loop=True)
+    return engine, Saves(engine, RunRecord())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_machine_that_has_left_finds_the_copies_of_the_run_when_it_comes_back(
+    door: PlainDoor, tmp_path: Path, overwrite: bool
+) -> None:
+    """Its new process drew another id than the run's: it moved the copies away, or removed them."""
+    roster = Roster(parse_devices(["cpu", "cpu"]), (0, 1), HOSTS)
+
+    def connect_saves(ranks: list[tuple[Any, Saves]]) -> None:
+        def run(group: Any) -> None:
+            engine, saves = ranks[group.rank]
+            leader = door.reach(tmp_path / f"rank {group.rank}")
+            engine.rank_info = RankInfo(group.rank, roster.devices, roster=roster, leader=leader)
+            engine.rank_info.join(group)
+            saves.connect()
+
+        on_threads(2, run)
+
+    write(tmp_path / "b/step-2", tmp_path / "b/.step-2.partial-other_0", 2)
+    (tmp_path / "b/.uneven").write_text("{}")
+    first = saves_of(tmp_path / "a", overwrite=overwrite)
+    connect_saves([first, saves_of(tmp_path / "b", overwrite=overwrite)])
+    assert find_checkpoints(tmp_path / "b") == []  # it was another run's
+    write(tmp_path / "b/step-4", tmp_path / "b/.step-4.partial-own_0", 4)
+    connect_saves([first, saves_of(tmp_path / "b", overwrite=overwrite)])
+    assert [folder.name for folder in find_checkpoints(tmp_path / "b")] == ["step-4"]
+    assert (tmp_path / "b.1/step-2").exists() != overwrite

@@ -12,7 +12,7 @@ from uneven.errors import GroupLostError
 # Of a run's first group: a rank may still load data or compile, and the launcher ends the run if one dies. Of every
 # collective, too: a dead peer raises at once, and the launcher finds a rank that hangs. The last resort.
 TIMEOUT = timedelta(minutes=30)
-# Of later ones: all of their ranks are there and wait for nothing else.
+# Of later ones: all of their ranks are there and wait for nothing else, which launch/membership.py sees to.
 LIMIT = timedelta(seconds=20)
 PAUSE_S = 0.02
 

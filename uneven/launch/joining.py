@@ -88,6 +88,16 @@ class Joining:
             self._reporter.say([f"{place} has not joined: {cause}; the run goes on without it"])
             self._recruits.turn_away(number, cause)
 
+    def turn_away(self, numbers: Collection[int], cause: str) -> list[str]:
+        """These processes are in the roster and could not settle: their machines may go; a line about each.
+
+        Nobody told them: `uneven join` stayed connected to the run, without ranks, until its end.
+        """
+        why = f"could not settle ({cause})"
+        for number in numbers:
+            self._recruits.turn_away(number, why)
+        return [f"{self._ranks[number].name(number)} {why}" for number in numbers]
+
     def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
         """The generation with those who are ready, where the `statuses` of all present ranks say that others may join.
 

@@ -65,9 +65,13 @@ class Leaving:
                 self.ask([LeaveRequest((number,), answer, is_urgent=True)])
 
     def end(self) -> None:
-        """The run ends: whoever is asked to leave does not leave before."""
+        """The run ends: whoever is asked to leave does not leave before.
+
+        Ranks that were parting wait for a generation: from now on the watch heeds them as ranks that have lost a group.
+        """
         for request in list(self._open):
             self._refuse(request, ENDS)
+        self.is_parting, self._since_s = False, None
 
     def look(self, refusal: Refusal, now_s: float) -> Generation | None:
         """Tell those who may go, and answer; the generation without those who have handed in, where there are some.

@@ -20,18 +20,20 @@ from uneven.config import RunConfig
 from uneven.errors import GroupLostError, Left, RankError
 from uneven.hardware.choices import is_crowded
 from uneven.hardware.roster import Roster
-from uneven.launch.deadlines import SILENT_S
+from uneven.launch.deadlines import SILENT_S, WAITING_PHASES
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
+    INTERVAL_S,
     LEAVE,
     handed_key,
+    heartbeat_key,
     leave_key,
     ready_key,
     roster_key,
     settled_key,
     suspicion_key,
 )
-from uneven.launch.newcomer import OVER, facts_key, why_closed
+from uneven.launch.newcomer import OVER, facts_key, is_run_over, why_closed
 from uneven.train.leaving import PARTING
 from uneven.train.membership import Generation
 
@@ -39,6 +41,9 @@ POLL_S = 0.02
 ALL, LOST = "all", "lost"  # whether every rank of a generation had the result before one was lost
 LOST_EARLY = "a rank was lost before all of them had the result"
 ANSWER_S = 10.0  # for the launcher, beyond the silence after which a rank is lost
+# For members that a new group misses and the launcher does not judge: those that have left the run, and those that only
+# wait, or write what they have of a checkpoint to its end before they come.
+LEFT_S, WAITING_S = 20.0, 120.0
 
 
 class StoreMembership:
@@ -182,8 +187,7 @@ class StoreMembership:
             before.abort(generation.why)
             before.close()
         try:
-            if is_own_loop:
-                self._await_all(generation)
+            self._await_all(generation, is_own_loop)
             group = self._make_group(generation, rank)
         except RankError:
             raise
@@ -198,15 +202,36 @@ class StoreMembership:
         self._on_formed(generation, rank)
         return group
 
-    def _await_all(self, generation: Generation) -> None:
-        """The launcher watches over those who are missing: one that is lost makes another generation."""
+    def _await_all(self, generation: Generation, is_own_loop: bool) -> None:
+        """Until all members are here, however long a step, an evaluation, a callback or a checkpoint keeps them.
+
+        The launcher watches over those who are missing: one that is lost makes another generation. A group that was
+        formed without waiting was given up after 20 s, with a healthy newcomer or, the sixth time, the whole run.
+        """
         own = f"run/{self._run}/here/{generation.number}"
-        self._store.set(f"{own}/{self._member}", "1")
-        while not self._store.check([f"{own}/{member}" for member in generation.members]):
+        keys = {member: f"{own}/{member}" for member in generation.members}
+        self._store.set(keys[self._member], "1")
+        limit_s, since_s, looked_s = math.inf, 0.0, -math.inf
+        heard: dict[str, tuple[str, float]] = {}  # of those who are missing: the last heartbeat, and when it was new
+        while not self._store.check([*keys.values()]):
             if self.is_stale(generation.number):
                 raise GroupLostError("a newer generation was announced")
-            if why_closed(self._store) == OVER:  # they have ended without this newcomer
+            if is_run_over(self._store, self._run):  # they have ended without this newcomer
                 raise GroupLostError(f"this run cannot be joined any more: {OVER}")
+            if (now_s := time.monotonic()) - looked_s >= INTERVAL_S:
+                looked_s, before_s = now_s, limit_s
+                missing = [member for member, key in keys.items() if not self._store.check([key])]
+                for member in missing:
+                    text = get_text(self._store, heartbeat_key(member)) or "{}"
+                    if heard.get(member, ("", 0.0))[0] != text:
+                        heard[member] = text, now_s
+                limit_s = patience_s([json.loads(heard[member][0]) for member in missing], is_own_loop)
+                since_s = since_s if limit_s == before_s else now_s
+                # Code of the user's own may have ended a rank by os._exit(0), which the launcher takes for its end.
+                if any(now_s - heard[member][1] > WAITING_S for member in missing):
+                    raise GroupLostError(f"a peer was silent for {WAITING_S:.0f} s: the group was not formed")
+            if now_s - since_s > limit_s:
+                raise GroupLostError(f"a peer did not come within {limit_s:.0f} s: the group was not formed")
             time.sleep(POLL_S)
 
     def record_store(self) -> Store:
@@ -230,6 +255,17 @@ class StoreMembership:
                 time.sleep(POLL_S)
         if verdict == LOST:
             raise GroupLostError(LOST_EARLY if self._newest is None else self._newest.why)
+
+
+def patience_s(missing: Sequence[Mapping[str, Any]], is_own_loop: bool) -> float:
+    """How long to wait on for members with these heartbeats; without an end where the launcher judges them.
+
+    It does not judge who waits for others. In a loop of the user's own such a member may train on until its epoch ends.
+    """
+    if any("min_ranks" not in status for status in missing):
+        return LEFT_S
+    waits = not is_own_loop and all(status["phase"] in WAITING_PHASES for status in missing)
+    return WAITING_S if waits else math.inf
 
 
 def waiting_limit_s(deadline: Any) -> float:

@@ -42,6 +42,14 @@ def why_closed(store: Store) -> str | None:
     return found["why_not"] or None
 
 
+def is_run_over(store: Store, run: int) -> bool:
+    """Whether this run of the script has its result, or a later one has begun."""
+    if (text := get_text(store, RUN_KEY)) is None:
+        return False
+    found = json.loads(text)
+    return bool(found["number"] > run or (found["number"] == run and found["why_not"] == OVER))
+
+
 def facts_key(run: int) -> str:
     """Where rank 0 writes what somebody who joins must know."""
     return f"run/{run}/facts"

@@ -133,7 +133,7 @@ class Watch:
             self._let_go(requests, now)
             if not self._leaving.is_parting:
                 self._heed_suspicion([n for n, code in enumerate(codes) if code in ended_well], now)
-                self._let_in(codes, now)
+                self._let_in(now)
         self._drop_mapped_tensors()
         self._pass_on(requests, now)
         if self._stop_sent_s is not None:
@@ -141,11 +141,12 @@ class Watch:
             self._check_stopping(self._stop_sent_s, now, requests.grace)
         return False
 
-    def _let_in(self, codes: Sequence[int | None], now_s: float) -> None:
+    def _let_in(self, now_s: float) -> None:
         """Processes that want to join: those that are ready are in the next generation."""
         if (joining := self._joining) is None:
             return
-        waiting, lost = self._generations.waiting, self._processes.lost()
+        # Read here: one of them may have been started again in this very look.
+        codes, lost, waiting = self._processes.exit_codes(), self._processes.lost(), self._generations.waiting
         errors = read_errors(self._folder, list(waiting))
         ended = {number: lost[number] for number in waiting if number in lost}
         for number in waiting:
@@ -271,9 +272,9 @@ class Watch:
         self._suspected_s = suspected_s = now_s if self._suspected_s is None else self._suspected_s
         if now_s - suspected_s < SUSPECT_S or any(self._ranks[n].heard_s <= suspected_s for n in {*numbers} - {*ended}):
             return
-        if joining := self._generations.joining & {*numbers}:
+        if self._joining is not None and (joining := self._generations.joining & {*numbers}):
             # A machine that joins may not be reached by all others.
-            self._go_on_without(joining, [f"{self._ranks[n].name(n)} could not settle ({causes[0]})" for n in joining])
+            self._go_on_without(joining, self._joining.turn_away(joining, causes[0]))
             return
         if left := [n for n in numbers if n in ended or "min_ranks" not in self._ranks[n].status]:
             if len(left) == len(numbers):

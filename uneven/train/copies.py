@@ -27,18 +27,21 @@ class Copies:
     """Life cycle: made with the run's saves, `connect` with every group; then the saver's thread calls the rest."""
 
     def __init__(self) -> None:
-        self._run = ""  # by which a keeper knows copies of this run from those of another
+        self.run = ""  # its id, by which a keeper knows copies of this run from those of another
         self._is_told = False
         self.folder: Path | None = None  # on the keeper: where the copies are
         self._gives_out = False  # on rank 0: there is a keeper
         self._shared = ""  # the last checkpoint that was given out
 
-    def connect(self, info: RankInfo, config: RunConfig, out: Path, token: str) -> list[str]:
+    def connect(self, info: RankInfo, config: RunConfig, out: Path, token: str, run: str) -> list[str]:
         """Find the keeper and see that it can keep copies; lines for the user. A collective, after `out` was opened.
+
+        `token` is of this group, `run` the id that rank 0 has known since the first one. By an id of its own a machine
+        that had left and come back took its copies for those of another run, and moved or removed them.
 
         InputError on all ranks where it cannot, before the first step; later that is a line like any other.
         """
-        self.folder, self._gives_out, self._run = None, False, self._run or token
+        self.folder, self._gives_out, self.run = None, False, run
         given = f"checkpoint_copies={config.checkpoint_copies}"
         others = [rank for rank in range(info.world_size) if info.roster.machines[rank] != info.roster.machines[0]]
         if not others:
@@ -78,15 +81,15 @@ class Copies:
     def _prepare(self, config: RunConfig, own: Path) -> str:
         """Make the keeper's folder ready, once in a run; why it cannot be. Other runs' files in it are moved aside."""
         try:
-            if mark_of_run(own) == self._run:
-                pass  # another rank of this machine was the keeper before
+            if mark_of_run(own) == self.run:
+                pass  # this machine was the keeper before, by another rank or another process
             elif config.resume is None:
                 make_out_folder(own, config.overwrite)
             else:
                 slot = slot_of(config.resume) or 0
                 set_aside(own, [folder for folder in find_checkpoints(own) if (slot_of(folder) or 0) > slot])
                 own.mkdir(parents=True, exist_ok=True)
-            mark_as_run(own, run_id=self._run)
+            mark_as_run(own, run_id=self.run)
             remove_partial(own)
         except (InputError, MachineError, OSError) as error:
             return str(error)

@@ -100,7 +100,8 @@ class Membership(Protocol):
     def form(self, generation: Generation, *, is_own_loop: bool = False) -> Group:
         """The group of a generation. GroupLostError where a member is lost, or a newer one is announced meanwhile.
 
-        `is_own_loop`: members may be in code of the user's own, and come when that ends, however long it takes.
+        Members may be in an evaluation, a callback or a checkpoint, and come when that ends, however long it takes.
+        `is_own_loop`: or in code of the user's own, and where others join, in the steps of an epoch that goes on.
         """
         ...
 

@@ -63,7 +63,8 @@ class Saves:
     def connect(self) -> None:
         """When the group has formed; a collective: all ranks write to one folder, under a name no other run has."""
         info, out = self._engine.rank_info, self._engine.config.out
-        own = {"out": None if out is None else str(out.absolute()), "token": secrets.token_hex(4)}
+        token = secrets.token_hex(4)
+        own = {"out": None if out is None else str(out.absolute()), "token": token, "run": self._copies.run or token}
         agreed = json.loads(gather_bytes(info.group, json.dumps(own if info.rank == 0 else None).encode())[0])
         self.out, self._token = None if agreed["out"] is None else Path(agreed["out"]), agreed["token"]
         leader = None if info.is_with_first else info.leader
@@ -75,7 +76,7 @@ class Saves:
                 raise InputError(f"save_every={save_every!r}: {why_not}")
             self._note(f"Ctrl-C and SIGTERM will save the state, and no checkpoint to go on from: {why_not}")
         elif self.out is not None and self._engine.config.checkpoint_copies > 1:
-            for line in self._copies.connect(info, self._engine.config, self.out, self._token):
+            for line in self._copies.connect(info, self._engine.config, self.out, self._token, agreed["run"]):
                 self._note(line)
         if self._copies_late and not self._has_hooks:
             self._has_hooks = True
