@@ -8,7 +8,7 @@ import pytest
 
 from uneven import Callback, CallbackInfo, EarlyStopping, InputError, KeepBest, RankError
 from uneven.comm.group import SoloGroup
-from uneven.train.callbacks import CallbackRunner
+from uneven.train.callbacks import Agreed, CallbackRunner
 
 
 class Counting(Callback):
@@ -92,6 +92,41 @@ def test_a_state_that_cannot_be_kept_ends_the_run_where_all_ranks_meet(callback:
         one.agree(SoloGroup())
 
 
+@pytest.mark.parametrize("callback", [Counting(object()), Broken()])
+def test_a_state_that_nobody_needs_counts_as_none_where_it_cannot_be_kept(callback: Any) -> None:
+    """A rank that joins must not end the run of the others."""
+    one = runner(callback)
+    assert [entry["state"] for entry in one.state_dict(is_needed=False)] == [None]
+    assert one.agree(SoloGroup()) == Agreed()
+
+
+class Evaluates(Callback):
+    def on_eval(self, info: CallbackInfo) -> None: ...
+
+
+@pytest.mark.parametrize("is_stateless", [False, True])
+def test_what_was_counted_and_asked_for_since_is_forgotten(is_stateless: bool) -> None:
+    """But for a request to keep the tensors, where one that keeps no state may have made it and not make it again."""
+    counting = Counting(3)
+    one = runner(counting, *([Evaluates()] if is_stateless else []))
+    before = one.moment()
+    counting.count = 5
+    one._requests.hook, one._requests.caller = "on_eval", "Counting"
+    one._requests.stop("enough")
+    one._requests.keep()
+    assert one.agree(SoloGroup()) == Agreed("Counting: enough", True)
+    one.go_back_to(before)
+    assert (counting.count, one.stopped, one.is_stopping()) == (3, None, False)
+    assert one.agree(SoloGroup()) == Agreed(None, is_stateless)
+    one.forget_keep()
+    assert one.agree(SoloGroup()) == Agreed()
+    one._requests.stop("enough")
+    one.go_back_to(one.moment())
+    assert one.is_stopping(), "asked for before"
+    one.forget_requests()
+    assert not one.is_stopping()
+
+
 def test_a_state_that_cannot_be_loaded_ends_the_run_likewise() -> None:
     one = runner(Broken())
     one.load_state_dict([{"class": "Broken", "state": {}}])
@@ -144,6 +179,15 @@ def test_keep_best_keeps_only_what_is_better_than_before() -> None:
     assert kept == [False, False, True]
     second.on_start(at(0.0))
     assert second.best is None, "another run of the same object begins anew"
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_run_is_not_that_of_the_next_one() -> None:
+    keeping = KeepBest("score")
+    keeping.on_start(at(0.0))
+    keeping.load_state_dict(keeping.state_dict())
+    keeping.on_eval(at(2.0))
+    keeping.on_start(at(0.0))
+    assert keeping.best is None
 
 
 def test_the_best_of_another_metric_does_not_count_and_infinity_is_kept() -> None:

@@ -189,3 +189,22 @@ def test_a_resumed_run_goes_back_to_where_it_began(alone: TrainedState, tmp_path
     loss = Loss("m2", (leader.begun + leader.collectives[0]) // 2)
     found, _ = train(tmp_path / "out", 3, [loss], **more)
     assert check_all(found, alone)[-1]["checkpoint"] == "step-2"
+
+
+def test_a_stop_that_was_asked_for_after_the_checkpoint_has_not_been(
+    monkeypatch: pytest.MonkeyPatch, alone: TrainedState, tmp_path: Path
+) -> None:
+    """A callback asks again where the step is trained again, or has another reason not to."""
+    asked: dict[int, int] = {}  # by callback: the collective in which the others would hear of it
+
+    def stop_once(saved: Saved, info: CallbackInfo) -> None:
+        if info.step == EVERY + 1 and id(saved) not in asked:
+            asked[id(saved)] = saved._group.started[0]
+            info.stop()
+
+    monkeypatch.setattr(Saved, "on_step", stop_once, raising=False)
+    stopped, _ = train(tmp_path / "plain", 3, [], strategy="fsdp")
+    assert {state.stopped for state, _, _ in stopped.values()} == {"Saved asked for it"}
+    (place,) = {*asked.values()}
+    found, _ = train(tmp_path / "out", 3, [Loss("m1", place)], strategy="fsdp")
+    assert check_all(found, alone)[-1]["checkpoint"] == "step-2"

@@ -6,6 +6,8 @@ On threads, with real workers; tests/faults has the same with processes that are
 import itertools
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,15 +47,18 @@ def train(
     joins: list[Join] | None = None,
     x: torch.Tensor = X,
     leaves: dict[str, int] | None = None,
+    evaluate: Any = accuracy,
+    callbacks: Callable[[], tuple[Any, ...]] = tuple,
     **changes: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """`leaves`: members that are asked to leave after so many steps."""
+    """`leaves`: members that are asked to leave after so many steps. `callbacks` makes those of one member."""
     settings = {"batch_size": 12, "epochs": 2, "seed": 3, "global_batch_size": 30, "policy": "balanced"} | changes
     config = resolve({**settings, "sync_batchnorm": True})
     data = TensorData(x.double(), Y)
-    task = Task(NormNet, OPTIMIZERS[optimizer], mean_loss, data, None, Evaluation(data, accuracy, every=1))
+    shared = Task(NormNet, OPTIMIZERS[optimizer], mean_loss, data, None, Evaluation(data, evaluate, every=1))
 
     def rank(info: RankInfo, group: LossyGroup, membership: FakeMembership) -> tuple[TrainedState, Worker]:
+        task = replace(shared, callbacks=callbacks())
         worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
         worker.membership = membership
         train_part = worker.train_part

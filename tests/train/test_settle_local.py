@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +64,7 @@ def train(
     joins: Sequence[Join] = (),
     failing: Sequence[str] = (),
     leaves: Mapping[str, int] = MappingProxyType({}),
+    callbacks: Callable[[], tuple[Any, ...]] = tuple,
     **changes: Any,
 ) -> tuple[Found, Any]:
     """`act(member, steps)` is called before every step, `act_on_record` before a member writes down a round.
@@ -85,6 +87,7 @@ def train(
             return count_step(model, batch)
 
         task = Task(Count, lambda params: torch.optim.SGD(params, lr=1.0), step, data, None, evaluation)
+        task = replace(task, callbacks=callbacks())
         worker = Worker(task, config, info, lambda _: group, threading.Event(), Begun(group))
         worker.membership = membership
         prepare = worker.prepare_for_losses

@@ -50,6 +50,7 @@ class _Improvement(Callback):
 
     def improved(self, info: CallbackInfo) -> bool:
         """Whether this evaluation is the best one so far."""
+        self._is_loaded = False  # also in the middle of a run, which does not call on_start again
         if self.metric not in info.metrics:
             known = ", ".join(sorted(info.metrics))
             raise InputError(f"{type(self).__name__}(metric={self.metric!r}): the evaluation has {known}")

@@ -51,11 +51,17 @@ class Callback:
         """After the last step, when all ranks hold the same params. A run that fails does not come here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain JSON; each rank's is written into every checkpoint."""
+        """What a resumed run needs, as plain JSON; each rank's is written into every checkpoint.
+
+        A rank that joins a run begins with that of another rank.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """In a resumed run, before on_start: what `state_dict` returned."""
+        """In a resumed run, and on a rank that joins one, before on_start: what `state_dict` returned.
+
+        Later where ranks were lost or joined: an evaluation or checkpoint that was interrupted is done again.
+        """
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,15 @@ class Agreed(NamedTuple):
 
     stopped: str | None = None
     keeps: bool = False
+
+
+class Moment(NamedTuple):
+    """The callbacks of this rank when an event begins that may have to be reached again."""
+
+    states: list[dict[str, Any]]  # of `CallbackRunner.state_dict`
+    agreed: str | None  # CallbackRunner.stopped
+    stopped: str | None  # asked for, as `keeps`
+    keeps: bool
 
 
 class _Requests:
@@ -177,22 +192,24 @@ class CallbackRunner:
                 break
         return self._engine.recorder.enter("other") - began_ns
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """This rank's callbacks in order, each with its state where it keeps one; plain JSON."""
-        return [{"class": type(one).__name__, "state": self._state_of(one)} for one in self._callbacks]
+    def state_dict(self, *, is_needed: bool = True) -> list[dict[str, Any]]:
+        """This rank's callbacks in order, each with its state where it keeps one; plain JSON.
 
-    def _state_of(self, callback: Any) -> Any:
+        A state that cannot be kept ends the run where it `is_needed`, and else counts as none.
+        """
+        return [{"class": type(one).__name__, "state": self._state_of(one, is_needed)} for one in self._callbacks]
+
+    def _state_of(self, callback: Any, is_needed: bool) -> Any:
         function = _hook(callback, "state_dict")
         if function is None or self._requests.failure is not None:
             return None
         self._requests.hook, self._requests.caller = "state_dict", type(callback).__name__
         try:
             return json.loads(json.dumps(function()))
-        except TypeError as error:
-            wrong = InputError(f"a callback's state must be plain JSON, without tensors or objects ({error})")
-            self._requests.fail(wrong, self._engine.trained)
-        except Exception as error:  # as in `run`
-            self._requests.fail(error, self._engine.trained)
+        except Exception as error:  # the other ranks must hear of it, as in `run`
+            plain = f"a callback's state must be plain JSON, without tensors or objects ({error})"
+            if is_needed:
+                self._requests.fail(InputError(plain) if isinstance(error, TypeError) else error, self._engine.trained)
         return None
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -203,23 +220,49 @@ class CallbackRunner:
         left = [one for one in saved if one["state"] is not None]
         fresh = []
         for callback in self._callbacks:
-            name, function = type(callback).__name__, _hook(callback, "load_state_dict")
+            name = type(callback).__name__
             found = next((one for one in left if one["class"] == name), None)
-            if function is None or self._requests.failure is not None:
+            if _hook(callback, "load_state_dict") is None or self._requests.failure is not None:
                 continue
             if found is None:
                 fresh.append(name)
                 continue
             left.remove(found)
-            self._requests.hook, self._requests.caller = "load_state_dict", name
-            try:
-                function(found["state"])
-            except Exception as error:  # as in `run`
-                self._requests.fail(error, self._engine.trained)
+            self._load(callback, found["state"])
         lines = [f"callback {name} has no state in the checkpoint and starts fresh" for name in fresh]
         return lines + [
             f"the checkpoint has the state of a callback {one['class']} that this run lacks" for one in left
         ]
+
+    def _load(self, callback: Any, state: Any) -> bool:
+        """Whether it has gone on from this state; one that is None, or after a failure, is not loaded."""
+        function = _hook(callback, "load_state_dict")
+        if function is None or state is None or self._requests.failure is not None:
+            return False
+        self._requests.hook, self._requests.caller = "load_state_dict", type(callback).__name__
+        try:
+            function(state)
+        except Exception as error:  # as in `run`
+            self._requests.fail(error, self._engine.trained)
+        return True
+
+    def moment(self) -> Moment:
+        """Where the callbacks are now, for `go_back_to`."""
+        return Moment(self.state_dict(is_needed=False), self.stopped, self._requests.stopped, self._requests.keeps)
+
+    def go_back_to(self, before: Moment) -> None:
+        """Forget what they have counted and asked for since then: the same hooks are called again, and ask again.
+
+        Where one of them keeps no state, a request to keep the tensors stays: that one may know that it has asked.
+        """
+        stateless = [
+            callback
+            for callback, saved in zip(self._callbacks, before.states, strict=True)
+            if not self._load(callback, saved["state"])
+        ]
+        asks_once = any(_hook(callback, "on_eval") is not None for callback in stateless)
+        self.stopped, self._requests.stopped = before.agreed, before.stopped
+        self._requests.keeps = before.keeps or (self._requests.keeps and asks_once)
 
     def _info(self, step: int, history: Sequence[Mapping[str, Any]], path: Path | None) -> CallbackInfo:
         axis, rank_info = self._engine.axis, self._engine.rank_info
@@ -242,12 +285,19 @@ class CallbackRunner:
         """Whether a callback of this rank has asked for the end of the run, or failed."""
         return self._requests.stopped is not None or self._requests.failure is not None
 
+    def forget_keep(self) -> None:
+        """The evaluation is over on all ranks, with what was asked for after it. Not before: a rank may be lost."""
+        self._requests.keeps = False
+
+    def forget_requests(self) -> None:
+        """What was asked for came after the checkpoint that all ranks go back to."""
+        self._requests.stopped, self._requests.keeps = None, False
+
     def agree(self, group: Group) -> Agreed:
         """Exchange what was asked for; a collective. Raises on every rank where a callback of any rank failed."""
         if not self.is_active:
             return Agreed()
-        own, self._requests.keeps = self._requests.keeps, False
-        asked = torch.tensor([self.is_stopping(), own], dtype=torch.float64)
+        asked = torch.tensor([self.is_stopping(), self._requests.keeps], dtype=torch.float64)
         is_ending, keeps = group.all_reduce_max(asked).wait().tolist() if group.world_size > 1 else asked.tolist()
         if not is_ending:
             return Agreed(None, bool(keeps))

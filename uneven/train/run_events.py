@@ -14,13 +14,14 @@ import torch
 from uneven.comm.group import Group
 from uneven.step.evaluation import monitored, name_clash
 from uneven.timeline.record import Recorder
-from uneven.train.callbacks import Agreed, CallbackRunner
+from uneven.train.callbacks import Agreed, CallbackRunner, Moment
 from uneven.train.engine import Engine
 from uneven.train.evaluator import Evaluator
 from uneven.train.history import make_entry
 from uneven.train.rank_info import Report
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
+from uneven.train.settle import Kept
 from uneven.train.synchronizer import Synchronizer
 from uneven.train.wishes import Wishes
 
@@ -62,6 +63,8 @@ class RunEvents:
         self.span: Span = ((0, 0.0), (engine.trained, run.train_seconds))
         self.done = engine.trained  # all events up to this slot are over
         self._before: _Before | None = None  # of the event that has begun and is not over, or of the run's stop
+        self.may_undo = False  # the run can go on without a rank; of the settler
+        self._callbacks_before: Moment | None = None  # of the event that has begun; until all know whether it counts
         self.before_reach: Callable[[int], None] = lambda _: None  # of a replay: raises where an event was not reached
         self.on_use: Callable[[Synchronizer], None] = lambda _: None  # likewise
 
@@ -86,8 +89,9 @@ class RunEvents:
         """
         self.before_reach(self._engine.axis.epoch_end(epoch) if step is None else step)
         self._keep_before()
+        self._callbacks_before = self._callbacks.moment() if self.may_undo else None
         is_stopped = self._reach(epoch, loss, first=first, until=until, step=step)
-        self._before = None
+        self._before = self._callbacks_before = None
         self.done = max(self.done, self._engine.axis.epoch_end(epoch) if step is None else step)
         return is_stopped
 
@@ -97,7 +101,10 @@ class RunEvents:
         self._before = _Before(len(run.history), len(run.saves), len(run.stop_rounds), self.span, kept)
 
     def undo(self) -> None:
-        """Forget what an event that was not reached by all ranks has changed here, or a stop after which it goes on."""
+        """Forget what an event that was not reached by all ranks has changed here, or a stop after which it goes on.
+
+        Callbacks follow in `settle_callbacks`.
+        """
         if self._before is not None:
             for entry in self._run.history[self._before.entries :]:
                 self._engine.dropped.report_again(entry.get("dropped", 0))
@@ -109,12 +116,56 @@ class RunEvents:
                 self._engine.schedule.load_state_dict(self._before.schedule)
             self._before = None
 
+    def settle_callbacks(self, *, counts: bool) -> None:
+        """Of an event that has begun here and was interrupted. It `counts` where the furthest rank has finished it.
+
+        Ranks agree after an event's hooks, so this rank's were called then. Else the event is reached again, and its
+        hooks are called again, by callbacks that have not seen it.
+        """
+        before, self._callbacks_before = self._callbacks_before, None
+        if counts:
+            self._callbacks.forget_keep()  # the tensors come from the furthest rank, in `take_over`
+        elif before is not None:
+            self._callbacks.go_back_to(before)
+
+    def record(self) -> dict[str, Any]:
+        """What the furthest rank tells of the events that are over, for `take_over`; as JSON."""
+        run, before = self._run, self._callbacks_before
+        return {
+            "history": run.history,
+            "saves": run.saves,
+            "stop_rounds": run.stop_rounds,
+            "monitored": run.monitored,
+            "schedule": self._engine.schedule.state_dict(first_needed=0),
+            "dropped": self._engine.dropped.counted,
+            # One that has begun here is reached again, with the newcomers.
+            "callbacks": self._callbacks.state_dict(is_needed=False) if before is None else before.states,
+            "metrics": dict(self._callbacks.metrics),
+            "has_kept": run.kept is not None,
+        }
+
+    def take_over(self, record: Mapping[str, Any], kept: Kept | None, done: int, *, is_newcomer: bool) -> None:
+        """All events up to slot `done` are over on the furthest rank: go on with its `record` and what it has kept.
+
+        A newcomer's callbacks go on from that rank's: else the first evaluation would be the best one to them.
+        """
+        run = self._run
+        run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
+        run.stop_rounds, run.kept = record["stop_rounds"], kept
+        self._engine.schedule.load_state_dict(record["schedule"])
+        self._engine.dropped.agree(*record["dropped"])
+        if is_newcomer:
+            self._callbacks.load_state_dict(record["callbacks"])
+            self._callbacks.metrics = record["metrics"]
+        self.done = done
+
     def go_back(self, callbacks: Sequence[Mapping[str, Any]]) -> None:
         """The engine is where a checkpoint was taken, and what came after it has not happened: train/roll_back.py."""
-        self._before = None
+        self._before = self._callbacks_before = None
         self.done = self._engine.trained
         self.span = ((0, 0.0), (self._engine.trained, self._saves.train_seconds))
         self._callbacks.load_state_dict(callbacks)
+        self._callbacks.forget_requests()
 
     def _reach(self, epoch: int, loss: float, *, first: int, until: int, step: int | None) -> bool:
         assert self.synchronizer is not None, "an epoch ends after round 0"
@@ -161,6 +212,7 @@ class RunEvents:
         if agreed.keeps:
             self._recorder.enter("checkpoint")
             self._run.kept = self._saves.tensors(), entry
+        self._callbacks.forget_keep()
         return agreed.stopped is not None
 
     def _save_checkpoint(self, slot: int) -> bool:

@@ -34,6 +34,7 @@ from uneven.train.settle_shards import settle_shards
 from uneven.train.step_guard import log_of
 
 NEWCOMER = -1  # the generation that a member has settled in which has trained in none
+Kept = tuple[dict[str, Any], dict[str, Any]]  # tensors that a callback kept, and their entry: RunRecord.kept
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ def why_not_joined(engine: Engine) -> str | None:
 
 
 def position_of(engine: Engine) -> dict[str, Any]:
-    """Where the run is on its axis, for newcomers; as JSON."""
-    axis = engine.axis
+    """Where the run is on its axis, for newcomers and whoever is behind; as JSON."""
+    axis, scaler = engine.axis, engine.eager.precision.scaler
     return {
         "ledger": engine.ledger.to_json(),
         "trained": engine.trained,
@@ -193,6 +194,8 @@ def position_of(engine: Engine) -> dict[str, Any]:
         "epoch_sizes": list(axis.sizes) if isinstance(axis, StreamAxis) else [],
         "saves": sorted(engine.events.extra_saves),
         "evaluations": sorted(engine.events.extra_evaluations),
+        # Ranks of a local policy scale their own losses.
+        "scaler": scaler.state_dict() if scaler.is_enabled() and not engine.config.is_local else None,
     }
 
 
@@ -216,6 +219,21 @@ def take_left_out(engine: Engine, position: Mapping[str, Any]) -> None:
     """What the user's loop has left out on the other ranks, and how far they are."""
     engine.reach_slot(position["trained"])
     engine.restore_left_out([(epoch, samples) for epoch, samples in position["skipped"]], position["skipped_slots"])
+
+
+def take_scaler(engine: Engine, state: Mapping[str, Any] | None) -> None:
+    """Go on with the source's loss scaler, if there is one: gradients are summed over ranks as they are scaled.
+
+    A newcomer's has the first scale; that of a rank which takes a step over has not seen whether it overflowed.
+    """
+    if state is None:
+        return
+    scaler = engine.eager.precision.scaler
+    scaler.scale(torch.ones((), device=engine.device))  # makes its tensors, which a newcomer's lacks
+    # A sharded step may be lost between its unscaling and its end: only `update` makes the scaler forget that, and
+    # `load_state_dict` sets the rest.
+    scaler.update(float(state["scale"]))
+    scaler.load_state_dict(dict(state))
 
 
 def config_of(config: RunConfig, ranks: Sequence[int]) -> RunConfig:
@@ -246,6 +264,25 @@ def share_tensors(group: Group, source: int, tensors: Mapping[str, Tensor]) -> d
     for work in [group.broadcast(tensor.view(-1), source) for tensor in found.values() if tensor.numel()]:
         work.wait()
     return found
+
+
+def share_kept(group: Group, settlement: Settlement, kept: Kept | None) -> Kept | None:
+    """What callbacks have kept on the source, on every rank; a collective. What the others pass is not used.
+
+    Call it where the source has kept something. Nothing is sent where all have been through the same events.
+    """
+    if all(one.event == settlement.furthest.event for one in settlement.standings):
+        return kept
+    told: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    if group.rank == settlement.source:
+        assert kept is not None, "see above"
+        fields, entry = kept
+        skeleton, tensors = split_tree(fields, "kept")
+        told = {"fields": skeleton, "entry": entry}
+    agreed = share_record(group, settlement.source, told)
+    found = share_tensors(group, settlement.source, tensors)
+    return join_tree(agreed["fields"], found), agreed["entry"]
 
 
 def take_replica(engine: Engine, group: Group, source: int, is_behind: bool, *, with_buffers: bool = False) -> None:
@@ -310,6 +347,9 @@ def settle_exact(
     elif settlement.is_uneven:
         take_replica(engine, group, source, is_behind)
     # Nothing above has changed what this rank would report if yet another one were lost meanwhile.
+    take_scaler(engine, position["scaler"])
+    if is_behind:  # what ranks wished for travelled with the sum that it did not get
+        engine.events.take_requests(position["saves"], position["evaluations"])
     if before is not None and before.guard is not None:
         is_left_out = is_behind and own.skips < settlement.furthest.skips
         was_applied, known = is_behind and not is_left_out, len(engine.log)

@@ -32,6 +32,7 @@ from uneven.train.settle import (
     no_checkpoint,
     position_of,
     settle_exact,
+    share_kept,
     share_record,
     take_position,
     take_replica,
@@ -75,6 +76,7 @@ class Settler:
         self._again = 0  # samples that are trained again in this generation, at most, where it is known
         run.member = engine.rank_info.member
         self._lr_scale: float | None = None  # in this generation, once this rank trains in it
+        events.may_undo = True
         if engine.rank_info.recorded is None:  # else a generation ends after its last checkpoint
             saves.check = self.check
         if engine.config.is_local:
@@ -144,9 +146,9 @@ class Settler:
         cost = before.own_cost()
         self._saves.abandon()
         before.close()
+        if not self.is_over:
+            self._events.undo()  # before this rank tells of the run: what it undoes is not in the history
         if isinstance(before, LocalSGD):
-            if not self.is_over:
-                self._events.undo()
             abandon(before)
         if has_handed_in(before, self._engine) and self._membership.must_leave():
             generation = self._membership.leave(info.generation, self._engine.samples)
@@ -207,8 +209,9 @@ class Settler:
         settlement = compare(group, own)
         is_local, source = settlement.furthest.is_local, settlement.source
         found: dict[str, Any] = {}
-        record = share_record(group, source, self._record())
+        record = share_record(group, source, self._record() if group.rank == source else {})
         self._events.settle_loop(group)
+        kept = share_kept(group, settlement, run.kept) if record["has_kept"] else None
         if is_local:
             if settlement.has_newcomers:
                 take_replica(engine, group, source, own.is_newcomer, with_buffers=True)
@@ -247,11 +250,10 @@ class Settler:
         self.is_over = all(one.is_over for one in settlement.standings)  # whoever is not needs the others once more
         if not self.is_over:
             self._events.undo()
-        if own.event < settlement.furthest.event:
-            run.history[:], run.saves, run.monitored = record["history"], record["saves"], record["monitored"]
-            run.stop_rounds = record["stop_rounds"]
-            engine.schedule.load_state_dict(record["schedule"])
-            self._events.done = settlement.furthest.event
+        is_past = own.event < settlement.furthest.event
+        self._events.settle_callbacks(counts=is_past)
+        if is_past:
+            self._events.take_over(record, kept, settlement.furthest.event, is_newcomer=own.is_newcomer)
         if isinstance(before, GradientSync):
             before.guard = StepGuard(engine)
         info.has_settled()
@@ -270,6 +272,8 @@ class Settler:
         engine.eager.reducer = None  # of the lost group
         engine.follow_ranks(config_of(engine.config, kept))
         leave_shards(engine)
+        if settlement is None:  # no earlier: a loss in this exchange must find the rank gone back entirely
+            exchange_losses(engine.meter, engine.rank_info.group)
         self._go_on(before, cost, None if settlement is None else settlement.event_loss)
         self._synchronizer.buffers.averages = 0 if settlement is None else settlement.furthest.averages
         self._note_scale()
@@ -290,7 +294,6 @@ class Settler:
         if isinstance(self._before, GradientSync) and self._before.guard is not None:
             self._before.guard.end_interrupted(was_applied=False, fault=None)
         go_back(engine, run, self._events, found)
-        exchange_losses(engine.meter, engine.rank_info.group)
         fresh = self._new_synchronizer()  # what the old one knows of the replica is past
         assert isinstance(fresh, GradientSync), "shards are trained by exact policies"
         self._before, fresh.guard = fresh, StepGuard(engine)
@@ -363,17 +366,12 @@ class Settler:
 
     def _record(self) -> dict[str, Any]:
         """What the source tells of the run."""
-        run, engine = self._run, self._engine
         return {
-            "segments": run.segments,
-            "earlier_logs": run.earlier_logs,
-            "resumed_logs": run.resumed_logs,
-            "history": run.history,
-            "saves": run.saves,
-            "stop_rounds": run.stop_rounds,
-            "monitored": run.monitored,
-            "schedule": engine.schedule.state_dict(first_needed=0),
-            "position": position_of(engine),
+            "segments": self._run.segments,
+            "earlier_logs": self._run.earlier_logs,
+            "resumed_logs": self._run.resumed_logs,
+            "position": position_of(self._engine),
+            **self._events.record(),
         }
 
     def _segment(self, generation: Generation, settlement: Settlement) -> dict[str, Any]:

@@ -1,30 +1,44 @@
 """When this rank wants a checkpoint or an evaluation that no slot of the axis asks for: by time, or by request.
 
 Rank 0's clock decides on intervals of time. The wish travels with the next gradient sum or round (synchronizer.Wish),
-and all ranks meet at the slot that follows from it, so no rank's clock has to agree with another's.
+and all ranks meet at the slot that follows from it, so no rank's clock has to agree with another's. All ranks note when
+they met: whoever is rank 0 after a loss goes on with the interval.
 """
 
 import threading
+from collections.abc import Callable
 
 from uneven.config import Every
 from uneven.train.synchronizer import Wish
 
 
 class Wishes:
-    """Asked in every exchange of the ranks; told when what was wished for is done."""
+    """Asked in every exchange of the ranks; told when what was wished for is done.
 
-    def __init__(self, save: Every | None, evaluation: Every | None, requested: threading.Event, is_lead: bool) -> None:
+    `is_lead` is asked each time, since another rank becomes rank 0 where that one is lost or leaves.
+    """
+
+    def __init__(
+        self, save: Every | None, evaluation: Every | None, requested: threading.Event, is_lead: Callable[[], bool]
+    ) -> None:
         self.requested = requested  # a checkpoint, by the user, from any thread
-        self._save_ns = _interval_ns(save) if is_lead else None
-        self._eval_ns = _interval_ns(evaluation) if is_lead else None
+        self._is_lead = is_lead
+        self._save_ns, self._eval_ns = _interval_ns(save), _interval_ns(evaluation)
+        self._has_started = False
         self._saved_ns = self._evaluated_ns = 0
 
     def start(self, now_ns: int) -> None:
-        """Training begins: intervals count from here."""
-        self._saved_ns = self._evaluated_ns = now_ns
+        """Training begins: intervals count from here. Where it goes on with other ranks they go on, too: else no
+        interval would end that is longer than a generation of ranks lasts.
+        """
+        if not self._has_started:
+            self._has_started = True
+            self._saved_ns = self._evaluated_ns = now_ns
 
     def ask(self, now_ns: int) -> Wish:
         wish = Wish.SAVE if self.requested.is_set() else Wish.NONE
+        if not self._is_lead():
+            return wish
         if self._save_ns is not None and now_ns - self._saved_ns >= self._save_ns:
             wish |= Wish.SAVE
         if self._eval_ns is not None and now_ns - self._evaluated_ns >= self._eval_ns:

@@ -81,9 +81,8 @@ class Worker:
         self.run = RunRecord()
         self.resumed: Resumed | None = None
         self.saves = Saves(self.engine, self.run)
-        self.wishes = Wishes(
-            read_every(config.save_every), self.engine.events.evaluation, self.save_requested, rank_info.rank == 0
-        )
+        intervals = (read_every(config.save_every), self.engine.events.evaluation)
+        self.wishes = Wishes(*intervals, self.save_requested, lambda: rank_info.rank == 0)
         self._evaluator = Evaluator(self.engine, config, stop)
         self._resume()
         self.synchronizer: Synchronizer | None = None
