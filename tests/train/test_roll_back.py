@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.clusters import Begun, FakeMembership, Loss, LossyGroup, on_lossy_threads
+from tests.train.clusters import Begun, DiedError, FakeMembership, Loss, LossyGroup, on_lossy_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, X, Y, mean_loss
 from tests.train.test_settle import ways
 from tests.train.test_settle_shards import Blocks, check
@@ -20,8 +20,10 @@ from uneven.data.tensors import TensorData
 from uneven.errors import RefusedError
 from uneven.launch.training import collect
 from uneven.results.state import TrainedState
+from uneven.step.meter import LossMeter
 from uneven.train.callbacks import CallbackInfo
 from uneven.train.rank_info import RankInfo
+from uneven.train.settle_losses import exchange_losses
 from uneven.train.worker import Worker
 
 NAMES = ("zero1", "zero2", "fsdp")
@@ -208,3 +210,20 @@ def test_a_stop_that_was_asked_for_after_the_checkpoint_has_not_been(
     (place,) = {*asked.values()}
     found, _ = train(tmp_path / "out", 3, [Loss("m1", place)], strategy="fsdp")
     assert check_all(found, alone)[-1]["checkpoint"] == "step-2"
+
+
+def test_another_one_is_lost_when_the_others_have_just_gone_back(
+    monkeypatch: pytest.MonkeyPatch, alone: TrainedState, tmp_path: Path
+) -> None:
+    """In their first exchange after that: none of them must tell of its steps before it went back."""
+    _, saved = places(tmp_path / "plain", "fsdp", 4)
+
+    def dying(meter: LossMeter, group: LossyGroup) -> None:
+        if (group.member, group.number) == ("m0", 1):
+            raise DiedError
+        exchange_losses(meter, group)
+
+    monkeypatch.setattr("uneven.train.settler.exchange_losses", dying)
+    found, _ = train(tmp_path / "out", 4, [Loss("m1", saved[1] + 3)], failing=["m0"], strategy="fsdp")
+    assert set(found) == {"m2", "m3"}
+    assert [segment.get("checkpoint") for segment in check_all(found, alone)][-2:] == ["step-4", None]
