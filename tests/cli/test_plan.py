@@ -1,7 +1,6 @@
 """`uneven plan`: what is wrong is told before anything is measured; what it prints; how `uneven run` takes it."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.plan.probes import pair
+from tests.plan.scripts import alone, script  # noqa: F401, a fixture
 from uneven.cli.main import app
 from uneven.errors import InputError
 from uneven.plan.plan import plan_from
@@ -27,17 +27,7 @@ print("trained")
 """
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("uneven.launch.context._contexts", [])
-    monkeypatch.setattr("sys.path", list(sys.path))
-    monkeypatch.setattr("sys.argv", ["uneven"])
-    monkeypatch.chdir(tmp_path)
-
-
-def script(text: str) -> Path:
-    Path("train.py").write_text(text)
-    return Path("train.py")
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_a_script_that_never_trains_is_told() -> None:

@@ -1,12 +1,11 @@
 """A script is visited before anything is planned: what cannot be planned is refused there, and at once."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plan.probes import pair
+from tests.plan.scripts import alone, script  # noqa: F401, a fixture
 from uneven.api.fit import Ddp
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
@@ -31,17 +30,7 @@ fit(model=lambda: torch.nn.Linear(2, 2), optimizer=torch.optim.SGD, step=lambda 
 """
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("uneven.launch.context._contexts", [])
-    monkeypatch.setattr("sys.path", list(sys.path))
-    monkeypatch.setattr("sys.argv", ["uneven"])
-    monkeypatch.chdir(tmp_path)
-
-
-def script(text: str) -> Path:
-    Path("train.py").write_text(text)
-    return Path("train.py")
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_a_loop_by_hand_is_left_where_it_would_begin(capsys: pytest.CaptureFixture[str]) -> None:

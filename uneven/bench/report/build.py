@@ -266,8 +266,8 @@ def _row(
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
     when_reached = [when for run in timed if (when := reached(recipe, run, target)) is not None]
     longer = longer_than(longer, runs)
-    at_once = for_speed(longer or runs)
-    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, at_once, solo)
+    judged = for_speed(longer or runs)
+    equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, judged, solo)
     paired = _paired(root, recipe.name, mode)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
@@ -299,7 +299,7 @@ def _row(
         equal_time=equal_time,
         equal_time_is_end=is_end,
         equal_time_epochs=int(statistics.median(run.summary["epochs"] for run in longer)) if longer else None,
-        is_equal_time_disturbed=any(run.is_disturbed for run in (*at_once, *for_speed(solo))),
+        is_equal_time_disturbed=any(run.is_disturbed for run in (*judged, *for_speed(solo))),
         passed=None if is_for_speed else passed(recipe, runs),
         loss_gap=None if is_for_speed else loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],
