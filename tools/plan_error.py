@@ -4,12 +4,12 @@
     python tools/plan_error.py --models mlp,lenet --devices cpu,cpu@0.4
 
 For each model and set of devices it probes once, as a plan does, and then trains short runs: each policy on all
-devices, and the fastest device alone. A row is one run: three epochs over so many samples that an epoch takes some
-seconds; their mean is predicted from the probe for just so many samples. Rows are appended to the
-file as they come, and those that are there are not measured again: an interrupted call goes on where it was. Probes and
-runs that other programs disturbed are made again, up to three times in all; if the last one was disturbed, too, its row
-is marked and does not count. Prints the median and the 90th percentile of the errors, and how far the advice is from
-the best measured choice.
+devices, and the fastest device alone. A row is one run: some epochs over so many samples that an epoch takes some
+seconds; their mean is predicted from the probe for just so many samples. Fast devices train a whole data set in less:
+give them more epochs. Rows are appended to the file as they come, and those that are there are not measured again: an
+interrupted call goes on where it was. Probes and runs that other programs disturbed are made again, up to three times
+in all; if the last one was disturbed, too, its row is marked and does not count. Prints the median and the 90th
+percentile of the errors, and how far the advice is from the best measured choice.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from uneven.plan.probe import Probe
 from uneven.results.state import TrainedState
 
 PAIRS = ("cpu,cpu@0.4", "cpu,cpu")
-EPOCHS = 3
 TRIES = 3
 LEAST_STEPS = 12  # of an epoch, of all devices together
 
@@ -59,6 +58,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", default="off", help="as in fit: off, default or graph")
     parser.add_argument("--seconds", type=float, default=10.0, help="of probing, as in uneven plan")
     parser.add_argument("--epoch-seconds", type=float, default=4.0, help="of a measured epoch, about")
+    parser.add_argument("--epochs", type=int, default=3, help="of a measured run")
     parser.add_argument("--out", type=Path, default=Path("plan-error.jsonl"))
     parser.add_argument("--report", action="store_true", help="print what is in the file, measure nothing")
     args = parser.parse_args()
@@ -96,7 +96,7 @@ def measure(name: str, devices: str, rows: list[dict[str, Any]], args: argparse.
     task = Task(make_model, recipe.make_optimizer, recipe.train_step, data.train, None, None)
     settings = {
         "batch_size": recipe.batch_size,
-        "epochs": EPOCHS,
+        "epochs": args.epochs,
         "devices": devices,
         "compile": args.compile,
         "progress": "off",
@@ -152,12 +152,12 @@ def run(
     job = plan.probe.job
     wanted = max(LEAST_STEPS * job.batch_size * len(names), int(rough.samples_per_s * args.epoch_seconds))
     samples = min(len(task.dataset), wanted)
-    short = replace(plan.probe, job=replace(job, samples_per_epoch=samples, epochs=EPOCHS))
+    short = replace(plan.probe, job=replace(job, samples_per_epoch=samples, epochs=args.epochs))
     exact = plan_from(short, {}).prediction(policy, names)
     assert exact is not None, "as above"
     own = {**settings, "devices": used, "policy": "balanced" if policy == ALONE else policy}
     state = launch(replace(task, dataset=task.dataset.first(samples)), resolve(own)).join()
-    measured = epoch_s(state, policy)
+    measured = epoch_s(state, policy, args.epochs)
     predicted = exact.seconds_per_epoch
     return {
         "samples": samples,
@@ -168,7 +168,7 @@ def run(
     }
 
 
-def epoch_s(state: TrainedState, policy: str) -> float:
+def epoch_s(state: TrainedState, policy: str, epochs: int) -> float:
     """Seconds of an epoch: the mean after the first one, where ranks step together.
 
     In the local policies it is the mean of all. There ranks are ahead when the average that ends an epoch is taken: the
@@ -176,7 +176,7 @@ def epoch_s(state: TrainedState, policy: str) -> float:
     """
     entries = [entry for entry in state.history if not entry.get("is_inside_epoch")]
     first, last = entries[0]["train_seconds"], entries[-1]["train_seconds"]
-    return float(last / EPOCHS if policy in LOCAL_POLICIES else (last - first) / (EPOCHS - 1))
+    return float(last / epochs if policy in LOCAL_POLICIES else (last - first) / (epochs - 1))
 
 
 def report(rows: list[dict[str, Any]], names: set[str], devices: set[str]) -> None:

@@ -1,10 +1,11 @@
 """The simulation against real runs: `python tools/simulate_against_real.py`, on a quiet machine, some twenty minutes.
 
-For each pair of devices, two things are measured by `uneven bench efficiency`: what the simulation is told (the speeds
-alone at half and at twice the batch size, from which a step's fixed and per-sample time follow; at half the batch size
-the time of a gradient sum, and a round's own time), and, at the batch size itself, the efficiency of every policy. The
-table compares that with the simulated one; nothing of the latter measurement goes into the simulation. `--save` keeps
-what was measured, `--read` simulates it again.
+For each pair of devices, two things are measured by `uneven bench efficiency`: what the simulation is told, and the
+efficiency of every policy at the batch size, with which the simulated one is compared. It is told how a step's time
+divides into a fixed part and one per sample (from the speeds alone at half and at twice the batch size), the time of a
+gradient sum and a round's own time (at half the batch size), and the speeds alone beside which the efficiency was
+measured: on a shared machine they drift by half within minutes, and so does the gap between two devices. Nothing of the
+joint steps that are predicted goes into the simulation. `--save` keeps what was measured, `--read` simulates it again.
 """
 
 import argparse
@@ -64,28 +65,29 @@ def measure_pair(args: argparse.Namespace, devices: str) -> dict[str, Any]:
     }
 
 
-def cluster_of(found: dict[str, Any], jitter: float) -> Cluster:
-    """What the simulation is told."""
+def cluster_of(found: dict[str, Any], alone: list[float], jitter: float) -> Cluster:
+    """What the simulation is told; `alone` are the devices' speeds at the batch size."""
     half, twice, size = found["half"], found["twice"], found["batch_size"]
     kinds = []
     round_ms = (found["rounds"]["round_ms"] or {"transfer": 0.0})["transfer"]
-    for name, slow, fast in zip(
-        found["devices"].split(","), half["solo_samples_per_s"], twice["solo_samples_per_s"], strict=True
+    for name, slow, fast, speed in zip(
+        found["devices"].split(","), half["solo_samples_per_s"], twice["solo_samples_per_s"], alone, strict=True
     ):
         small_ms, large_ms = 1e3 * (size // 2) / slow, 1e3 * 2 * size / fast
         sample_ms = max(0.05 * large_ms / (2 * size), (large_ms - small_ms) / (2 * size - size // 2))
         fixed_ms = max(0.0, small_ms - sample_ms * (size // 2))
-        kinds.append(RankKind(name, fixed_ms, sample_ms, jitter, round_ms=round_ms))
+        drift = 1e3 * size / speed / (fixed_ms + sample_ms * size)
+        kinds.append(RankKind(name, drift * fixed_ms, drift * sample_ms, jitter, round_ms=round_ms))
     sum_ms = max(0.0, half["step_ms"] - max(half["busy_ms"]))
     return Cluster(tuple(kinds), (0,) * len(kinds), Link(1e9, sum_ms / 2.0))  # a sum has two messages
 
 
 def compare(found: dict[str, Any], jitter: float) -> list[tuple[str, str, float, float, float]]:
-    cluster = cluster_of(found, jitter)
-    speed = sum(kind.speed(found["batch_size"]) for kind in cluster.ranks)
-    job = Job(samples_per_epoch=int(speed * 60), batch_size=found["batch_size"], epochs=3)
     rows = []
     for policy, real in found["measured"].items():
+        cluster = cluster_of(found, real["solo_samples_per_s"], jitter)
+        speed = sum(kind.speed(found["batch_size"]) for kind in cluster.ranks)
+        job = Job(samples_per_epoch=int(speed * 60), batch_size=found["batch_size"], epochs=3)
         simulated = simulate(cluster, job, policy).efficiency
         rows.append((found["devices"], policy, real["efficiency"], real["half_width"], simulated))
     return rows

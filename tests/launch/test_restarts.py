@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from uneven import Callback, TrainedState, fit
+from uneven.errors import RankError
 
 KNOWN_S = 1.5
 SAMPLES = torch.randn(64, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -108,7 +109,14 @@ def test_a_killed_rank_joins_again_in_every_policy(policy: str, tmp_path: Path) 
 @pytest.mark.parametrize("compile", ["off", "graph"])
 @pytest.mark.parametrize("policy", ["sync", "balanced", "cadence", "async"])
 def test_a_killed_rank_joins_again_on_a_gpu(policy: str, compile: str, optimizer: str, tmp_path: Path) -> None:
-    """A captured step reads params and optimizer state at fixed addresses: what a newcomer receives must go there."""
+    """A captured step reads params and optimizer state at fixed addresses: what a newcomer receives must go there.
+
+    In the exact policies it is captured for one group, so there the loss ends the run.
+    """
+    if compile == "graph" and policy in ("sync", "balanced"):
+        with pytest.raises(RankError, match=r"SIGKILL; compile='graph' has captured the steps of this group"):
+            train(policy, tmp_path, optimizer, devices="cuda:0,cuda:0", compile=compile)
+        return
     state = train(policy, tmp_path, optimizer, devices="cuda:0,cuda:0", compile=compile)
     assert [len(segment["devices"]) for segment in state.segments] == [2, 1, 2]
     assert sum(state.rank_samples) == state.samples

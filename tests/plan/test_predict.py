@@ -45,9 +45,24 @@ def test_measured_speeds_calibrate_all_policies_of_their_kind() -> None:
     local = LocalProbe(policy="cadence", speed=1600.0, average_ms=1.0, anchor=4)
     plain, found = predict(pair()), predict(pair(exact=exact, local=local))
     assert of(found, "balanced").samples_per_s == pytest.approx(1500.0, rel=0.02)
-    assert of(found, "cadence").samples_per_s == pytest.approx(1600.0, rel=0.08)  # its windows are longer than probed
+    same = predict(pair(job=replace(JOB, anchor=4, max_anchor=4), local=local))
+    assert of(same, "cadence").samples_per_s == pytest.approx(1600.0, rel=0.02)
     slower = of(found, "balanced").seconds_per_epoch / of(plain, "balanced").seconds_per_epoch
     assert of(found, "sync").seconds_per_epoch == pytest.approx(slower * of(plain, "sync").seconds_per_epoch)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_what_rounds_cost_beyond_what_was_timed_of_them_is_part_of_every_round(policy: str) -> None:
+    """Windows of a probe are short. A tenth of their time would be a hundredth of windows ten times as long."""
+    slots_s = 4 * 0.1  # of the slowest rank, between two rounds
+    speed = (64 / 0.040 + 64 / 0.100) * slots_s / (slots_s + 0.044)
+    local = LocalProbe(policy="cadence", speed=speed, average_ms=1.0, anchor=4)
+    plain, short, long = (
+        of(predict(pair(job=replace(JOB, anchor=anchor, max_anchor=anchor), local=probed)), policy).seconds_per_epoch
+        for anchor, probed in ((40, pair().local), (4, local), (40, local))
+    )
+    assert short / plain == pytest.approx(1.11, abs=0.03)
+    assert long / plain == pytest.approx(1.01, abs=0.01)
 
 
 def test_an_epoch_that_is_too_long_to_simulate_is_scaled() -> None:

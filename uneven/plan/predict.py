@@ -2,8 +2,9 @@
 on a simulated clock. Pure: the same probe gives the same predictions.
 
 What the probe measured calibrates the simulation: each rank's cost as it was beside sums, and beside rounds; the time
-of a sum and of a round; and the speed of one exact and one local policy on all devices, to which the simulated speed of
-that kind is scaled.
+of a sum and of a round; and the speed of one exact and one local policy on all devices. The speeds of exact policies
+are scaled to that. In the local ones the difference is a part of every round: slots are timed between rounds, and the
+windows of a probe are shorter than those of a run, so a scale would count it several times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,7 +91,8 @@ class _Simulation:
         self._probe = probe
         self._all = tuple(range(len(probe.ranks)))
         self._best = max([solo.speed for solo in probe.solos] or [rank.alone for rank in probe.ranks])
-        self._factors: dict[bool, float] = {}
+        self._exact_scale: float | None = None  # of the seconds of exact policies: simulated over measured speed
+        self._more_round_ms: float | None = None  # of a round of the local ones, beyond what was timed of it
 
     def alone(self, ranks: tuple[int, ...]) -> Prediction:
         (rank,) = ranks
@@ -114,8 +116,7 @@ class _Simulation:
 
     def together(self, policy: str, ranks: tuple[int, ...]) -> Prediction:
         probe, job = self._probe, self._probe.job
-        found, scale = self._simulated(policy, ranks, job.anchor, job.max_anchor)
-        seconds = found.seconds_per_epoch * scale * self._calibration(policy in EXACT_KIND)
+        found, seconds = self._calibrated(policy, ranks, job.anchor, job.max_anchor)
         speed = job.samples_per_epoch / seconds
         rows = self._ranks(ranks)
         slot = job.global_batch_size or job.batch_size * len(ranks)
@@ -138,8 +139,7 @@ class _Simulation:
 
     def seconds(self, policy: str, ranks: tuple[int, ...], moved: float) -> float:
         """Of an epoch whose sums move so many times as many bytes."""
-        found, scale = self._simulated(policy, ranks, None, None, moved=moved)
-        return found.seconds_per_epoch * scale * self._calibration(policy in EXACT_KIND)
+        return self._calibrated(policy, ranks, None, None, moved=moved)[1]
 
     def _epochs(self, slot_samples: int) -> float:
         """Of the run, where max_steps may end it earlier."""
@@ -148,22 +148,34 @@ class _Simulation:
             return float(job.epochs)
         return min(float(job.epochs), job.steps * slot_samples / job.samples_per_epoch)
 
-    def _calibration(self, is_exact: bool) -> float:
-        """What the seconds of exact, or of local policies are multiplied by: simulated over measured speed."""
-        if is_exact not in self._factors:
-            self._factors[is_exact] = self._compare(is_exact)
-        return self._factors[is_exact]
+    def _calibrated(
+        self, policy: str, ranks: tuple[int, ...], anchor: int | None, max_anchor: int | None, moved: float = 1.0
+    ) -> tuple[Simulated, float]:
+        """The simulated run, and the seconds of an epoch as they would be measured."""
+        is_exact = policy in EXACT_KIND
+        if is_exact and self._exact_scale is None:
+            self._exact_scale = self._find_exact_scale()
+        if not is_exact and self._more_round_ms is None:
+            self._more_round_ms = self._find_more_round_ms()
+        found, scale = self._simulated(policy, ranks, anchor, max_anchor, moved=moved)
+        return found, found.seconds_per_epoch * scale * ((self._exact_scale or 1.0) if is_exact else 1.0)
 
-    def _compare(self, is_exact: bool) -> float:
-        probe = self._probe
-        measured = probe.exact if is_exact else probe.local
+    def _find_exact_scale(self) -> float:
+        job, measured = self._probe.job, self._probe.exact
         if measured is None or not measured.speed:
             return 1.0
-        anchor, most = probe.job.anchor, probe.job.max_anchor
-        if not is_exact and probe.local is not None and probe.local.anchor is not None:
-            anchor = most = probe.local.anchor
-        found, _ = self._simulated(measured.policy, self._all, anchor, most, is_long=True)
+        found, _ = self._simulated(measured.policy, self._all, job.anchor, job.max_anchor, is_long=True)
         return found.samples_per_s / measured.speed
+
+    def _find_more_round_ms(self) -> float:
+        job, measured = self._probe.job, self._probe.local
+        if measured is None or not measured.speed:
+            return 0.0
+        anchor = most = measured.anchor
+        if anchor is None:
+            anchor, most = job.anchor, job.max_anchor
+        found, _ = self._simulated(measured.policy, self._all, anchor, most, is_long=True)
+        return 1e3 * (found.samples / measured.speed - found.seconds) / found.rounds if found.rounds else 0.0
 
     def _simulated(
         self,
@@ -209,7 +221,7 @@ class _Simulation:
             row.sample_ms * factor,
             jitter=row.jitter,
             memory_bytes=row.memory_bytes,
-            round_ms=round_ms,
+            round_ms=max(0.0, round_ms + (self._more_round_ms or 0.0)),
         )
 
     def _link(self, is_exact: bool) -> Link:

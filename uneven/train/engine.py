@@ -339,7 +339,7 @@ class Engine:
                 self.eager([(self.feed.open(inputs), samples) for inputs, samples in micros], part.samples)
         if self.config.compile == "graph" and can_capture(self.device):
             with self.recorder.phase("capture"):
-                self._capture(parts[self.axis.slot(0).samples])
+                self.capture(parts[self.axis.slot(0).samples])
         self.run_ahead.drain()
         self.recorder.enter("setup")
 
@@ -372,7 +372,7 @@ class Engine:
         """The smallest batch that can be trained."""
         return 2 if has_batchnorm(self.model) else 1
 
-    def _capture(self, part: Part) -> None:
+    def capture(self, part: Part) -> None:
         """Capture the whole step; or, where gradients are summed over ranks, forward and backward.
 
         The latter is only a trial here: the graphs that train write into the reducer's buckets, which are allocated
