@@ -57,10 +57,19 @@ def train(policy: str, size: int, losses: Sequence[Loss] = (), joins: Sequence[J
 
 def check(folder: Path, policy: str, size: int, losses: Sequence[Loss] = (), joins: Sequence[Join] = ()) -> None:
     """From the log that the first one of those who are left has written."""
+    generations = train_and_replay(folder, policy, size, losses, joins)
+    assert generations == 1 + len(losses) + len(joins)
+
+
+def train_and_replay(
+    folder: Path, policy: str, size: int, losses: Sequence[Loss] = (), joins: Sequence[Join] = ()
+) -> int:
+    """Returns the number of generations: a loss may be planned for a collective that the run does not come to."""
     found, leader = train(policy, size, losses, joins)
+    if len(leader.generations) == 1:
+        return 1
     state, _ = next(iter(found.values()))
     state.save(folder)
-    assert len(leader.generations) == 1 + len(losses) + len(joins)
     again = replay_on_threads(folder, task, settings(policy, replay=folder))
     assert_same_bits(again, found)
     repeated, _ = next(iter(again.values()))
@@ -69,6 +78,14 @@ def check(folder: Path, policy: str, size: int, losses: Sequence[Loss] = (), joi
         assert entry["step"] == same["step"]
         # The losses of a round that came to nothing are added up in another order.
         assert entry["train_loss"] == pytest.approx(same["train_loss"], rel=1e-12, nan_ok=True)
+    return len(leader.generations)
+
+
+def lose_two(policy: str, place: int, folder: Path) -> int:
+    """The second one at this collective of the second generation; returns the number of generations."""
+    first = Loss("m1", places(policy, 4)[7], after=True, blind=frozenset({"m3"}))
+    second = Loss("m0", place, 1, after=True, blind=frozenset({"m2"}))
+    return train_and_replay(folder, policy, 4, [first, second])
 
 
 def places(policy: str, size: int) -> range:
@@ -84,15 +101,28 @@ def test_a_rank_is_lost_and_another_joins(policy: str, tmp_path: Path) -> None:
     check(tmp_path / "run", policy, 3, [loss], [Join("new", 9, 1)])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_is_lost_around_the_event_that_the_first_loss_interrupted(policy: str, tmp_path: Path) -> None:
+    """A generation may end with that event, before anybody has trained a slot in it, or a lost one has."""
+    for place in range(14, 20, 2):
+        lose_two(policy, place, tmp_path / str(place))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_is_lost(policy: str, tmp_path: Path) -> None:
-    """At any collective, before it or after it, with or without the result on each of those who are left."""
-    cases = itertools.product(("m1", "m0"), places(policy, 3), ways(("m2", "m0")))
-    for number, (victim, place, (after, blind)) in enumerate(list(cases)[::3]):
+    """At any collective, before it or after it, with or without the result on each of those who are left.
+
+    In the local policies the clock decides how many there are: some of the last ones may not come.
+    """
+    cases = list(itertools.product(("m1", "m0"), places(policy, 3), ways(("m2", "m0"))))[::3]
+    lost = 0
+    for number, (victim, place, (after, blind)) in enumerate(cases):
         left = frozenset({"m1" if name == victim else name for name in blind})
-        check(tmp_path / str(number), policy, 3, [Loss(victim, place, after=after, blind=left)])
+        loss = Loss(victim, place, after=after, blind=left)
+        lost += train_and_replay(tmp_path / str(number), policy, 3, [loss]) - 1
+    assert lost == len(cases) if policy in ("sync", "balanced") else lost > len(cases) // 2
 
 
 @pytest.mark.soak
@@ -115,7 +145,10 @@ def test_one_is_left_alone_and_another_joins_it(policy: str, tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_is_lost_while_the_others_settle_or_later(policy: str, tmp_path: Path) -> None:
-    first = Loss("m1", places(policy, 4)[7], after=True, blind=frozenset({"m3"}))
+    """How many collectives are left after the first loss depends on the policy, and in the local ones on the clock."""
     for place in range(0, 40, 2):
-        second = Loss("m0", place, 1, after=True, blind=frozenset({"m2"}))
-        check(tmp_path / str(place), policy, 4, [first, second])
+        generations = lose_two(policy, place, tmp_path / str(place))
+        if generations == 2:  # the run was over before
+            break
+        assert generations == 3
+    assert place > 12  # it settles by then, and trains

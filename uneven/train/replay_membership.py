@@ -73,10 +73,12 @@ class ReplayMembership:
         end, synchronizer = self._recorded.generations[number].end, self._events.synchronizer
         if end is None or end.is_over:
             return False  # where all had finished, `finish` leads to the next one
+        if self._events.done < end.event:  # a member that was lost may have nothing to train before it
+            return False
         if isinstance(synchronizer, LocalSGD):
             schedule = synchronizer.slot_schedule
             return isinstance(schedule, RecordedSchedule) and schedule.is_at_end
-        return self._engine.trained >= end.trained and self._events.done >= end.event
+        return self._engine.trained >= end.trained
 
     def await_next(self, number: int, cause: str) -> Generation:
         following, end = self._recorded.after(number), self._recorded.generations[number].end
