@@ -3,9 +3,10 @@
 For each pair of devices, two things are measured by `uneven bench efficiency`: what the simulation is told, and the
 efficiency of every policy at the batch size, with which the simulated one is compared. It is told how a step's time
 divides into a fixed part and one per sample (from the speeds alone at half and at twice the batch size), the time of a
-gradient sum and a round's own time (at half the batch size), and the speeds alone beside which the efficiency was
-measured: on a shared machine they drift by half within minutes, and so does the gap between two devices. Nothing of the
-joint steps that are predicted goes into the simulation. `--save` keeps what was measured, `--read` simulates it again.
+gradient sum, ours and that of PyTorch's DDP, and a round's own time (at half the batch size), and the speeds alone
+beside which the efficiency was measured: on a shared machine they drift by half within minutes, and so does the gap
+between two devices. Nothing of the joint steps that are predicted goes into the simulation. `--save` keeps what was
+measured, `--read` simulates it again.
 """
 
 import argparse
@@ -57,6 +58,7 @@ def measure_pair(args: argparse.Namespace, devices: str) -> dict[str, Any]:
         "half": measure(args, devices, "sync", half, few),
         "twice": measure(args, devices, "sync", twice, few),
         "rounds": measure(args, devices, "async", half, few),
+        "half_ddp": measure(args, devices, REAL["equal"], half, few) if "equal" in args.policies else None,
         "measured": {
             policy: measure(args, devices, name, args.batch_size, args.pairs)
             for policy, name in REAL.items()
@@ -65,8 +67,8 @@ def measure_pair(args: argparse.Namespace, devices: str) -> dict[str, Any]:
     }
 
 
-def cluster_of(found: dict[str, Any], alone: list[float], jitter: float) -> Cluster:
-    """What the simulation is told; `alone` are the devices' speeds at the batch size."""
+def cluster_of(found: dict[str, Any], policy: str, alone: list[float], jitter: float) -> Cluster:
+    """What the simulation is told for this policy; `alone` are the devices' speeds at the batch size."""
     half, twice, size = found["half"], found["twice"], found["batch_size"]
     kinds = []
     round_ms = (found["rounds"]["round_ms"] or {"transfer": 0.0})["transfer"]
@@ -79,13 +81,15 @@ def cluster_of(found: dict[str, Any], alone: list[float], jitter: float) -> Clus
         drift = 1e3 * size / speed / (fixed_ms + sample_ms * size)
         kinds.append(RankKind(name, drift * fixed_ms, drift * sample_ms, jitter, round_ms=round_ms))
     sum_ms = max(0.0, half["step_ms"] - max(half["busy_ms"]))
+    if policy == "equal" and (ddp := found.get("half_ddp")) is not None:  # it sums while backward runs: no busy_ms
+        sum_ms = max(0.0, ddp["step_ms"] - 1e3 * (size // 2) / min(ddp["solo_samples_per_s"]))
     return Cluster(tuple(kinds), (0,) * len(kinds), Link(1e9, sum_ms / 2.0))  # a sum has two messages
 
 
 def compare(found: dict[str, Any], jitter: float) -> list[tuple[str, str, float, float, float]]:
     rows = []
     for policy, real in found["measured"].items():
-        cluster = cluster_of(found, real["solo_samples_per_s"], jitter)
+        cluster = cluster_of(found, policy, real["solo_samples_per_s"], jitter)
         speed = sum(kind.speed(found["batch_size"]) for kind in cluster.ranks)
         job = Job(samples_per_epoch=int(speed * 60), batch_size=found["batch_size"], epochs=3)
         simulated = simulate(cluster, job, policy).efficiency
