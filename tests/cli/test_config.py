@@ -90,6 +90,17 @@ def test_show_says_where_settings_come_from_that_do_not_go_together() -> None:
     assert str(done.exception).endswith("(policy: flag --policy, anchor: file run.toml)")
 
 
+def test_a_loop_by_hand_has_no_settings_and_is_not_trained(folder: Path) -> None:
+    """It was, to its end."""
+    (folder / "hand.py").write_text(
+        "import torch\nfrom uneven import Ddp\nDdp.wrap(torch.nn.Linear(2, 2))\nprint('on')\n"
+    )
+    done = call("config show hand.py")
+    assert isinstance(done.exception, InputError)
+    assert str(done.exception) == "hand.py calls Ddp.wrap: a loop by hand passes no settings"
+    assert "on" not in done.stderr.splitlines()
+
+
 def test_a_script_that_never_calls_uneven_has_no_settings(folder: Path) -> None:
     (folder / "plain.py").write_text("print('plain')\n")
     done = call("config show plain.py")

@@ -215,14 +215,16 @@ def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, An
 
     What it prints goes to stderr. `settings` replace its own, as in a run; InputError where it never calls uneven.
     """
-    from uneven.launch.visitor import SettingsVisitor
+    from uneven.launch.visitor import WRAPPED, SettingsVisitor
 
     check_script(script, settings)
     with redirect_stdout(sys.stderr):
-        found: dict[str, Any] | None = visit_script(script, args, settings, SettingsVisitor())
+        found: Any = visit_script(script, args, settings, SettingsVisitor())
+    if found == WRAPPED:
+        raise InputError(f"{script} calls Ddp.wrap: a loop by hand passes no settings")
     if found is None:
         raise InputError(f"{script} ended without calling fit or Ddp.setup, so it has no settings")
-    return found
+    return dict(found)
 
 
 def visit_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], visitor: "Visitor") -> Any:

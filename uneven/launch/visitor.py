@@ -9,7 +9,7 @@ from typing import Any
 
 from uneven.config import RunConfig, Task
 
-WRAPPED = "Ddp.wrap"  # what a RunVisitor has found where the script trains by hand
+WRAPPED = "Ddp.wrap"  # what a visitor has found where the script trains by hand
 
 
 class Visitor:
@@ -33,14 +33,16 @@ class LeftScript(BaseException):
         self.found = found
 
 
-class SettingsVisitor(Visitor):
+class _LeavesWrap(Visitor):
+    def see_wrap(self) -> None:
+        raise LeftScript(WRAPPED)
+
+
+class SettingsVisitor(_LeavesWrap):
     def see_settings(self, settings: Mapping[str, Any]) -> None:
         raise LeftScript(dict(settings))
 
 
-class RunVisitor(Visitor):
+class RunVisitor(_LeavesWrap):
     def see_run(self, task: Task, config: RunConfig, is_own_loop: bool) -> None:
         raise LeftScript((task, config, is_own_loop))
-
-    def see_wrap(self) -> None:
-        raise LeftScript(WRAPPED)
