@@ -33,6 +33,9 @@ def sweep(
     global_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Of all devices together, in the exact modes and torch-ddp.")
     ] = None,
+    lr_scale: Annotated[
+        float | None, typer.Option(help="Multiplies the learning rates of the exact modes and torch-ddp.")
+    ] = None,
     precision: options.Precision = "fp32",
     compile: options.Compile = "off",
     efficiency: Annotated[
@@ -73,6 +76,7 @@ def sweep(
         epochs=epochs,
         batch_size=batch_size,
         global_batch_size=global_batch_size,
+        lr_scale=lr_scale,
         precision=precision,
         compile=compile,
         has_efficiency=efficiency,

@@ -95,11 +95,13 @@ def test_batches_are_told_as_they_were(tmp_path: Path) -> None:
     make_run(tmp_path, "lenet", "solo-0", 0, 0.97)
     make_run(tmp_path, "lenet", "cpu-sync", 0, 0.97, global_batch_size=64)
     make_run(tmp_path, "lenet", "torch-ddp", 0, 0.97, batch_size=32)
+    make_run(tmp_path, "lenet", "cpu-balanced", 0, 0.97, lr_scale=2.0)
     (model,) = build_report(tmp_path).models
     assert {row.mode: row.batch for row in model.rows} == {
         "solo-0": "64",
         "torch-ddp": "2 x 32",
         "cpu-sync": "64 in all",
+        "cpu-balanced": "2 x 64, rate x 2",
     }
 
 

@@ -95,6 +95,13 @@ def test_a_global_batch_is_for_the_exact_modes_and_ddp() -> None:
     assert "batch-size" not in arguments["solo-0"]
 
 
+def test_learning_rates_are_scaled_where_batches_are_larger() -> None:
+    wanted = ("solo-0", "sync", "cpu-balanced", "cpu-async", "torch-ddp")
+    cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=wanted, seeds=1, lr_scale=2.0))
+    scaled = [cell.mode for cell in cells if "--lr-scale 2.0" in " ".join(cell.arguments)]
+    assert scaled == ["sync", "cpu-balanced", "torch-ddp"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -45,7 +45,7 @@ class ModeReport:
 
     mode: str
     seeds: int
-    batch: str  # samples a step, as in "64", "2 x 64" or "64 in all"
+    batch: str  # samples a step, as in "64", "2 x 64" or "64 in all", and what the learning rates are multiplied by
     is_for_speed: bool  # a simulated device alone, run for its speed; its quality would repeat another run's
     has_speed: bool  # False for ranks that take turns on one GPU
     is_disturbed: bool  # every run was, so the speed is marked
@@ -320,11 +320,13 @@ def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
 
 
 def _batch(summary: dict[str, Any]) -> str:
+    scale = summary.get("lr_scale")
+    rate = f", rate x {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
     if summary.get("global_batch_size"):
-        return f"{summary['global_batch_size']} in all"
+        return f"{summary['global_batch_size']} in all{rate}"
     num_devices = len(summary["devices"])
     per_device = str(summary.get("batch_size", ""))
-    return f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device
+    return (f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device) + rate
 
 
 def _sample_shares(runs: list[RunRecord]) -> list[float]:

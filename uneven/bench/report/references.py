@@ -147,7 +147,8 @@ def _differences(runs: Sequence[RunRecord], reference: tuple[str, RunRecord] | N
 
 def _settings(run: RunRecord) -> dict[str, Any]:
     summary = run.summary
-    names = ("data", "epochs", "eval_samples", "batch_size", "global_batch_size", "devices", "precision", "compile")
+    trained = ("data", "epochs", "eval_samples", "batch_size", "global_batch_size", "lr_scale")
+    names = (*trained, "devices", "precision", "compile")
     return {"samples": (summary.get("asked") or {}).get("samples"), **{name: summary.get(name) for name in names}}
 
 

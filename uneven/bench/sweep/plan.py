@@ -42,6 +42,7 @@ class SweepOrder:
     epochs: int | None = None
     batch_size: int | None = None
     global_batch_size: int | None = None  # of the exact modes and torch-ddp
+    lr_scale: float | None = None  # of the same modes: their batches are larger than one device's
     precision: str = "fp32"
     compile: str = "off"
     has_efficiency: bool = False  # measure it by pairs, once per model and mode
@@ -200,6 +201,7 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "global_batch_size": batch if is_global else None,
         "precision": order.precision,
         "compile": "off" if mode == "torch-ddp" else order.compile,
+        "lr_scale": order.lr_scale if _is_exact(mode) else None,
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
     folder = order.out / model / mode / f"seed-{seed}"
@@ -223,10 +225,14 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
     return Cell(model, mode, 0, folder, ("efficiency", *flags(given)), given, folder / "efficiency.json")
 
 
+def _is_exact(mode: str) -> bool:
+    """Whether a step of this mode is one of all devices together."""
+    return mode in OWN_LOOP or mode == "torch-ddp" or mode.endswith(("-sync", "-balanced"))
+
+
 def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
     """The batch size of a run, and whether it is the global one."""
-    is_exact = mode in OWN_LOOP or mode == "torch-ddp" or mode.endswith(("-sync", "-balanced"))
-    if order.global_batch_size is not None and is_exact:
+    if order.global_batch_size is not None and _is_exact(mode):
         if mode == "torch-ddp":  # it takes the size of each device's batch
             return max(1, order.global_batch_size // len(parse_devices(order.devices))), False
         return order.global_batch_size, True
