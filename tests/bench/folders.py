@@ -13,7 +13,7 @@ SECOND = 10**9
 def make_run(
     root: Path, model: str, mode: str, seed: int, quality: float, samples_per_s: float = 1000.0, **summary: Any
 ) -> Path:
-    """A finished run of two epochs whose quality rises to `quality`."""
+    """A finished run with two evaluated epochs, whose quality rises to `quality`."""
     folder = root / model / mode / f"seed-{seed}"
     folder.mkdir(parents=True)
     metric = "loss" if model == "gpt-nano" else "accuracy"
@@ -41,8 +41,8 @@ def make_run(
         **summary,
     }
     lines = [
-        {"epoch": n, "samples": 1000 * n, "train_loss": 1.0 / n, "train_seconds": seconds * n / 2, metric: q}
-        for n, q in ((1, quality * (0.9 if metric == "accuracy" else 1.2)), (2, quality))
+        {"epoch": epoch, "samples": 1000 * n, "train_loss": 1.0 / n, "train_seconds": seconds * n / 2, metric: q}
+        for n, epoch, q in ((1, 1, quality * (0.9 if metric == "accuracy" else 1.2)), (2, record["epochs"], quality))
     ]
     (folder / "summary.json").write_text(json.dumps(record))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

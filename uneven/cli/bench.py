@@ -161,10 +161,10 @@ def efficiency(
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     compile: options.Compile = "off",
     backend: options.Backend = "auto",
-    seconds: Annotated[float, typer.Option(help="Length of a segment, at least.")] = 1.5,
-    pairs: Annotated[int, typer.Option(help="Pairs of segments, at least.")] = 30,
-    most_pairs: Annotated[int, typer.Option(help="Pairs of segments, at most.")] = 200,
-    half_width: Annotated[float, typer.Option(help="Add pairs until the interval is this narrow.")] = 0.03,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of a segment, at least.")] = 1.5,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of segments, at least.")] = 30,
+    most_pairs: Annotated[int, typer.Option(min=1, help="Pairs of segments, at most.")] = 200,
+    half_width: Annotated[float, typer.Option(min=0.0, help="Add pairs until the interval is this narrow.")] = 0.03,
     against_ddp: Annotated[
         bool, typer.Option("--against-ddp", help="Compare with PyTorch's DDP, not with solo.")
     ] = False,

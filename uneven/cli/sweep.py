@@ -22,7 +22,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress
 def sweep(
     models: Annotated[str | None, typer.Option(help="Only these, as in lenet,mlp.", show_default="all")] = None,
     modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each model and mode.")] = 5,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each model and mode; default: 5, 1 with --quick.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="LeNet and gpt-nano, a few samples, one seed.")] = False,
     full: Annotated[bool, typer.Option("--full", help="All models with their own data and epochs (default).")] = False,
     devices: Annotated[str, typer.Option(help="Two or more, as in cuda:0,cuda:1.")] = "cpu,cpu@0.4",
@@ -66,8 +68,8 @@ def sweep(
     if quick and full:
         raise InputError("--quick and --full: choose one")
     order = SweepOrder(
-        models=_names(models),
-        modes=_names(modes),
+        models=_names(models, "--models"),
+        modes=_names(modes, "--modes"),
         seeds=seeds,
         devices=devices,
         is_quick=quick,
@@ -343,7 +345,7 @@ def policies(
     """
     from uneven.bench.policies import ALL, PoliciesOrder, Trial, try_policies
 
-    chosen = _names(policies) or ALL
+    chosen = _names(policies, "--policies") or ALL
     order = PoliciesOrder(
         script=script, args=tuple(args or ()), devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out
     )
@@ -387,5 +389,11 @@ def _print_trial(trial: "Trial") -> None:
         console.print(f"\nRecommended: {policy} ({reason}).")
 
 
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+def _names(text: str | None, option: str) -> tuple[str, ...] | None:
+    """Each name once; None where the option was not given."""
+    if text is None:
+        return None
+    found = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise InputError(f"{option} {text!r} has no name")
+    return found

@@ -1,5 +1,7 @@
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +94,16 @@ def test_the_gate_lets_better_pass_and_names_what_is_worse(tmp_path: Path) -> No
 
 def test_a_file_that_is_no_baseline_is_told(tmp_path: Path) -> None:
     root = sweep(tmp_path / "runs", 0.0, 1.0)
-    (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(InputError, match="is no baseline of version 1"):
-        check(root, tmp_path / "b.json")
+    damaged = ({}, {"quality": []}, {"quality": ["x"]}, {"quality": [1], "efficiency": [1]})
+    wrong: list[Any] = [None, [], {}, {"other solo-0": {"quality": [1]}}, *({"lenet solo-0": row} for row in damaged)]
+    for rows in wrong:
+        (tmp_path / "b.json").write_text(json.dumps({"version": 1, "rows": rows}))
+        with pytest.raises(InputError, match="is no baseline of version 1"):
+            check(root, tmp_path / "b.json")
+
+
+def test_a_run_is_compared_with_an_older_one_that_was_moved_aside(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "solo-0", 0, 0.98)
+    shutil.copytree(folder, folder.with_name("seed-0.1"))
+    (found,) = compare(folder.with_name("seed-0.1"), folder)
+    assert (found.mode, found.quality, found.speed) == ("solo-0 -> solo-0", 0.0, 1.0)

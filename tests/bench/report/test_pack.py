@@ -95,6 +95,36 @@ def test_a_run_that_failed_is_published_with_its_reason(tmp_path: Path) -> None:
     assert [run["reason"] for run in build_report(tmp_path / "results").failed] == ["out of memory"] * 2
 
 
+@pytest.mark.parametrize("part", ["lenet", "lenet/cpu-async"])
+def test_a_part_of_a_sweep_tells_the_same(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Efficiencies, runs at equal time and commands belong to the sweep's folder, above it."""
+    root, results = sweep(tmp_path / "runs"), tmp_path / "results"
+    (whole,), (own,) = build_report(root).models, build_report(root / part).models
+    rows = {row.mode: row for row in whole.rows}
+    for row in own.rows:
+        if "/" not in part:  # without the devices alone there is no time to be equal to
+            assert row.equal_time == rows[row.mode].equal_time
+        assert (row.efficiency, row.equal_time_epochs) == (rows[row.mode].efficiency, rows[row.mode].equal_time_epochs)
+    monkeypatch.chdir(root / part)
+    pack(Path("."), results)
+    found = {path.relative_to(results).as_posix() for path in results.rglob("*.json")}
+    assert {"lenet/cpu-async/efficiency.json", "equal-time/lenet/cpu-async/seed-0.json", "sweep.json"} <= found
+    assert build_report(results).skipped == {"nccl-sync": "no"}
+
+
+def test_packing_again_keeps_what_is_finished_and_forgets_what_has_failed_before(tmp_path: Path) -> None:
+    first, again, results = sweep(tmp_path / "first"), sweep(tmp_path / "again"), tmp_path / "results"
+    (first / "lenet" / "cpu-async" / "efficiency.json").unlink()
+    (first / "lenet" / "cpu-async" / "failure.json").write_text('{"reason": "efficiency failed"}')
+    pack(first, results)
+    assert len(build_report(results).failed) == 1
+    (again / "lenet" / "cpu-async" / "seed-0" / "failure.json").write_text('{"reason": "out of memory"}')
+    pack(again, results)
+    (model,) = build_report(results).models
+    assert build_report(results).failed == []
+    assert {row.mode: row.seeds for row in model.rows}["cpu-async"] == 2
+
+
 def test_packed_runs_do_not_lie_among_the_runs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="would count every run twice"):
         pack(sweep(tmp_path), tmp_path / "results")

@@ -13,6 +13,8 @@ from uneven.bench import models
 from uneven.bench.report.build import build_report
 from uneven.bench.report.pack import pack
 from uneven.bench.report.references import Judged, compare_with_references
+from uneven.bench.sweep.plan import SweepOrder
+from uneven.bench.sweep.run import _write_record
 from uneven.errors import InputError
 
 
@@ -67,12 +69,15 @@ def test_a_published_figure_is_for_the_recipe_alone(tmp_path: Path) -> None:
         assert (row.published, row.faults) == (None, []), change
 
 
-def test_the_best_on_the_way_agrees_though_the_end_does_not(tmp_path: Path) -> None:
+def test_a_text_model_is_held_by_its_best_evaluation_and_a_classifier_by_its_last(tmp_path: Path) -> None:
     """A model that is trained too long is no worse than what was published, which is the best there, too."""
-    folder = lenet(tmp_path, "solo-0", 0.98)
-    first, last = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(first | {'accuracy': 0.99})}\n{json.dumps(last)}\n")
-    assert judged(tmp_path)["solo-0"].faults == []
+    for model, metric, best, end in (("gpt-nano", "loss", 1.6, 2.1), ("lenet", "accuracy", 0.99, 0.98)):
+        recipe = models.get(model)
+        folder = make_run(tmp_path, model, "solo-0", 0, end, epochs=recipe.epochs, data=recipe.data)
+        first, last = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+        (folder / "metrics.jsonl").write_text(f"{json.dumps(first | {metric: best})}\n{json.dumps(last)}\n")
+    rows, _ = compare_with_references(tmp_path)
+    assert {row.model: len(row.faults) for row in rows} == {"gpt-nano": 0, "lenet": 1}
 
 
 def test_worse_than_one_device_alone(tmp_path: Path) -> None:
@@ -159,21 +164,56 @@ def edit(path: Path, **changes: Any) -> None:
         lambda folder: shutil.copy(folder / "cpu-async" / "seed-0.json", folder / "cpu-async" / "seed-2.json"),
         lambda folder: edit(folder.parent / "equal-time" / "lenet" / "cpu-async" / "seed-0.json", epochs=7),
         lambda folder: edit(folder.parent / "sweep.json", commands=["uneven bench sweep --seeds 9"]),
+        lambda folder: edit(folder.parent / "sweep.json", files=None),
+        lambda folder: (folder.parent / "sweep.json").write_text("{"),
+        lambda folder: (folder.parent / "sweep.json").unlink(),
+        lambda folder: lenet(folder.parent, "solo-0", 0.999),  # counts in place of the packed one
     ],
 )
 def test_results_that_were_tampered_with(tamper: Callable[[Path], object], tmp_path: Path) -> None:
     results = published(tmp_path)
     tamper(results / "lenet")
     assert faults_of(results)
+    assert faults_of(results / "lenet")
 
 
 def test_a_changed_run_is_seen_by_itself(tmp_path: Path) -> None:
-    """Without the list of the folder, as where new runs were added to packed ones."""
+    """Without the list of the folder."""
     results = published(tmp_path)
     (results / "sweep.json").unlink()
-    assert faults_of(results) == []
     edit(results / "lenet" / "solo-1" / "seed-0.json", train_seconds=1.0)
-    assert any("was changed since it was packed" in fault for fault in faults_of(results))
+    assert any("solo-1" in fault and "was changed since it was packed" in fault for fault in faults_of(results))
+
+
+def test_a_sweep_that_goes_on_in_a_packed_folder_keeps_its_seal(tmp_path: Path) -> None:
+    results = published(tmp_path)
+    _write_record(SweepOrder(out=results, command="uneven bench sweep --seeds 9"), [])
+    assert faults_of(results) == []
+    assert "uneven bench sweep --seeds 9" in (results / "sweep.json").read_text()
+    (results / "lenet" / "cpu-async" / "seed-1.json").unlink()
+    assert any("is missing" in fault for fault in faults_of(results))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_seconds": 0.5, "samples_per_s": 4000.0}, "its history ends after 2.00 s"),
+        ({"samples": 4000, "samples_per_s": 2000.0}, "its history ends after 2,000 samples"),
+        ({"epochs": 9}, "its history ends with epoch 5"),
+        ({"quality": {"accuracy": 0.994}}, "its last evaluation has 0.99"),
+    ],
+)
+def test_a_summary_that_contradicts_its_history(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    edit(lenet(tmp_path, "solo-0", 0.99) / "summary.json", **changes)
+    assert any(words in fault for fault in judged(tmp_path)["solo-0"].faults)
+
+
+def test_two_seeds_that_differ_by_chance_do_not_allow_any_quality(tmp_path: Path) -> None:
+    """Their interval is 13 standard errors wide."""
+    for seed, quality in enumerate((0.985, 0.995)):
+        make_run(tmp_path, "lenet", "solo-0", seed, quality, epochs=5)
+        make_run(tmp_path, "lenet", "cpu-async", seed, quality - 0.013, 1300.0, epochs=5)
+    assert any("allowed: 0.012 worse" in fault for fault in judged(tmp_path)["cpu-async"].faults)
 
 
 def test_runs_of_other_settings_are_not_held_against_each_other(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_learning_rates_are_scaled_where_batches_are_larger() -> None:
         ({"models": ("lenett",)}, "unknown model 'lenett'"),
         ({"modes": ("cpu-fast",)}, "unknown mode 'cpu-fast'"),
         ({"modes": ("solo-2",)}, "there are 2 devices"),
+        ({"modes": ("solo-\u00b2",)}, "solo-N means the N-th device"),
         ({"modes": ("nccl-async",)}, "NCCL joins CUDA devices only"),
     ],
 )
@@ -136,6 +137,20 @@ def test_a_failing_run_is_recorded_and_the_sweep_goes_on(machine: Machine) -> No
     record = json.loads((machine.out / "lenet" / "solo-0" / "seed-0" / FAILURE).read_text())
     assert record["exit_code"] == 1
     assert "Traceback" in record["stderr"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_repeated_run_that_fails_is_not_hidden_by_the_older_one(machine: Machine, is_packed: bool) -> None:
+    sweep(order(machine, seeds=1), quiet)
+    if is_packed:
+        pack(machine.out, machine.out.parent / "packed")
+        machine.out = machine.out.parent / "packed"
+    machine.fails = {"solo-0"}
+    sweep(order(machine, seeds=1, is_forced=True), quiet)
+    assert [run["reason"] for run in build_report(machine.out).failed] == ["rank 1 was killed"]
+    machine.fails = set()
+    assert sweep(order(machine, seeds=1), quiet).done == ["lenet solo-0 seed 0"]
+    assert build_report(machine.out).failed == []
 
 
 def test_kept_runs_of_other_settings_are_refused(machine: Machine) -> None:
@@ -173,6 +188,17 @@ def test_other_modes_in_the_folder_have_the_same_epochs(machine: Machine) -> Non
         with pytest.raises(InputError, match="holds a run with epochs 5, this sweep has 10"):
             sweep(order(machine, seeds=1, epochs=10, **changes), quiet)
     assert len(machine.asked) == 2
+    for other in ({"devices": "cpu,cpu"}, {"precision": "bf16"}):
+        with pytest.raises(InputError, match=r"holds a run with (devices|precision)"):
+            sweep(order(machine, seeds=1, epochs=5, modes=("cpu-async",), **other), quiet)
+
+
+def test_a_quick_sweep_has_one_seed_unless_it_is_told_otherwise() -> None:
+    def seeds(**given: Any) -> int:
+        cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-0",), **given))
+        return len(cells)
+
+    assert (seeds(), seeds(is_quick=True), seeds(is_quick=True, seeds=3)) == (5, 1, 3)
 
 
 def test_a_folder_that_cannot_be_made(machine: Machine) -> None:

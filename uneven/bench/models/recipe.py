@@ -18,6 +18,7 @@ class Published:
     value: float
     source: str
     worst: float  # the worst quality that still agrees with it
+    is_best: bool = False  # of the best evaluation, not the last one: the recipe trains past it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.mode_times import mode_times
 from uneven.bench.report.quality import MARGIN, at_time, longer_than, loss_gap, passed, reached, target_of
 from uneven.bench.single.folders import (
+    EFFICIENCY,
     SWEEP,
     BrokenRun,
     RunRecord,
@@ -27,6 +28,7 @@ from uneven.bench.single.folders import (
     read_equal_time,
     read_runs,
     single_device,
+    sweep_of,
 )
 from uneven.bench.single.modes import JOINT, OWN_LOOP
 from uneven.bench.undisturbed import is_disturbed
@@ -133,7 +135,7 @@ def build_report(root: Path) -> Report:
         VERSION,
         str(root),
         _hardware(records),
-        [_model(name, [record for record in records if record.model == name], root, longer) for name in names],
+        [_model(name, [record for record in records if record.model == name], longer) for name in names],
         [{"folder": str(run.folder), "reason": run.reason} for run in (*broken, *unknown)],
         *_read_sweeps(root),
     )
@@ -141,10 +143,12 @@ def build_report(root: Path) -> Report:
 
 def _read_sweeps(root: Path) -> tuple[dict[str, str], list[str]]:
     """The modes that sweeps into this folder skipped, and the commands that make the report again."""
-    sweeps = read_json(root / SWEEP)
+    sweeps = read_json(sweep_of(root) / SWEEP)
     if not isinstance(sweeps, dict):
         return {}, []
-    return dict(sweeps.get("skipped", {})), [*sweeps.get("commands", []), f"uneven bench report {root}"]
+    skipped, commands = sweeps.get("skipped"), sweeps.get("commands")
+    known = [str(line) for line in commands] if isinstance(commands, list) else []
+    return dict(skipped) if isinstance(skipped, dict) else {}, [*known, f"uneven bench report {root}"]
 
 
 def write_report(path: Path, text: str) -> None:
@@ -161,7 +165,7 @@ def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [json.loads(machine) for machine in sorted(machines)]
 
 
-def _model(name: str, records: list[RunRecord], root: Path, longer: Sequence[RunRecord]) -> ModelReport:
+def _model(name: str, records: list[RunRecord], longer: Sequence[RunRecord]) -> ModelReport:
     """`longer` are the runs of all models at equal time."""
     recipe = models.get(name)
     by_mode: dict[str, list[RunRecord]] = {}
@@ -182,7 +186,6 @@ def _model(name: str, records: list[RunRecord], root: Path, longer: Sequence[Run
             alone,
             solo,
             target,
-            root,
             is_solo_disturbed,
             [run for run in longer if (run.model, run.mode) == (name, mode)],
         )
@@ -253,7 +256,6 @@ def _row(
     alone: list[float],
     solo: list[RunRecord],
     target: float | None,
-    root: Path,
     is_solo_disturbed: bool,
     longer: list[RunRecord],
 ) -> ModeReport:
@@ -268,9 +270,11 @@ def _row(
     longer = longer_than(longer, runs)
     judged = for_speed(longer or runs)
     equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, judged, solo)
-    paired = _paired(root, recipe.name, mode)
+    paired = read_efficiency(runs)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
     published = recipe.published.value if recipe.published else None
+    known = [run.summary["samples_per_s"] for run in for_speed(solo)]  # where not every device was run alone
+    fastest = max(alone) if alone else statistics.median(known) if known else None
     return ModeReport(
         mode=mode,
         seeds=len(runs),
@@ -284,7 +288,7 @@ def _row(
         vs_published=None if is_for_speed or published is None else mean - published,
         train_s=None if is_for_speed or not has_speed else seconds,
         samples_per_s=speed,
-        speedup=speed / max(alone) if speed and alone else None,
+        speedup=speed / fastest if speed and fastest else None,
         efficiency=(paired["efficiency"] if paired else estimate) if has_speed else None,
         efficiency_half=paired["half_width"] if paired and has_speed else None,
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
@@ -334,10 +338,13 @@ def _sample_shares(runs: list[RunRecord]) -> list[float]:
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 
 
-def _paired(root: Path, model: str, mode: str) -> dict[str, Any] | None:
-    """The paired measurement of this model and mode; None if there is none that can be read."""
-    paired = read_json(root / model / mode / "efficiency.json")
-    return paired if isinstance(paired, dict) and {"efficiency", "half_width", "pairs"} <= set(paired) else None
+def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """The paired measurement beside the runs of a mode; None if there is none that can be read."""
+    paired = read_json(runs[0].folder.parent / EFFICIENCY)
+    if not isinstance(paired, dict):
+        return None
+    figures = [paired.get(name) for name in ("efficiency", "half_width", "pairs")]
+    return paired if all(isinstance(one, int | float) for one in figures) else None
 
 
 def _best(recipe: Recipe, rows: list[ModeReport], single: str | None) -> str | None:

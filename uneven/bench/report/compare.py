@@ -6,6 +6,7 @@ their quality is.
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.interval import interval
-from uneven.bench.report.build import write_report
+from uneven.bench.report.build import read_efficiency, write_report
 from uneven.bench.report.quality import MARGIN
-from uneven.bench.single.folders import RunRecord, nothing_found, read_runs
+from uneven.bench.single.folders import BrokenRun, RunRecord, nothing_found, read_run, read_runs
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
@@ -44,21 +45,29 @@ class Difference:
 
 def compare(first: Path, second: Path) -> list[Difference]:
     """One Difference for every model and mode that both folders have; InputError if there is none."""
-    (old_runs, old_broken), (new_runs, new_broken) = read_runs(first), read_runs(second)
-    before, after = _by_key(old_runs), _by_key(new_runs)
-    if first.name.startswith("seed-") and second.name.startswith("seed-"):
-        # Two single runs of one model are compared even if their modes and seeds differ.
-        for broken in (*old_broken, *new_broken):
-            raise InputError(f"{broken.folder}: {broken.reason}")
-        (old,), (new,) = before.values(), after.values()
+    if _is_single(first) and _is_single(second):  # compared even if their modes and seeds differ
+        old, new = _read_single(first), _read_single(second)
         if old.model != new.model:
             raise InputError(f"{first} is a run of {old.model}, {second} one of {new.model}: compare runs of one model")
         return [_difference(new.model, f"{old.mode} -> {new.mode}", [(old, new)])]
+    before, after = (_by_key(read_runs(folder)[0]) for folder in (first, second))
     shared = sorted(set(before) & set(after))
     if not shared:
         raise InputError(f"{first} and {second} have no model, mode and seed in common")
     groups = sorted({key[:2] for key in shared})
     return [_difference(*group, [(before[key], after[key]) for key in shared if key[:2] == group]) for group in groups]
+
+
+def _is_single(folder: Path) -> bool:
+    """Whether it is the folder of one run, or of an older one that was moved aside."""
+    return folder.is_dir() and re.fullmatch(r"seed-\d+(\.\d+)?", folder.name) is not None
+
+
+def _read_single(folder: Path) -> RunRecord:
+    found = read_run(folder)
+    if isinstance(found, BrokenRun):
+        raise InputError(f"{found.folder}: {found.reason}")
+    return found
 
 
 def _by_key(records: Sequence[RunRecord]) -> dict[tuple[str, str, int], RunRecord]:
@@ -69,7 +78,8 @@ def _difference(model: str, mode: str, pairs: Sequence[tuple[RunRecord, RunRecor
     recipe = models.get(model)
     sign = 1.0 if recipe.higher_is_better else -1.0
     quality, quality_half = interval([sign * (b.quality - a.quality) for a, b in pairs])
-    speed, speed_half = interval([b.summary["samples_per_s"] / a.summary["samples_per_s"] for a, b in pairs])
+    speeds = [(a.summary["samples_per_s"], b.summary["samples_per_s"]) for a, b in pairs]
+    speed, speed_half = interval([new / old if old else math.nan for old, new in speeds])
     disturbed = sum(run.is_disturbed for pair in pairs for run in pair)
     speed_verdict = f"speed: {disturbed} disturbed runs" if disturbed else _verdict(speed - 1.0, speed_half, "speed")
     verdict = f"{_verdict(quality, quality_half, 'quality')}, {speed_verdict}"
@@ -95,7 +105,7 @@ def make_baseline(root: Path) -> dict[str, Any]:
         runs = [record for record in records if (record.model, record.mode) == (model, mode)]
         rows[f"{model} {mode}"] = {
             "quality": [run.quality for run in runs],
-            "efficiency": _efficiency(root, model, mode),
+            "efficiency": _efficiency(runs),
         }
     return {"version": VERSION, "rows": rows}
 
@@ -112,7 +122,7 @@ def check(root: Path, baseline: Path) -> list[str]:
     measured it by pairs, fails if it fell by more than the slack and both intervals.
     """
     saved = read_json(baseline)
-    if not isinstance(saved, dict) or saved.get("version") != VERSION or "rows" not in saved:
+    if not isinstance(saved, dict) or saved.get("version") != VERSION or not _are_rows(saved.get("rows")):
         raise InputError(
             f"{baseline} is no baseline of version {VERSION}: make one by 'uneven bench check RUNS --save {baseline}'"
         )
@@ -124,6 +134,20 @@ def check(root: Path, baseline: Path) -> list[str]:
             continue
         faults += _faults(name, row, now[name])
     return faults
+
+
+def _are_rows(rows: Any) -> bool:
+    """Whether they are those of a baseline, with at least one."""
+    return isinstance(rows, dict) and len(rows) > 0 and all(_is_row(name, row) for name, row in rows.items())
+
+
+def _is_row(name: str, row: Any) -> bool:
+    if not isinstance(row, dict) or name.split()[:1] not in [[known] for known in models.NAMES]:
+        return False
+    quality, efficiency = row.get("quality"), row.get("efficiency")
+    figures = [quality, [0.0, 0.0] if efficiency is None else efficiency]
+    are_numbers = all(isinstance(one, list) and one and all(isinstance(x, int | float) for x in one) for one in figures)
+    return are_numbers and (efficiency is None or len(efficiency) == 2)
 
 
 def _faults(name: str, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -147,11 +171,9 @@ def _faults(name: str, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _efficiency(root: Path, model: str, mode: str) -> list[float] | None:
+def _efficiency(runs: Sequence[RunRecord]) -> list[float] | None:
     """Figure and half-width by pairs; None if they were not measured, or disturbed."""
-    paired = read_json(root / model / mode / "efficiency.json")
-    if not isinstance(paired, dict) or is_disturbed(paired):
+    paired = read_efficiency(runs)
+    if paired is None or is_disturbed(paired):
         return None
-    found = [paired.get("efficiency"), paired.get("half_width")]
-    figures = [float(figure) for figure in found if figure is not None]
-    return figures if len(figures) == len(found) else None
+    return [float(paired["efficiency"]), float(paired["half_width"])]

@@ -29,7 +29,7 @@ def _at(model: ModelReport, row: ModeReport, epoch: int) -> str:
     entries = [entry for run in row.trajectories for entry in run if entry["epoch"] == epoch]
     losses = [float(entry["train_loss"]) for entry in entries if entry.get("train_loss") is not None]
     found = [float(entry[model.metric]) for entry in entries if model.metric in entry]
-    loss = f"{sum(losses) / len(losses):.4f}" if losses else ""
+    loss = f"{sum(losses) / len(losses):.{6 if model.metric == 'mse' else 4}f}" if losses else ""
     return f"{loss}, {value(model.metric, sum(found) / len(found))}" if found else loss
 
 

@@ -14,20 +14,22 @@ from typing import Any
 
 from uneven.bench.single.folders import (
     DEPTHS,
+    EFFICIENCY,
     EQUAL_TIME,
     FAILURE,
     SWEEP,
+    RunRecord,
     digest,
     nothing_found,
     pack_failure,
     pack_run,
     read_equal_time,
+    read_run,
     read_runs,
+    sweep_of,
 )
 from uneven.errors import InputError
 from uneven.files import folder_error, read_json, write_atomically
-
-EFFICIENCY = "efficiency.json"
 
 
 def pack(root: Path, out: Path) -> list[Path]:
@@ -37,25 +39,33 @@ def pack(root: Path, out: Path) -> list[Path]:
     records, broken = read_runs(root)
     if not records:
         raise nothing_found(root)
-    files = {}
+    files: dict[Path, str] = {}
     for folder, some in ((out, records), (out / EQUAL_TIME, read_equal_time(root))):
         for run in some:
             files[folder / run.model / run.mode / f"seed-{run.seed}.json"] = _compact(pack_run(run))
     for broken_run in broken:
-        within = broken_run.folder.relative_to(root)
-        own = out / EQUAL_TIME if within.parts[:1] == (EQUAL_TIME,) else out
-        if not broken_run.folder.name.startswith("seed-"):  # of a measurement of efficiency
-            files[out / within / FAILURE] = _compact({"reason": broken_run.reason.removeprefix("efficiency: ")})
+        place = broken_run.folder.absolute()
+        if not place.name.startswith("seed-"):  # of a measurement of efficiency
+            reason = broken_run.reason.removeprefix("efficiency: ")
+            files[out.joinpath(*place.parts[-2:], FAILURE)] = _compact({"reason": reason})
             continue
-        files[own.joinpath(*broken_run.folder.parts[-3:]).with_suffix(".json")] = _compact(pack_failure(broken_run))
-    for path in sorted(root.glob(f"*/*/{EFFICIENCY}")):
-        if isinstance(paired := read_json(path), dict):
-            files[out / path.relative_to(root)] = _compact(paired)
+        own = out / EQUAL_TIME if place.parts[-4] == EQUAL_TIME else out
+        file = own.joinpath(*place.parts[-3:]).with_suffix(".json")
+        if not isinstance(read_run(file.with_suffix("")), RunRecord):  # never in place of a finished one
+            files[file] = _compact(pack_failure(broken_run))
+    stale = []
+    for folder in dict.fromkeys(run.folder.parent for run in records):
+        if isinstance(paired := read_json(folder / EFFICIENCY), dict):
+            place = out.joinpath(*folder.absolute().parts[-2:])
+            files[place / EFFICIENCY] = _compact(paired)
+            stale += [place / FAILURE] if place / FAILURE not in files else []
     try:
+        for path in stale:
+            path.unlink(missing_ok=True)
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, (text + "\n").encode())
-        write_atomically(out / SWEEP, (json.dumps(_record(root, out), indent=1) + "\n").encode())
+        write_atomically(out / SWEEP, (json.dumps(_record(sweep_of(root), out), indent=1) + "\n").encode())
     except OSError as error:
         raise folder_error(out, error) from error
     return [*files, out / SWEEP]
@@ -79,18 +89,21 @@ def _checksums(out: Path) -> dict[str, str]:
     return {path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(found)}
 
 
-def changes(folder: Path) -> list[str]:
-    """What is not as it was when the folder was packed; nothing of a folder of runs that were not packed."""
-    record = read_json(folder / SWEEP)
-    if not isinstance(record, dict) or "files" not in record:
-        return []
-    listed, found = record["files"], _checksums(folder)
+def changes(root: Path) -> list[str]:
+    """What is not as it was when the folder was packed; nothing of a folder of runs that were never packed."""
+    sweep = sweep_of(root)
+    record, found = read_json(sweep / SWEEP), _checksums(sweep)
+    packed = [name for name in found if name.endswith(".json") and name.split("/")[-1].startswith("seed-")]
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        return [f"{SWEEP}: lists no packed files, though there are some; pack the runs again"] if packed else []
+    listed = record["files"]
     faults = [] if record.get("sha256") == digest(record) else [f"{SWEEP}: was changed since it was packed"]
     faults += [f"{name}: was there when the folder was packed, and is missing" for name in listed if name not in found]
     faults += [f"{name}: came after the folder was packed" for name in found if name not in listed]
     both = [name for name in found if name in listed]
     faults += [f"{name}: was changed since it was packed" for name in both if found[name] != listed[name]]
-    return faults
+    hidden = [name for name in packed if read_run((sweep / name).with_suffix("")).folder != sweep / name]
+    return [*faults, *(f"{name}: a folder beside it counts in its place; pack the runs again" for name in hidden)]
 
 
 def _compact(content: dict[str, Any]) -> str:

@@ -21,7 +21,10 @@ from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way, longer
 from uneven.bench.single.folders import RunRecord, nothing_found, read_equal_time, read_runs, single_device
 
 NEAR = 1e-6  # of two figures that are computed from each other
-COMPARED = ("data", "epochs", "samples", "eval_samples")  # must be those of the runs that a mode is held against
+NEAR_SECONDS = (0.02, 0.5)  # of a run's time and the last one in its history: a part of it, and at least so many
+NEAR_QUALITY = 2e-3  # of a run's quality, and of the last evaluation in its history
+MOST_CHANCE = 2.0  # margins: two seeds that differ by chance would allow any quality
+COMPARED = ("data", "epochs", "samples", "eval_samples", "precision")  # must be those of the runs it is held against
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Judged:
     seeds: int
     metric: str
     quality: float
-    best: float  # at any evaluation, mean over seeds: what the published figure is held against
+    best: float  # at any evaluation, mean over seeds: of some recipes the published figure is held against it
     published: float | None  # the worst that agrees with it; None where these runs cannot be held against it
     reference: str | None  # the mode that it is held against, and ...
     reference_quality: float | None
@@ -78,11 +81,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
     reference = _reference(mode, by_mode, alone)
     faults = [fault for run in (*runs, *longer) for fault in _contradictions(run)]
     faults += _differences(runs, None if reference is None else (reference, by_mode[reference][0]))
-    if worst is not None and _is_worse(recipe, best, worst):
-        assert recipe.published is not None, "it has a worst"
-        faults.append(
-            f"{recipe.metric} {best:.4g}, and {worst:g} is the worst that agrees with {recipe.published.source}"
-        )
+    faults += _against_published(recipe, best if recipe.published and recipe.published.is_best else mean, worst)
     other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
     slack = _slack(recipe, half, other_half)
     if reference is not None and _is_worse(recipe, mean, other, slack):
@@ -103,6 +102,12 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
         equal_time=equal_time,
         faults=faults,
     )
+
+
+def _against_published(recipe: Recipe, quality: float, worst: float | None) -> list[str]:
+    if worst is None or recipe.published is None or not _is_worse(recipe, quality, worst):
+        return []
+    return [f"{recipe.metric} {quality:.4g}, and {worst:g} is the worst that agrees with {recipe.published.source}"]
 
 
 def _at_equal_time(
@@ -153,8 +158,10 @@ def _settings(run: RunRecord) -> dict[str, Any]:
 
 
 def _slack(recipe: Recipe, *halves: float) -> float:
-    """By how much a mean may be worse than another: the margin, and chance as far as it is known."""
-    return MARGIN.get(recipe.metric, 0.0) + math.hypot(*(0.0 if half == math.inf else half for half in halves))
+    """By how much a mean may be worse than another: the margin, and chance as far as it is known, within limits."""
+    margin = MARGIN.get(recipe.metric, 0.0)
+    chance = math.hypot(*(0.0 if half == math.inf else half for half in halves))
+    return margin + min(chance, MOST_CHANCE * margin)
 
 
 def _is_worse(recipe: Recipe, value: float, than: float, slack: float = 0.0) -> bool:
@@ -189,7 +196,7 @@ def _global_batch(run: RunRecord) -> int:
 def _is_whole(run: RunRecord) -> bool:
     """Whether a published figure may be held against it: the recipe's data and epochs, and the whole test set."""
     recipe, summary = models.get(run.model), run.summary
-    asked = summary.get("asked", {})
+    asked = summary.get("asked") or {}
     is_cut = asked.get("samples") or summary.get("eval_samples")
     return not is_cut and summary.get("data") == recipe.data and summary.get("epochs", 0) >= recipe.epochs
 
@@ -204,8 +211,21 @@ def _contradictions(run: RunRecord) -> list[str]:
             f"{name}: {summary['samples']} samples in {summary['train_seconds']:.3f} s "
             f"are not {summary['samples_per_s']:.1f} a second"
         )
-    seen: Sequence[float] = [float(one[summary["metric"]]) for one in run.metrics[-1:] if summary["metric"] in one]
-    margin = MARGIN.get(summary["metric"], 0.0)
-    if seen and summary.get("precision") == "fp32" and abs(seen[-1] - run.quality) > margin:
-        found.append(f"{name}: its last evaluation has {seen[-1]:.4g}, its summary {run.quality:.4g}")
+    if not run.metrics:
+        return found
+    last = run.metrics[-1]
+    if last["epoch"] != summary["epochs"]:
+        found.append(f"{name}: its history ends with epoch {last['epoch']:g}, its summary has {summary['epochs']}")
+    if last["samples"] != summary["samples"] and not summary.get("dropped"):
+        found.append(
+            f"{name}: its history ends after {last['samples']:,} samples, its summary has {summary['samples']:,}"
+        )
+    part, least = NEAR_SECONDS
+    if abs(last["train_seconds"] - summary["train_seconds"]) > max(least, part * summary["train_seconds"]):
+        seconds = (last["train_seconds"], summary["train_seconds"])
+        found.append(f"{name}: its history ends after {seconds[0]:.2f} s, its summary has {seconds[1]:.2f}")
+    seen = last.get(summary["metric"])
+    is_far = seen is not None and abs(seen - run.quality) > NEAR_QUALITY * abs(run.quality)
+    if is_far and summary.get("precision") == "fp32":
+        found.append(f"{name}: its last evaluation has {seen:.4g}, its summary {run.quality:.4g}")
     return found

@@ -55,8 +55,13 @@ def _block(block: Block) -> str:
         return f"**{_escape(block.sentence)}** {_escape(block.rest)}".rstrip()
     if isinstance(block, str):
         return f"`{block[2:]}`" if block.startswith("$ ") else _escape(block)
-    lines = [block.head, ["---"] * len(block.head), *([_escape(cell) for cell in row] for row in block.rows)]
+    lines = [block.head, ["---"] * len(block.head), *([_cell(cell) for cell in row] for row in block.rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """A cell is one line, and has no bar."""
+    return " ".join(_escape(text).split()).replace("|", "\\|")
 
 
 def _escape(text: str) -> str:
@@ -158,6 +163,9 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
     reached = "" if row.target_s is None else f"{'<= ' if row.target_is_bound else ''}{row.target_s:.1f}"
     if row.target_s is not None and row.target_seeds < row.target_of_seeds:
         reached += f" ({row.target_seeds} of {row.target_of_seeds} seeds)"
+    was_watched = any(model.metric in entry for run in row.trajectories for entry in run)
+    if was_watched and row.has_speed and model.target is not None and not row.target_seeds:
+        reached = "not reached"
     return [
         row.mode,
         str(row.seeds),
@@ -170,7 +178,7 @@ def _quality_row(model: ModelReport, row: ModeReport) -> list[str]:
         mark(_efficiency(row), row.is_efficiency_disturbed),
         mark(reached, row.is_disturbed),
         mark(_equal_time(model, row), row.is_equal_time_disturbed),
-        number(row.loss_gap, "+.4f"),
+        number(row.loss_gap, "+.6f" if model.metric == "mse" else "+.4f"),
     ]
 
 

@@ -1,9 +1,10 @@
 """Reads runs, ROOT/MODEL/MODE/seed-S: finished ones as RunRecords, all others as BrokenRuns with a reason.
 
 A run is a folder, or the one file `seed-S.json` that `pack_run` makes of it to be published: everything that a report
-needs and no weights. Where both are there, the folder counts if it is finished. Runs at equal time, which
-bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by comparisons and by
-sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or damaged set of runs.
+needs and no weights. Where both are there, the folder counts if a run has ended in it, finished or failed. Runs at
+equal time, which bench/sweep/plan.py plans, are below ROOT/equal-time, apart from the others. Used by the report, by
+comparisons and by sweeps. Invariant: what is in them never raises, so that a report can be made of an interrupted or
+damaged set of runs.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ NEEDED = (
 SWEEP = "sweep.json"  # in the folder of a sweep: its commands, and the modes it left out
 EQUAL_TIME = "equal-time"  # in the folder of a sweep: runs with as many epochs as fit the single device's time
 DEPTHS = ("*/*/seed-*", "*/seed-*", "seed-*")  # of a sweep's folder, a model's, a mode's
+EFFICIENCY = "efficiency.json"  # in the folder of a mode: measured by pairs
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
 DIGITS = 7  # of a number in a packed history
@@ -96,7 +98,7 @@ class RunRecord:
             return None if timeline is None else RunTimes.of(timeline)
         try:
             return RunTimes.from_json(self.packed["times"])
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             return None
 
 
@@ -131,13 +133,31 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
     """
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: make runs by 'uneven bench sweep --out {root}'")
-    runs = _read_below(root)
-    broken = [run for run in (*runs, *_read_below(root / EQUAL_TIME)) if isinstance(run, BrokenRun)]
-    for path in sorted(root.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
+    runs, sweep = _read_below(root), sweep_of(root)
+    longer = [run for run in _read_below(sweep / EQUAL_TIME) if _is_within(run.folder, sweep / EQUAL_TIME, root, sweep)]
+    broken = [run for run in (*runs, *longer) if isinstance(run, BrokenRun)]
+    for path in sorted(sweep.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
         failure = read_json(path)
-        if not _is_run(path.parent) and isinstance(failure, dict):
+        is_own = not _is_run(path.parent) and _is_within(path.parent, sweep, root, sweep)
+        if is_own and isinstance(failure, dict):
             broken.append(BrokenRun(path.parent, f"efficiency: {failure.get('reason', 'failed')}"))
     return [run for run in runs if isinstance(run, RunRecord)], broken
+
+
+def sweep_of(root: Path) -> Path:
+    """The folder of the sweep that `root` belongs to: its own, or one above a model's, a mode's or a run's."""
+    for run in _read_below(root):
+        place = run.folder.absolute()
+        if isinstance(run, RunRecord) and place.parts[-3:-1] == (run.model, run.mode):
+            found = place.parents[2]
+            return root if found == root.absolute() else found
+    return root
+
+
+def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
+    """Whether a file below `base`, which is laid out as the sweep is, belongs to the part of it that `root` is."""
+    part = root.absolute().relative_to(sweep.absolute()).parts
+    return path.absolute().relative_to(base.absolute()).with_suffix("").parts[: len(part)] == part
 
 
 def nothing_found(root: Path) -> InputError:
@@ -148,14 +168,18 @@ def nothing_found(root: Path) -> InputError:
 
 
 def read_equal_time(root: Path) -> list[RunRecord]:
-    """The finished runs at equal time below the folder of a sweep."""
-    return [run for run in _read_below(root / EQUAL_TIME) if isinstance(run, RunRecord)]
+    """The finished runs at equal time of a sweep, or of the model or mode whose folder it is."""
+    sweep = sweep_of(root)
+    base = sweep / EQUAL_TIME
+    found = [run for run in _read_below(base) if _is_within(run.folder, base, root, sweep)]
+    return [run for run in found if isinstance(run, RunRecord)]
 
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
     """The run in a folder or in its packed file, finished or not."""
-    packed = _packed(folder)
-    return read_packed(packed) if packed.is_file() and not (folder / "summary.json").is_file() else _read_folder(folder)
+    packed = packed_file(folder)
+    has_ended = any((folder / name).is_file() for name in ("summary.json", FAILURE))
+    return read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
 
 
 def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
@@ -167,9 +191,9 @@ def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
 def _read_folder(folder: Path) -> RunRecord | BrokenRun:
     failure = read_json(folder / FAILURE)
     summary = read_json(folder / "summary.json")
+    if isinstance(failure, dict):  # a run that ends well takes it away: it is newer than a summary beside it
+        return BrokenRun(folder, str(failure.get("reason", "failed")))
     if not (folder / "summary.json").is_file():
-        if isinstance(failure, dict):
-            return BrokenRun(folder, str(failure.get("reason", "failed")))
         return BrokenRun(folder, "not finished: there is no summary.json")
     if (fault := _fault(summary)) is not None:
         return BrokenRun(folder, f"summary.json {fault}")
@@ -254,13 +278,25 @@ def _fault(summary: Any) -> str | None:
     if missing:
         return f"lacks {', '.join(missing)}"
     quality, devices = summary["quality"], summary["devices"]
+    if not isinstance(summary["metric"], str):
+        return "has no usable metric"
     if not isinstance(quality, dict) or not _is_number(quality.get(summary["metric"])):
         return f"lacks {summary['metric']}"
     wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not _is_number(summary[name])]
     wrong += [name for name in ("seed", "epochs") if not isinstance(summary[name], int)]
-    if not devices or not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
+    wrong += [
+        name for name in ("asked", "machine", "interference") if not isinstance(summary.get(name, {}) or {}, dict)
+    ]
+    if not devices or not isinstance(devices, list) or not all(map(_is_device, devices)):
         wrong.append("devices")
     return f"has no usable {', '.join(wrong)}" if wrong else None
+
+
+def _is_device(name: Any) -> bool:
+    try:
+        return isinstance(name, str) and parse_device(name) is not None
+    except InputError:
+        return False
 
 
 def _is_number(value: Any) -> bool:
@@ -273,7 +309,8 @@ def _is_entry(entry: Any) -> bool:
     return isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in names)
 
 
-def _packed(folder: Path) -> Path:
+def packed_file(folder: Path) -> Path:
+    """Where the run of this folder is packed, if it is."""
     return folder.with_name(f"{folder.name}.json")
 
 

@@ -22,7 +22,7 @@ from uneven.api.loop_inputs import check_loop
 from uneven.bench import models
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.models.sets import TensorSet, load_set
-from uneven.bench.single.folders import SUMMARY_VERSION
+from uneven.bench.single.folders import FAILURE, SUMMARY_VERSION
 from uneven.bench.single.modes import Mode, resolve_mode
 from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import Evaluation, RunConfig, Task, resolve
@@ -248,6 +248,7 @@ def _write(folder: Path, config: RunConfig, state: TrainedState, summary: dict[s
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     try:
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1).encode())
+        (folder / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
     except OSError as error:
         raise folder_error(folder, error) from error
 

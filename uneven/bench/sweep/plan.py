@@ -24,6 +24,7 @@ from uneven.hardware.device import Device, parse_devices
 QUICK_MODELS = ("lenet", "gpt-nano")
 QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # fits half a minute on two cores
 QUICK_EPOCHS = 2
+SEEDS = 5
 SAFE = 0.98  # of the single device's time: the next run may be slower than the last one by chance
 
 
@@ -33,7 +34,7 @@ class SweepOrder:
 
     models: tuple[str, ...] | None = None
     modes: tuple[str, ...] | None = None
-    seeds: int = 5
+    seeds: int | None = None  # None: 5, or one of a quick sweep
     devices: str = PAIR
     is_quick: bool = False
     data: str | None = None  # instead of MNIST
@@ -163,7 +164,7 @@ def _reason_to_skip(mode: str, devices: Sequence[Device], order: SweepOrder) -> 
         return "PyTorch's DDP does not train a GPU and a CPU together"
     if mode == "torch-ddp" and order.precision != "fp32":
         return "PyTorch's DDP is run in fp32"
-    if mode.startswith("solo-") and not mode[5:].isdigit():
+    if mode.startswith("solo-") and not (mode[5:].isascii() and mode[5:].isdigit()):
         return f"solo-N means the N-th device, from 0 to {len(devices) - 1}"
     if mode.startswith("solo-") and int(mode[5:]) >= len(devices):
         return f"there are {len(devices)} devices, solo-0 to solo-{len(devices) - 1}"
@@ -177,7 +178,8 @@ def _cells(order: SweepOrder, names: Sequence[str], wanted: Sequence[str], devic
         for mode in wanted:
             is_slowed = mode.startswith("solo-") and devices[int(mode[5:])].speed < 1.0
             is_for_speed = is_slowed and any(device.speed >= 1.0 for device in devices)
-            for seed in range(1 if is_for_speed or order.is_quick else order.seeds):
+            seeds = order.seeds or (1 if order.is_quick else SEEDS)
+            for seed in range(1 if is_for_speed else seeds):
                 yield _cell(order, model, mode, seed, is_for_speed)
             if order.has_efficiency and not mode.startswith(("solo-", "nccl-", "sync")):
                 yield _efficiency_cell(order, model, mode)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.bench import models
-from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, read_run, read_runs
+from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, digest, read_run, read_runs
 from uneven.bench.single.process import run_uneven
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_equal_time, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
@@ -22,7 +22,14 @@ from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
-SHARED = ("epochs", "samples", "eval_samples", "data")  # settings of all runs of a model in a folder
+SHARED = (
+    "epochs",
+    "samples",
+    "eval_samples",
+    "data",
+    "devices",
+    "precision",
+)  # settings of all runs of a model in a folder
 OF_EFFICIENCY = ("devices", "batch_size", "precision", "compile")
 STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
 
@@ -146,7 +153,15 @@ def _write_record(order: SweepOrder, skipped: Sequence[Skipped]) -> None:
     before = read_json(order.out / SWEEP)
     known = before.get("commands", []) if isinstance(before, dict) else []
     commands = [*known, order.command] if order.command and order.command not in known else known
-    record = {"version": 1, "commands": commands, "skipped": {skip.mode: skip.reason for skip in skipped}}
+    record: dict[str, Any] = {
+        "version": 1,
+        "commands": commands,
+        "skipped": {skip.mode: skip.reason for skip in skipped},
+    }
+    if isinstance(before, dict) and "files" in before:  # packed runs, which stay as they are
+        is_whole = before.get("sha256") == digest(before)
+        record["files"] = before["files"]
+        record["sha256"] = digest(record) if is_whole else before.get("sha256")
     try:
         order.out.mkdir(parents=True, exist_ok=True)
         write_atomically(order.out / SWEEP, json.dumps(record, indent=1).encode())
