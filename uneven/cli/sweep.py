@@ -104,8 +104,9 @@ def _print_plan(order: "SweepOrder", as_json: bool) -> None:
 
     order = with_present_text(order)
     cells, skipped = plan_sweep(order)
-    cells += plan_equal_time(order, cells)
-    missing = find_missing(order, cells)
+    longer = plan_equal_time(order, cells)
+    missing = [*find_missing(order, cells), *find_missing(order, longer)]
+    cells += longer
     if as_json:
         names = {"run": missing, "kept": [cell for cell in cells if cell not in missing]}
         planned = {key: [cell.name for cell in some] for key, some in names.items()}

@@ -107,3 +107,11 @@ def test_a_run_is_compared_with_an_older_one_that_was_moved_aside(tmp_path: Path
     shutil.copytree(folder, folder.with_name("seed-0.1"))
     (found,) = compare(folder.with_name("seed-0.1"), folder)
     assert (found.mode, found.quality, found.speed) == ("solo-0 -> solo-0", 0.0, 1.0)
+
+
+def test_qualities_of_other_data_or_epochs_have_no_verdict(tmp_path: Path) -> None:
+    for name, epochs in (("a", 2), ("b", 5)):
+        for seed in range(3):
+            make_run(tmp_path / name, "lenet", "solo-0", seed, 0.9 + 0.01 * epochs, epochs=epochs)
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
+    assert found.verdict.startswith("quality: runs with other epochs, ")

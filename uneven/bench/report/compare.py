@@ -22,6 +22,7 @@ from uneven.errors import InputError
 from uneven.files import read_json
 
 VERSION = 1
+OF_QUALITY = ("data", "epochs", "eval_samples")  # settings without which qualities say nothing of each other
 SLACK = 0.03  # efficiency may fall by this much by chance
 
 
@@ -82,7 +83,11 @@ def _difference(model: str, mode: str, pairs: Sequence[tuple[RunRecord, RunRecor
     speed, speed_half = interval([new / old if old else math.nan for old, new in speeds])
     disturbed = sum(run.is_disturbed for pair in pairs for run in pair)
     speed_verdict = f"speed: {disturbed} disturbed runs" if disturbed else _verdict(speed - 1.0, speed_half, "speed")
-    verdict = f"{_verdict(quality, quality_half, 'quality')}, {speed_verdict}"
+    others = [name for name in OF_QUALITY if any(a.summary.get(name) != b.summary.get(name) for a, b in pairs)]
+    quality_verdict = _verdict(quality, quality_half, "quality")
+    if others:
+        quality_verdict = f"quality: runs with other {', '.join(others)}"
+    verdict = f"{quality_verdict}, {speed_verdict}"
     figures = (quality, quality_half, speed, speed_half)
     return Difference(model, mode, len(pairs), *figures, verdict, is_disturbed=disturbed > 0)
 
