@@ -1,6 +1,7 @@
 """`uneven plan`: what is wrong is told before anything is measured; what it prints; how `uneven run` takes it."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,21 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(CliRunner().invoke(app, ["plan", "train.py", "--json"]).stdout)
     assert found["recommendation"]["devices"] == ["cpu", "cpu@0.4"]
     assert {"probe", "predictions", "strategies", "predicted", "notes"} <= set(found)
+
+
+def test_the_command_that_is_told_takes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other devices, settings or arguments the plan would not be taken."""
+    monkeypatch.setattr("uneven.plan.script.plan_script", lambda *_: plan_from(pair(), {}))
+    script(TRAINS)
+    given = ["--devices", "cpu,cpu@0.4", "--batch-size", "8", "--shares", "5,2", "--no-sync-batchnorm"]
+    order = ["train.py", *given, "--seconds", "2", "--out", "runs/my run", "--", "--width", "64"]
+    told = CliRunner().invoke(app, ["plan", *order]).stderr
+    typed = shlex.split(told.split("take it with: ")[1])
+    assert typed[:7] == ["uneven", "run", "train.py", "--out", "runs/my run", "--policy", "auto"]
+    assert typed[-3:] == ["--", "--width", "64"]
+    assert sorted(typed[7:-3]) == sorted(given)
+    plain = CliRunner().invoke(app, ["plan", "train.py", "--out", "runs/b"]).stderr
+    assert plain.endswith("take it with: uneven run train.py --out runs/b --policy auto\n")
 
 
 def test_run_takes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,21 @@ def test_kinds_hold_all_samples_also_those_of_ranks_that_joined(
         assert sum(kind["share"] for kind in result["kinds"]) == pytest.approx(1.0)
 
 
+def test_no_time_is_told_where_no_sample_counts_and_ranks_count_for_their_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    faults = JOINED.replace("settle_s = 0.1", "failures_per_hour = 900\nsettle_s = 4")
+    (tmp_path / "stormy.toml").write_text(faults.replace("= 20000", "= 2000000"))
+    order = (str(tmp_path / "stormy.toml"), "--policy", "equal", "--hours", "0.02")
+    _, out, _ = call(monkeypatch, capsys, *order)
+    assert next(line.split()[1] for line in out.splitlines() if line.startswith("equal ")) == "-"
+    _, out, _ = call(monkeypatch, capsys, *order, "--json")
+    (result,) = json.loads(out)["results"]
+    assert (result["samples"], result["seconds_per_epoch"]) == (0, None)
+    for times in (result["time"], *(kind["time"] for kind in result["kinds"])):
+        assert sum(times.values()) == pytest.approx(1.0)
+
+
 def test_a_curve_has_a_row_for_each_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +121,8 @@ def test_a_curve_has_a_row_for_each_number_of_ranks(
         ((PAIR, "--curve", "many"), "--curve 'many' must be numbers of ranks"),
         ((PAIR, "--curve", "0"), "between 1 and 100,000"),
         ((PAIR, "--curve", "2", "--page", "x.html"), "leave out --curve"),
+        ((PAIR, "--page", str(EXAMPLES)), "is a folder; name a file, as in --page "),
+        ((PAIR, "--page", str(EXAMPLES / "nothing" / "x.html")), "nothing; make it, or name another one"),
         (("nothing.toml",), "nothing.toml: No such file"),
     ],
 )

@@ -44,6 +44,14 @@ def test_one_device_where_the_link_is_too_slow() -> None:
     advice = advice_of(probe)
     assert (advice.policy, advice.devices) == (ALONE, ("cpu",))
     assert "would be 0." in advice.reason
+    assert advice_of(replace(probe, start_s=400.0)).reason == advice.reason  # of training, whatever the start takes
+
+
+def test_one_device_where_the_steps_of_several_are_larger() -> None:
+    """Two devices are faster, but train twice the samples in as many steps."""
+    advice = advice_of(pair(job=replace(JOB, steps=100, candidates=("sync", "balanced"))))
+    assert advice.is_one_device
+    assert advice.reason.endswith("where a step has more samples")
 
 
 def test_one_device_within_noise() -> None:
@@ -57,6 +65,7 @@ def test_a_device_that_adds_nothing_is_left_out() -> None:
     ranks = (rank("cuda:0", 0.5), rank("cuda:1", 0.5), rank("cpu", 60.0, 400.0))
     advice = advice_of(pair(ranks=ranks, solos=()))
     assert advice.devices == ("cuda:0", "cuda:1")
+    assert " on 2 of 3 devices: " in advice.reason
 
 
 def test_the_only_device_is_taken() -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from uneven.launch.preflight import settle
 from uneven.launch.visitor import LeftScript, RunVisitor
 from uneven.plan import choose as choosing
 from uneven.plan import plan as plans
-from uneven.plan.choose import choose
+from uneven.plan.advise import DISTURBED
+from uneven.plan.choose import choose, describe_choice
 from uneven.plan.plan import Plan, asked_for, chosen_config, plan_from, read_plan, restored, write_plan
 from uneven.plan.probe import JobProbe, Probe, allowed_policies
 
@@ -186,6 +187,64 @@ def test_a_strategy_that_divides_something_is_not_given_one_device(strategy: str
     chosen = chosen_config(wanted, plan_from(pair(job=job), {}))
     assert chosen.devices == ("cpu,cpu@0.4" if strategy == "zero1" else "cpu")
     settle(chosen, parse_devices(chosen.devices))
+
+
+@pytest.mark.parametrize(
+    ("had", "given", "taken"),
+    [
+        ({"shares": [5.0, 1.0], "memory_cap": [8, 2]}, {"shares": (5, 2, 1), "memory_cap": (8, 4, 2)}, None),
+        ({"shares": None, "memory_cap": 6}, {"shares": (5, 1), "memory_cap": 6}, {"shares": (5, 1), "memory_cap": 6}),
+    ],
+)
+def test_a_run_that_is_resumed_has_its_settings_per_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, had: dict[str, Any], given: dict[str, Any], taken: Any
+) -> None:
+    """Those that are given are of all devices that were asked for, and the plan had chosen two of three."""
+    record = {"config": {"policy": "balanced", "devices": "cpu,cpu@0.2", **had}}
+    monkeypatch.setattr(choosing, "_record_of", lambda _: record)
+    found = choosing.recorded(config(devices="auto", resume=tmp_path, out=tmp_path, **given))
+    assert found is not None
+    wanted = {name: tuple(value) for name, value in had.items()} if taken is None else taken
+    assert {name: getattr(found.config, name) for name in had} == wanted
+    settle(found.config, parse_devices(found.config.devices))
+    other = choosing.recorded(config(devices="cpu,cpu,cpu", resume=tmp_path, out=tmp_path, shares=(5, 2, 1)))
+    assert other is not None
+    assert other.config.shares == (5, 2, 1)
+
+
+def test_a_plan_in_an_empty_folder_leaves_it_to_the_run(tmp_path: Path) -> None:
+    """The folder was taken for somebody's own: plan.json lay in it, and no mark."""
+    write_plan(plan_from(pair(), asked_for(config())), tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    write_plan(plan_from(pair(), asked_for(config())), tmp_path / "empty")
+    assert make_out_folder(tmp_path / "empty") is None
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    write_plan(plan_from(pair(), asked_for(config())), tmp_path / "full")
+    with pytest.raises(InputError, match=r"no run of uneven wrote \(notes.txt"):
+        make_out_folder(tmp_path / "full")
+
+
+def test_a_plan_that_is_read_and_written_again_gets_no_younger(tmp_path: Path) -> None:
+    old = (datetime.now(timezone.utc) - timedelta(hours=23)).isoformat(timespec="seconds")
+    write_plan(plan_from(pair(), asked_for(config()), old), tmp_path)
+    again = restored(read_plan(tmp_path) or {})
+    assert again is not None
+    assert again.to_json()["date"] == old
+    older = (datetime.now(timezone.utc) - timedelta(hours=25)).isoformat(timespec="seconds")
+    write_plan(plan_from(pair(), asked_for(config()), older), tmp_path)
+    assert read_plan(tmp_path, asked_for(config())) is None
+
+
+def test_the_one_line_tells_that_other_programs_used_the_cores() -> None:
+    quiet, busy = (describe_choice(plan_from(pair(is_disturbed=is_busy), {})) for is_busy in (False, True))
+    assert busy == f"{quiet}; {DISTURBED}"
+
+
+def test_the_probe_of_a_job_has_its_fixed_shares() -> None:
+    wanted = config(shares=(5, 2), accumulate=2)
+    job = JobProbe.of(wanted, 2_000, allowed_policies(wanted), "gloo")
+    assert (job.shares, job.accumulate, job.batch_size) == ((5, 2), 2, 16)
 
 
 def test_a_damaged_plan_is_none(tmp_path: Path) -> None:

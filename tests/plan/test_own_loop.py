@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.probes import JOB
+from tests.plan.probes import JOB, pair
+from uneven.config import resolve
 from uneven.hardware.device import parse_devices
-from uneven.plan.own_loop import Stretch, assemble
+from uneven.plan.own_loop import Stretch, assemble, with_caps
 from uneven.plan.plan import plan_from
 
 DEVICES = parse_devices("cpu,cpu@0.4")
@@ -51,3 +52,9 @@ def test_without_local_policies_nothing_is_known_of_rounds() -> None:
     probe = assemble(job, DEVICES, JOINT, "balanced", None, None, {})
     assert probe.local is None
     assert {one.policy for one in plan_from(probe, {}).predictions} == {"sync", "balanced", "equal", "alone"}
+
+
+def test_what_memory_cap_allows_is_part_of_the_probe() -> None:
+    settings = {"batch_size": 8, "epochs": 1, "policy": "balanced", "devices": "cpu,cpu@0.4"}
+    for cap, found in (((48, 24), [48, 24]), (32, [32, 32]), (None, [None, None])):
+        assert [rank.cap for rank in with_caps(pair(), resolve({**settings, "memory_cap": cap})).ranks] == found

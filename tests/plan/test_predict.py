@@ -40,6 +40,45 @@ def test_a_device_alone_has_all_cores() -> None:
     assert of(found, "balanced").gain == pytest.approx(of(found, "balanced").samples_per_s / 1700.0)
 
 
+def test_a_device_alone_is_at_least_as_fast_as_it_was_among_others() -> None:
+    """A CPU that was disturbed while it was alone made two devices seem to gain more than both have."""
+    slow = tuple(replace(solo, speed=0.5 * solo.speed) for solo in pair().solos)
+    probe = pair(solos=slow)
+    found = predict(probe)
+    assert of(found, ALONE, "cpu").samples_per_s == max(probe.ranks[0].alone, probe.ranks[0].at_once)
+    assert of(found, ALONE, "cpu").gain == 1.0
+    assert all(one.gain <= 1.41 for one in found)  # the second device has 0.4 of the first one's speed
+    among = pair(solos=slow, ranks=(replace(probe.ranks[0], at_once=1900.0), probe.ranks[1]))
+    assert of(predict(among), ALONE, "cpu").samples_per_s == 1900.0
+
+
+@pytest.mark.parametrize("policy", ["balanced", "cadence"])
+def test_shares_that_are_fixed_are_those_of_the_predictions(policy: str) -> None:
+    """Predicted was a run by speed, which would not happen."""
+    job = replace(JOB, candidates=("balanced", "cadence"), shares=(1.0, 1.0))
+    found = of(predict(pair(job=job)), policy)
+    assert found.shares == (pytest.approx(0.5, abs=0.01), pytest.approx(0.5, abs=0.01))
+    assert found.efficiency < 0.75
+    assert of(predict(pair(job=replace(job, shares=None))), policy).efficiency > 0.9
+
+
+def test_fixed_shares_follow_the_subset_of_the_devices() -> None:
+    job = replace(JOB, samples_per_epoch=6400, candidates=("balanced",), shares=(0.0, 3.0, 1.0))
+    found = predict(replace(several(3), job=job))
+    assert of(found, "balanced", "cuda:1", "cuda:2").shares[0] == pytest.approx(0.75, abs=0.01)
+    assert of(found, "balanced", "cuda:0", "cuda:2").shares == (0.0, 1.0)
+    nobody = predict(replace(several(3), job=replace(job, shares=(0.0, 0.0, 1.0))))
+    assert ("cuda:0", "cuda:1") not in {one.devices for one in nobody}
+
+
+def test_what_memory_holds_bounds_the_shares_of_balanced() -> None:
+    ranks = tuple(replace(one, cap=cap) for one, cap in zip(pair().ranks, (35, None), strict=True))
+    for accumulate, share in ((1, 35 / 128), (2, 70 / 128)):
+        found = predict(pair(ranks=ranks, job=replace(JOB, accumulate=accumulate)))
+        assert of(found, "balanced").shares[0] == pytest.approx(share, abs=0.01)
+    assert of(predict(pair()), "balanced").shares[0] > 0.7
+
+
 def test_measured_speeds_calibrate_all_policies_of_their_kind() -> None:
     exact = ExactProbe(policy="balanced", speed=1500.0, overhead_ms=1.0, shares=(92, 36))
     local = LocalProbe(policy="cadence", speed=1600.0, average_ms=1.0, anchor=4)
@@ -123,5 +162,10 @@ def test_the_memory_of_strategies_follows_that_of_the_devices() -> None:
 def test_a_probe_is_the_same_after_json() -> None:
     probe = pair(notes=("a note",))
     assert Probe.from_json(json.loads(json.dumps(probe.to_json()))) == probe
+    fixed = pair(job=replace(JOB, shares=(5.0, 2.0), accumulate=2))
+    assert Probe.from_json(json.loads(json.dumps(fixed.to_json()))) == fixed
+    written = probe.to_json()
+    del written["job"]["shares"], written["job"]["accumulate"]  # as before there were these keys
+    assert Probe.from_json(written) == probe
     with pytest.raises(ValueError, match="version"):
         Probe.from_json({**probe.to_json(), "version": 0})

@@ -1,7 +1,10 @@
 """What must hold in every simulated run, whatever the cluster."""
 
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
+from math import fsum, inf
+from operator import add
 from statistics import fmean, pstdev
 
 import pytest
@@ -154,6 +157,30 @@ def test_balanced_leaves_out_what_does_not_help() -> None:
     assert found.busy[1]["idle"] > 0.5
 
 
+@pytest.mark.parametrize("policy", ["balanced", "cadence"])
+def test_fixed_shares_are_kept_whatever_the_speeds(policy: Policy) -> None:
+    job = replace(JOB, samples_per_epoch=64 * 400)
+    found = simulate(pair(), replace(job, shares=(3.0, 1.0)), policy)
+    assert found.shares == (pytest.approx(0.75, abs=0.01), pytest.approx(0.25, abs=0.01))
+    even = simulate(pair(), replace(job, shares=(1.0, 1.0)), policy)
+    assert even.efficiency == pytest.approx(simulate(pair(), job, "sync").efficiency, abs=0.01)
+    nothing = simulate(pair(), replace(job, shares=(1.0, 0.0)), policy)
+    assert nothing.shares == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "cadence"])
+def test_ranks_that_are_left_keep_their_fixed_shares(policy: Policy) -> None:
+    three = replace(Cluster((FAST,) * 3, (0,) * 3, FREE), failures_per_hour=1e5, settle_s=0.1, seed=3)
+    found = simulate(three, replace(JOB, epochs=20, shares=(2.0, 1.0, 1.0)), policy)
+    assert found.failures == 2
+    assert found.samples == 20 * 6001
+
+
+def test_memory_bounds_the_shares_of_balanced() -> None:
+    assert simulate(pair(), replace(JOB, caps=(70, 128)), "balanced").counts == (70, 58)
+    assert simulate(pair(), replace(JOB, caps=(10, 10)), "balanced").counts == simulate(pair(), JOB, "balanced").counts
+
+
 def test_efficiency_over_time_and_lanes_cover_the_run() -> None:
     found = simulate(mixed(LAN), replace(JOB, samples_per_epoch=60_000, param_bytes=10**6), "balanced")
     assert found.over_time[-1][0] == pytest.approx(found.seconds)
@@ -172,6 +199,42 @@ def test_a_run_may_be_cut_off_and_its_time_per_epoch_stays() -> None:
         assert hour.samples < 50 * 60_000
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_settling_that_never_ends_is_ended_by_the_bound(policy: Policy) -> None:
+    """Every two seconds two things happened, and each took two seconds: the time of the next had always come."""
+    found = simulate(pair(failures_per_hour=1800.0, joins_per_hour=1800.0, settle_s=2.0), JOB, policy, max_hours=0.01)
+    assert found.seconds == pytest.approx(36.0)
+    assert found.mean("settling") > 0.8
+    assert found.limits.startswith("failures and joins: ")
+    assert found.limits.endswith(f"settling after {found.failures + found.joins} of them")
+
+
+def test_an_epoch_of_which_no_sample_counts_has_no_time() -> None:
+    """Plain DDP starts again from the epoch's beginning after every failure."""
+    job = replace(JOB, samples_per_epoch=10**6)
+    found = simulate(pair(failures_per_hour=1800.0, joins_per_hour=1800.0), job, "equal", max_hours=0.01)
+    assert (found.samples, found.seconds_per_epoch) == (0, inf)
+
+
+def test_a_rank_counts_for_the_time_that_it_was_there() -> None:
+    found = simulate(pair(joins_per_hour=360.0, settle_s=1.0), replace(JOB, epochs=4), "sync")
+    assert found.joins > 0
+    assert found.there_s[:2] == (pytest.approx(found.seconds),) * 2
+    assert found.there_s[-1] < 0.9 * found.seconds
+    spent_s = fsum(busy["settling"] * there_s for busy, there_s in zip(found.busy, found.there_s, strict=True))
+    assert found.mean("settling") == pytest.approx(spent_s / fsum(found.there_s))
+    assert found.mean("settling", [0]) == pytest.approx(found.joins * 1.0 / found.seconds)
+    assert found.mean("settling") != pytest.approx(fmean(busy["settling"] for busy in found.busy))
+
+
+def test_speeds_are_summed_alike_by_every_version_of_python() -> None:
+    """The builtin sum of floats rounds once from Python 3.12 on, and after every number before."""
+    kinds = tuple(RankKind(f"kind {number}", 0.0, 0.1 + 0.7 * number) for number in range(7))
+    speeds = [kind.speed(64) for kind in kinds]
+    assert fsum(speeds) != reduce(add, speeds)
+    assert Cluster(kinds, (0,) * 7, FREE).speed(64) == fsum(speeds)
+
+
 def test_one_rank_alone_loses_nothing() -> None:
     for policy in POLICIES:
         assert simulate(Cluster((FAST,), (0,), FREE), JOB, policy).efficiency > 0.99
@@ -186,5 +249,13 @@ def test_what_is_wrong_is_said() -> None:
         Cluster((FAST, FAST), (0, 1), FREE)
     with pytest.raises(InputError, match="one entry for each of the 2 ranks"):
         Cluster((FAST, FAST), (0,), FREE)
+    with pytest.raises(InputError, match=r"shares=.* one entry for each of the 2 ranks"):
+        simulate(pair(), replace(JOB, shares=(1.0, 1.0, 1.0)), "balanced")
+    with pytest.raises(InputError, match=r"caps=.* with joins_per_hour"):
+        simulate(pair(joins_per_hour=1.0), replace(JOB, caps=(8, 8)), "balanced")
+    with pytest.raises(InputError, match="one of them above 0"):
+        replace(JOB, shares=(0.0, 0.0))
+    with pytest.raises(InputError, match=r"caps=.* at least 1 each"):
+        replace(JOB, caps=(0, 8))
     with pytest.raises(InputError, match="max_hours=0"):
         simulate(pair(), JOB, "sync", max_hours=0)

@@ -5,7 +5,9 @@ It takes the settings of `uneven run`, which replace those in the script.
 
 import inspect
 import json
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,10 +69,27 @@ def plan(
     else:
         _print(made)
     if out is not None:
-        print(
-            f"uneven: the plan is in {out}; take it with: uneven run {script} --out {out} --policy auto",
-            file=sys.stderr,
-        )
+        command = shlex.join(run_command(script, args or [], Path(out), options))
+        print(f"uneven: the plan is in {out}; take it with: {command}", file=sys.stderr)
+
+
+def run_command(script: Path, args: list[str], out: Path, options: Mapping[str, Any]) -> list[str]:
+    """The run that takes the plan: with the same options and arguments, since a plan of others is not taken.
+
+    `options` are as typer read them; what run.toml and the environment say, they say to the run, too.
+    """
+    command = ["uneven", "run", str(script), "--out", str(out), "--policy", "auto"]
+    if options.get("config") is not None:
+        command += ["--config", str(options["config"])]
+    for name, setting in settings_of(RunConfig).items():
+        value = options.get(name)
+        if value is None or name in (*LEFT_OUT, "out", "policy"):
+            continue
+        if isinstance(value, bool):
+            command.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
+        else:
+            command += [setting.flag, str(value)]
+    return [*command, "--", *args] if args else command
 
 
 def _print(made: "Plan") -> None:

@@ -1,6 +1,7 @@
 """`uneven simulate`: a policy's run on a cluster that is described in a file and need not exist."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +50,8 @@ def simulate(
     """
     title, described, job = read_file(cluster, seed)
     policies = read_policies(policy)
+    if page is not None:
+        _check_page(page)
     if curve is not None:
         if page is not None:
             raise InputError("--page shows one cluster: leave out --curve")
@@ -107,6 +110,7 @@ def _result_json(one: "Simulated") -> dict[str, Any]:
     rest = ("limits", "failures", "joins", "trained_again", "counts", "shares", "over_time")
     return {
         **{name: getattr(one, name) for name in numbers},
+        "seconds_per_epoch": one.seconds_per_epoch if math.isfinite(one.seconds_per_epoch) else None,
         "time": {state: one.mean(state) for state in STATES},
         "kinds": kinds_of(one),
         **{name: getattr(one, name) for name in rest},
@@ -114,7 +118,7 @@ def _result_json(one: "Simulated") -> dict[str, Any]:
 
 
 def kinds_of(one: "Simulated") -> list[dict[str, Any]]:
-    """Per kind of device: how many ranks were ever there, their part of all samples, and their mean time by state."""
+    """Per kind of device: how many ranks were ever there, their part of all samples, and their time by state."""
     from uneven.simulate.engine import STATES
 
     places: dict[str, list[int]] = {}
@@ -124,11 +128,19 @@ def kinds_of(one: "Simulated") -> list[dict[str, Any]]:
         {
             "name": name,
             "count": len(ranks),
-            "share": sum(one.shares[rank] for rank in ranks),
-            "time": {state: sum(one.busy[rank][state] for rank in ranks) / len(ranks) for state in STATES},
+            "share": math.fsum(one.shares[rank] for rank in ranks),
+            "time": {state: one.mean(state, ranks) for state in STATES},
         }
         for name, ranks in places.items()
     ]
+
+
+def _check_page(page: Path) -> None:
+    """InputError before anything is simulated, which may take a while, where no page could be written."""
+    if page.is_dir():
+        raise InputError(f"--page {page} is a folder; name a file, as in --page {page / 'simulated.html'}")
+    if not page.parent.is_dir():
+        raise InputError(f"--page {page}: there is no folder {page.parent}; make it, or name another one")
 
 
 def _simulate_one(cluster: "Cluster", job: "Job", policy: "Policy", hours: float) -> "Simulated":
@@ -181,7 +193,7 @@ def _print_table(title: str, cluster: "Cluster", found: "list[Simulated]") -> No
     for one in found:
         table.add_row(
             one.policy,
-            f"{one.seconds_per_epoch:,.1f}",
+            f"{one.seconds_per_epoch:,.1f}" if math.isfinite(one.seconds_per_epoch) else "-",
             f"{one.samples_per_s:,.0f}",
             f"{one.efficiency:.3f}",
             _percent(one, "communication"),

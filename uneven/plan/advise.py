@@ -14,6 +14,7 @@ WORTH_IT = 1.05  # several devices must be predicted so much faster than one
 EXACT_WITHIN = 0.03  # an exact policy may take so much longer than a local one
 FEWER_WITHIN = 0.02  # and fewer devices than more of them
 JOINT_LOSS = 0.95  # joint speed over the sum of solos below which it is told
+DISTURBED = "other programs used the same cores meanwhile: plan again when the machine is idle"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def advise(probe: Probe, predictions: Sequence[Prediction]) -> Advice:
     quick = [one for one in near if one.total_s <= (1.0 + FEWER_WITHIN) * min(n.total_s for n in near)]
     pool = [one for one in quick if len(one.devices) == fewest] or quick
     chosen = min(pool, key=lambda one: one.total_s)
-    return _take(chosen, _why_several(chosen, best, alone, joint))
+    return _take(chosen, _why_several(probe, chosen, best, alone, joint))
 
 
 def _take(chosen: Prediction, reason: str) -> Advice:
@@ -56,12 +57,18 @@ def _take(chosen: Prediction, reason: str) -> Advice:
 
 
 def _why_one(probe: Probe, alone: Prediction, best: Prediction) -> str:
-    ratio = alone.total_s / best.total_s
+    """By the speed of training, or by what else decides: the start of the processes, or more samples in each step."""
+    ratio = best.gain / alone.gain
     trained_s = best.total_s - probe.start_s
     if alone.total_s / max(trained_s, 1e-9) > WORTH_IT:
         return (
             f"one device, {alone.devices[0]}: the whole run takes {alone.total_s:.1f} s on it, and on "
             f"{','.join(best.devices)} starting the processes alone takes {probe.start_s:.1f} s"
+        )
+    if ratio > WORTH_IT:  # as many steps, but larger ones
+        return (
+            f"one device, {alone.devices[0]}: the whole run takes {alone.total_s:.1f} s on it, and {best.total_s:.1f} "
+            f"s with {best.name} on {','.join(best.devices)}, where a step has more samples"
         )
     cause = f" ({best.limits})" if best.limits else ""
     return (
@@ -69,8 +76,11 @@ def _why_one(probe: Probe, alone: Prediction, best: Prediction) -> str:
     )
 
 
-def _why_several(chosen: Prediction, best: Prediction, alone: Prediction, joint: Sequence[Prediction]) -> str:
-    where = "both" if len(chosen.devices) == 2 else f"{len(chosen.devices)} devices"
+def _why_several(
+    probe: Probe, chosen: Prediction, best: Prediction, alone: Prediction, joint: Sequence[Prediction]
+) -> str:
+    taken, there = len(chosen.devices), len(probe.ranks)
+    where = f"{taken} of {there} devices" if taken < there else "both" if taken == 2 else f"{taken} devices"
     text = f"{chosen.name} on {where}: {chosen.gain:.2f}x the fastest device alone ({alone.devices[0]})"
     same = [one for one in joint if one.ranks == chosen.ranks and one.policy != chosen.policy]
     if chosen.is_exact and best.policy != chosen.policy:
@@ -92,7 +102,7 @@ def notes(probe: Probe, predictions: Sequence[Prediction]) -> list[str]:
             "(shared cores, caches or memory bandwidth); the predictions have that in them"
         )
     if probe.is_disturbed:
-        lines.append("other programs used the same cores meanwhile: plan again when the machine is idle")
+        lines.append(DISTURBED)
     equal = [one for one in predictions if one.policy == EQUAL and len(one.ranks) == len(probe.ranks)]
     if equal:
         lines.append(f"equal batches as in PyTorch's DDP: {equal[0].gain:.2f}x the fastest device alone")

@@ -16,7 +16,8 @@ from uneven.errors import InputError
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext, process_context
 from uneven.launch.predicted import take_handed
-from uneven.plan.plan import SECONDS, Plan, asked_for, chosen_config, make_plan, read_plan, restored
+from uneven.plan.advise import DISTURBED
+from uneven.plan.plan import PER_DEVICE, SECONDS, Plan, asked_for, chosen_config, make_plan, read_plan, restored
 from uneven.plan.probe import allowed_policies, with_values
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import read_record
@@ -72,7 +73,8 @@ def describe_choice(plan: Plan, is_found: bool = False) -> str:
     """The one line about it."""
     advice, where = plan.advice, " (from its plan.json)" if is_found else ""
     what = "one device" if advice.is_one_device else advice.policy
-    return f"  policy auto -> {what} on {','.join(advice.devices)}{where}: {advice.reason}"
+    note = f"; {DISTURBED}" if plan.probe.is_disturbed else ""
+    return f"  policy auto -> {what} on {','.join(advice.devices)}{where}: {advice.reason}{note}"
 
 
 def follow(config: RunConfig, plan: Plan, is_found: bool) -> Choice:
@@ -131,9 +133,24 @@ def recorded(config: RunConfig) -> Choice | None:
     plan = next((found for folder in (run, run.parent) if (found := read_plan(folder)) is not None), None)
     is_same = plan is not None and plan["asked"].get("devices") in (config.devices, record["config"]["devices"])
     devices = record["config"]["devices"] if is_same or config.devices == AUTO else config.devices
-    chosen = with_values(config, policy=policy, devices=devices)
+    chosen = with_values(config, policy=policy, devices=devices, **_per_device(config, record["config"], devices))
     line = f"  policy auto -> {policy} on {devices}, as recorded in {run}"
     return Choice(chosen, plan if devices == record["config"]["devices"] else None, (line,))
+
+
+def _per_device(config: RunConfig, had: Mapping[str, Any], devices: str) -> dict[str, Any]:
+    """Settings with one entry per device, where these are of other devices than the run takes: as it had them.
+
+    They are given for the devices that were asked for, and the plan chose some of those.
+    """
+    values = {name: getattr(config, name) for name in PER_DEVICE}
+    if devices != had["devices"]:
+        return values
+    for name, given in values.items():
+        if isinstance(given, tuple) and len(given) != len(devices.split(",")):
+            kept = had.get(name)
+            values[name] = tuple(kept) if isinstance(kept, list) else kept
+    return values
 
 
 def _record_of(run: Path) -> dict[str, Any] | None:

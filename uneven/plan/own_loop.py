@@ -115,8 +115,16 @@ def probe_script(
     job = JobProbe.of(config, axis.epoch_samples, candidates, config.backend, **nbytes)
     if config.memory_cap is not None:  # fewer devices may hold too little, and of one it would be ignored
         job = replace(job, min_ranks=len(devices))
-    found = assemble(job, devices, joint, exact, rounds, local, solos)
+    found = with_caps(assemble(job, devices, joint, exact, rounds, local, solos), config)
     return found.with_time(time.perf_counter() - began, span.interference.is_disturbed)
+
+
+def with_caps(found: Probe, config: RunConfig) -> Probe:
+    """The probe with what memory_cap allows each rank: in a loop of one's own nothing finds it out."""
+    if config.memory_cap is None:
+        return found
+    caps = config.caps(len(found.ranks))
+    return replace(found, ranks=tuple(replace(rank, cap=int(cap)) for rank, cap in zip(found.ranks, caps, strict=True)))
 
 
 def loop_policies(config: RunConfig) -> tuple[str, ...]:

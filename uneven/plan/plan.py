@@ -32,18 +32,22 @@ _COMPARED = (
     "min_ranks",
 )
 # One entry per device: those of a subset are taken from it.
-_PER_DEVICE = ("shares", "memory_shares", "memory_cap")
+PER_DEVICE = ("shares", "memory_shares", "memory_cap")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was measured, what follows from it, and what to do. `asked`: what the plan is of."""
+    """What was measured, what follows from it, and what to do. `asked`: what the plan is of.
+
+    `date` is when it was measured, in ISO form: a plan that is read and written again gets no younger.
+    """
 
     probe: Probe
     predictions: tuple[Prediction, ...]
     strategies: tuple[StrategyPrediction, ...]
     advice: Advice
     asked: Mapping[str, Any]
+    date: str
 
     @property
     def notes(self) -> list[str]:
@@ -60,7 +64,7 @@ class Plan:
         assert chosen is not None, "the advice is one of the predictions"
         return {
             "version": VERSION,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": self.date,
             "uneven": __version__,
             "asked": dict(self.asked),
             "recommendation": {**asdict(self.advice), "is_one_device": self.advice.is_one_device},
@@ -88,11 +92,12 @@ def make_plan(task: Task, config: RunConfig, seconds: float, say: Callable[[str]
     return plan_from(probe(task, config, seconds, say), asked_for(config))
 
 
-def plan_from(found: Probe, asked: Mapping[str, Any]) -> Plan:
-    """The plan that follows from a probe; pure."""
+def plan_from(found: Probe, asked: Mapping[str, Any], date: str | None = None) -> Plan:
+    """The plan that follows from a probe; without `date` it was measured now."""
     predictions = predict(found)
     advice = advise(found, predictions)
-    return Plan(found, tuple(predictions), tuple(strategies(found)), advice, asked)
+    date = date or datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Plan(found, tuple(predictions), tuple(strategies(found)), advice, asked, date)
 
 
 def asked_for(config: RunConfig) -> dict[str, Any]:
@@ -124,9 +129,9 @@ def _script() -> str:
 def write_plan(plan: Plan, out: Path) -> None:
     """Into the folder of a run to come, which takes it; MachineError where that cannot be written."""
     try:
-        if not out.exists():
-            out.mkdir(parents=True)
-            mark_as_run(out)
+        if not out.exists() or not any(out.iterdir()):
+            out.mkdir(parents=True, exist_ok=True)
+            mark_as_run(out)  # otherwise the run to come would find a file in it that no run wrote
         write_atomically(out / PLAN, json.dumps(plan.to_json(), indent=1).encode())
     except OSError as error:
         raise folder_error(out, error) from error
@@ -150,8 +155,8 @@ def read_plan(folder: Path | None, asked: Mapping[str, Any] | None = None) -> di
 def restored(found: Mapping[str, Any]) -> Plan | None:
     """A plan that was read; None where it is damaged."""
     try:
-        return plan_from(Probe.from_json(found["probe"]), found["asked"])
-    except (KeyError, TypeError, ValueError):
+        return plan_from(Probe.from_json(found["probe"]), found["asked"], found["date"])
+    except (LookupError, TypeError, ValueError):
         return None
 
 
@@ -161,7 +166,7 @@ def chosen_config(config: RunConfig, plan: Plan) -> RunConfig:
     policy = advice.policy
     if advice.is_one_device:  # there it changes nothing, but settings of another one would be refused
         policy = "balanced" if "balanced" in candidates else candidates[0]
-    values = {name: getattr(config, name) for name in _PER_DEVICE}
+    values = {name: getattr(config, name) for name in PER_DEVICE}
     own = {
         name: tuple(value[rank] for rank in advice.ranks) if isinstance(value, tuple) else value
         for name, value in values.items()

@@ -66,6 +66,8 @@ def predict(probe: Probe) -> list[Prediction]:
     found = [simulation.alone(rank) for rank in _distinct(probe, 1)]
     for size in range(2, len(probe.ranks) + 1):
         for ranks in _distinct(probe, size):
+            if probe.job.shares is not None and not any(probe.job.shares[rank] for rank in ranks):
+                continue  # nobody would train
             policies = [EQUAL, *probe.job.candidates]
             found += [simulation.together(policy, ranks) for policy in policies]
     return sorted(found, key=lambda one: (one.seconds_per_epoch, len(one.ranks)))
@@ -90,15 +92,14 @@ class _Simulation:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._all = tuple(range(len(probe.ranks)))
-        self._best = max([solo.speed for solo in probe.solos] or [rank.alone for rank in probe.ranks])
+        self._best = max(probe.speed_alone(rank) for rank in probe.ranks)
         self._exact_scale: float | None = None  # of the seconds of exact policies: simulated over measured speed
         self._more_round_ms: float | None = None  # of a round of the local ones, beyond what was timed of it
 
     def alone(self, ranks: tuple[int, ...]) -> Prediction:
         (rank,) = ranks
         row, job = self._probe.ranks[rank], self._probe.job
-        solo = self._probe.solo(row.device)
-        speed = row.alone if solo is None else solo.speed
+        speed = self._probe.speed_alone(row)
         seconds = job.samples_per_epoch / speed
         return Prediction(
             policy=ALONE,
@@ -201,10 +202,19 @@ class _Simulation:
             param_bytes=int(moved * job.gradient_bytes) if is_exact else job.param_bytes,
             anchor="auto" if anchor is None else anchor,
             max_anchor=max_anchor,
+            shares=None if job.shares is None else tuple(job.shares[rank] for rank in ranks),
+            caps=self._caps(ranks, slot),
         )
         kinds = tuple(self._kind(row, policy) for row in self._ranks(ranks))
         cluster = Cluster(kinds, (0,) * len(kinds), self._link(is_exact))
         return simulate(cluster, simulated, policy_name(policy)), job.samples_per_epoch / samples
+
+    def _caps(self, ranks: Sequence[int], slot: int) -> tuple[int, ...] | None:
+        """Samples of a step that each rank's memory holds; the whole step where that is not known."""
+        found = [self._probe.ranks[rank].cap for rank in ranks]
+        if not any(found):
+            return None
+        return tuple(slot if cap is None else max(1, cap * self._probe.job.accumulate) for cap in found)
 
     def _kind(self, row: RankProbe, policy: str) -> RankKind:
         """The rank's costs as they were beside what the policy does."""
@@ -250,7 +260,7 @@ class _Simulation:
         part = (threads - row.threads) / (solo.threads - row.threads)
         if part <= 0.0:
             return row
-        faster = (row.at_once + part * (solo.speed - row.at_once)) / row.at_once
+        faster = (row.at_once + part * (self._probe.speed_alone(row) - row.at_once)) / row.at_once
         times = {name: getattr(row, name) / faster for name in ("fixed_ms", "sample_ms", "slot_ms")}
         return replace(row, threads=threads, at_once=row.at_once * faster, **times)
 

@@ -74,6 +74,8 @@ class JobProbe:
     gradient_bytes: int = 0
     state_bytes: int = 0  # of the optimizer
     backend: str = "auto"
+    shares: tuple[float, ...] | None = None  # fixed ones, an entry for each rank of the probe
+    accumulate: int = 1  # micro-batches of a step, each of which may fill a device's memory
 
     @classmethod
     def of(
@@ -92,6 +94,8 @@ class JobProbe:
             max_anchor=config.max_anchor,
             min_ranks=max(config.min_ranks, 2 if config.strategy in SHARDED else 1),
             backend=backend,
+            shares=config.shares,
+            accumulate=config.accumulate,
             **nbytes,
         )
 
@@ -115,7 +119,7 @@ class RankProbe:
     exact_factor: float = 1.0  # time of its work in a joint step over that by fixed_ms and sample_ms
     slot_ms: float = 0.0  # of a batch between two rounds; 0: not measured
     round_ms: float = 0.0  # its own time for a round: snapshot and merge
-    cap: int | None = None  # samples that its memory holds at once, where that is known
+    cap: int | None = None  # samples of a micro-batch that its memory holds, where that is known
     memory_bytes: int | None = None
 
     @property
@@ -181,6 +185,11 @@ class Probe:
     def solo(self, device: str) -> SoloProbe | None:
         return next((found for found in self.solos if found.device == device), None)
 
+    def speed_alone(self, rank: RankProbe) -> float:
+        """Of its device by itself, at least as fast as among others: the machine's speed drifts between the two."""
+        solo = self.solo(rank.device)
+        return max(rank.alone, rank.at_once, 0.0 if solo is None else solo.speed)
+
     def with_time(self, seconds: float, is_disturbed: bool) -> "Probe":
         return replace(self, seconds=seconds, is_disturbed=is_disturbed)
 
@@ -195,6 +204,7 @@ class Probe:
             raise ValueError("a probe of another version")
         job = dict(fields.pop("job"))
         job["candidates"] = tuple(job["candidates"])
+        job["shares"] = None if job.get("shares") is None else tuple(job["shares"])
         exact, local = fields.pop("exact"), fields.pop("local")
         return cls(
             job=JobProbe(**job),

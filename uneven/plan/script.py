@@ -22,7 +22,6 @@ from uneven.launch.script import check_script, visit_script
 from uneven.launch.script_imports import uses_uneven
 from uneven.plan.probe import NO_FILES, check_seconds, with_values
 
-PER_DEVICE = ("shares", "memory_shares", "memory_cap")  # settings of a run that follow its devices
 END_S = 3.0  # for the process that plans, after Ctrl-C
 
 
@@ -124,6 +123,7 @@ def _run_child(command: list[str]) -> int:
 def choose_here(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """In the process that was started for it: the choice, as JSON."""
     from uneven.plan.choose import choose
+    from uneven.plan.plan import PER_DEVICE
 
     with stdout_to_stderr():
         found = find_task(script, args, settings)

@@ -4,7 +4,9 @@ Plain data, checked when it is made: `uneven simulate` reads it from a file, `un
 measured, tests write it down. The engine changes none of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Literal
 
 from uneven.errors import InputError
@@ -101,7 +103,7 @@ class Cluster:
 
     def speed(self, batch_size: int) -> float:
         """The sum of all ranks' speeds alone, in samples per second."""
-        return sum(kind.speed(batch_size) for kind in self.ranks)
+        return fsum(kind.speed(batch_size) for kind in self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class Job:
     `param_bytes` is what a step of the exact policies and a round of the local ones sum over all ranks. `overlap` is
     the part of a step's compute during which gradients already travel (0: they are sent after backward). `eval_ms` is
     spent at every epoch's end by all ranks. `max_anchor` bounds the anchor as in a run; None: as where a run leaves it
-    out.
+    out. `shares` and `caps` have an entry for each rank of the cluster: fixed shares of balanced and cadence (None: by
+    speed), and the samples of a step that a rank's memory holds, which bound the shares of balanced.
     """
 
     samples_per_epoch: int
@@ -124,6 +127,8 @@ class Job:
     backend: str = "auto"
     overlap: float = 0.0
     max_anchor: int | None = None
+    shares: tuple[float, ...] | None = None
+    caps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in ("samples_per_epoch", "batch_size", "global_batch_size"):
@@ -135,6 +140,10 @@ class Job:
         for field in ("param_bytes", "eval_ms"):
             if getattr(self, field) < 0:
                 raise InputError(f"{field}={getattr(self, field)} must be 0 or more")
+        if self.shares is not None and not (min(self.shares, default=0.0) >= 0.0 and any(self.shares)):
+            raise InputError(f"shares={self.shares} must be 0 or more, and one of them above 0")
+        if self.caps is not None and not min(self.caps, default=0) >= 1:
+            raise InputError(f"caps={self.caps} must be at least 1 each")
         if not 0.0 <= self.overlap <= 1.0:
             raise InputError(f"overlap={self.overlap} must be between 0 and 1, a part of a step's compute")
         if self.backend not in BACKENDS:
@@ -146,6 +155,20 @@ class Job:
                 raise InputError(f"max_anchor={self.max_anchor} must be at least 1")
             if self.anchor != "auto" and self.anchor > self.max_anchor:
                 raise InputError(f"anchor={self.anchor} is above max_anchor={self.max_anchor}, which bounds it")
+
+    def check_ranks(self, cluster: Cluster) -> None:
+        """InputError where `shares` or `caps` do not go with the cluster's ranks; one that joins would have none."""
+        for name in ("shares", "caps"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(cluster.ranks):
+                raise InputError(f"{name}={given} must have one entry for each of the {len(cluster.ranks)} ranks")
+            if given is not None and cluster.joins_per_hour:
+                raise InputError(f"{name}={given} with joins_per_hour: nobody knows those of a rank that joins")
+
+    def shares_of(self, ranks: Sequence[int]) -> tuple[float, ...] | None:
+        """The fixed shares of those that are left; None where none are fixed, or only ranks without samples remain."""
+        left = () if self.shares is None else tuple(self.shares[rank] for rank in ranks)
+        return left if any(left) else None
 
     def slot_samples(self, policy: Policy, ranks: int) -> int:
         """Samples of a slot: one rank's batch in the local policies, a step of all ranks in the exact ones."""

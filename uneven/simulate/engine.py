@@ -5,6 +5,7 @@ with the same seed gives the same numbers on every CPU: uniform random numbers, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from uneven.errors import InputError
@@ -26,9 +27,10 @@ class Simulated:
 
     Where ranks fail and join, that sum is of those that were there; evaluation does not count. `kinds`, `shares` and
     `busy` have an entry for every rank that was ever there, those that joined last: the name of its device, its part of
-    all samples, and the fraction of its time that it spent in each of STATES. `counts`: samples per step of the exact
-    policies in the end, slots per window of the local ones. `trained_again`: samples that were lost with a rank.
-    `lanes` has the beginning of the run, of some ranks where there are many.
+    all samples, and the fraction of its time that it spent in each of STATES; `there_s` has the seconds of that time.
+    `counts`: samples per step of the exact policies in the end, slots per window of the local ones. `trained_again`:
+    samples that were lost with a rank. `lanes` has the beginning of the run, of some ranks where there are many.
+    `seconds_per_epoch` is infinite where no sample counts.
     """
 
     policy: Policy
@@ -42,6 +44,7 @@ class Simulated:
     counts: tuple[int, ...]
     rounds: int
     busy: tuple[dict[str, float], ...]
+    there_s: tuple[float, ...]
     limits: str
     lanes: tuple[Span, ...]
     failures: int
@@ -49,9 +52,14 @@ class Simulated:
     trained_again: int
     over_time: tuple[tuple[float, float], ...]
 
-    def mean(self, state: str) -> float:
-        """The fraction of all ranks' time that was spent in a state."""
-        return math.fsum(rank[state] for rank in self.busy) / len(self.busy)
+    def mean(self, state: str, ranks: Sequence[int] | None = None) -> float:
+        """The fraction of these ranks' time, otherwise of all ranks', that was spent in a state.
+
+        A rank that was there for a moment counts for a moment.
+        """
+        chosen = range(len(self.busy)) if ranks is None else ranks
+        whole = math.fsum(self.there_s[rank] for rank in chosen)
+        return math.fsum(self.busy[rank][state] * self.there_s[rank] for rank in chosen) / whole if whole else 0.0
 
 
 def simulate(cluster: Cluster, job: Job, policy: Policy, max_hours: float | None = None) -> Simulated:
@@ -60,6 +68,7 @@ def simulate(cluster: Cluster, job: Job, policy: Policy, max_hours: float | None
         raise InputError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
     if max_hours is not None and not max_hours > 0.0:
         raise InputError(f"max_hours={max_hours} must be above 0")
+    job.check_ranks(cluster)
     run = _Run(cluster, job, policy, math.inf if max_hours is None else 3600.0 * max_hours)
     run.train()
     return run.result()
@@ -84,7 +93,8 @@ class _Run:
         while not part.is_over and tally.now_s < self._max_s:
             before_s = tally.now_s
             part.advance(min(members.next_s, self._max_s))
-            while members.next_s <= tally.now_s and not part.is_over:
+            # Settling takes time in which more happens: only the bound ends a run that never gets to train.
+            while members.next_s <= tally.now_s < self._max_s and not part.is_over:
                 at_s = members.next_s
                 what, member = members.take()
                 if member is None or what in ("slowdown", "recovery"):
@@ -99,14 +109,18 @@ class _Run:
     def result(self) -> Simulated:
         tally, members = self._tally, self._members
         busy = tuple(_fractions(spent) for spent in tally.spent)
-        losses = {state: math.fsum(rank[state] for rank in busy) / len(busy) for state in STATES}
-        losses["idle"] -= tally.eval_s / max(1e-9, tally.now_s)  # no loss: it is part of the job
+        there_s = tuple(math.fsum(spent) for spent in tally.spent)
+        all_s = max(1e-9, math.fsum(there_s))
+        losses = {state: math.fsum(spent[at] for spent in tally.spent) / all_s for at, state in enumerate(STATES)}
+        losses["idle"] -= tally.eval_s / all_s  # no loss: it is part of the job
         efficiency = tally.samples / tally.possible if tally.possible else 0.0
         kinds = tuple(member.kind.name for member in members.all)
         return Simulated(
             policy=self._policy,
             seconds=tally.now_s,
-            seconds_per_epoch=self._job.samples_per_epoch * tally.now_s / max(1, tally.samples),
+            seconds_per_epoch=(
+                self._job.samples_per_epoch * tally.now_s / tally.samples if tally.samples else math.inf
+            ),
             samples=tally.samples,
             samples_per_s=tally.samples / tally.now_s if tally.now_s else 0.0,
             efficiency=efficiency,
@@ -115,6 +129,7 @@ class _Run:
             counts=self._part.counts,
             rounds=tally.rounds,
             busy=busy,
+            there_s=there_s,
             limits=describe_limit(
                 self._policy,
                 efficiency,
@@ -122,7 +137,7 @@ class _Run:
                 tally.sums_between_s / tally.sums_s if tally.sums_s else 0.0,
                 kinds,
                 [rank["compute"] for rank in busy],
-                members.failures,
+                members.failures + members.joins,
             ),
             lanes=tuple(tally.lanes),
             failures=members.failures,
@@ -149,7 +164,7 @@ class _Run:
 
     def _most_steps(self, there: list[Member]) -> float:
         """How many steps there will be, at most: the rest of the job, or what fits into the time."""
-        ideal_s = self._axis.slot_size / sum(member.kind.speed(self._job.batch_size) for member in there)
+        ideal_s = self._axis.slot_size / self._speed(there)
         return min(float(self._axis.total), self._max_s / ideal_s)
 
     def _lose(self, part: "ExactRun | WindowRun", member: Member, passed: float) -> None:
@@ -181,14 +196,19 @@ class _Run:
         part.go_back(position)
 
     def _settle(self) -> None:
-        """Those who are there find each other again."""
-        start_s, end_s = self._tally.now_s, self._tally.now_s + self._cluster.settle_s
+        """Those who are there find each other again; the bound of the run ends that, too."""
+        start_s = self._tally.now_s
+        end_s = min(start_s + self._cluster.settle_s, self._max_s)
         there = self._members.there
         self._tally.grow(len(self._members.all))
         for member in there:
             self._tally.spend(member.number, SETTLING, end_s - start_s)
             self._tally.draw(member.number, "settling", start_s, end_s)
-        self._tally.pass_time(end_s, sum(member.kind.speed(self._job.batch_size) for member in there))
+        self._tally.pass_time(end_s, self._speed(there))
+
+    def _speed(self, there: list[Member]) -> float:
+        """Samples per second of these, each alone."""
+        return math.fsum(member.kind.speed(self._job.batch_size) for member in there)
 
 
 def _fractions(spent: list[float]) -> dict[str, float]:

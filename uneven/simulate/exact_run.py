@@ -5,6 +5,8 @@ What is left out: see docs/simulate.md. With many ranks and steps one simulated 
 that a run of any size takes about MOST_RANK_STEPS draws; the policy then sees fewer of them.
 """
 
+from math import fsum
+
 from uneven.policy.axis import Axis
 from uneven.policy.exact import Balanced, ExactPolicy, Fixed
 from uneven.policy.finish import Cost
@@ -39,12 +41,8 @@ class ExactRun:
         self._job = job
         self.position: int = 0 if before is None else before.position
         self._sum = links.all_reduce(job.param_bytes)
-        self._speed = sum(member.kind.speed(job.batch_size) for member in ranks)
-        self.policy: ExactPolicy = Fixed.even(len(ranks))
-        if policy == "balanced":
-            known = {} if before is None else before.costs()
-            costs = [known.get(member.number, Cost(member.kind.fixed_ms, member.kind.sample_ms)) for member in ranks]
-            self.policy = Balanced(tuple(costs), axis.slot_size)
+        self._speed = fsum(member.kind.speed(job.batch_size) for member in ranks)
+        self.policy: ExactPolicy = self._balanced(before) if policy == "balanced" else Fixed.even(len(ranks))
         self._is_jittery = any(member.kind.jitter for member in ranks)
         self._stride = max(1, int(most_steps * len(ranks) / MOST_RANK_STEPS))
         self._number = 0  # simulated steps: what the policy counts
@@ -52,6 +50,17 @@ class ExactRun:
         self._factors: list[float] = []
         self._base_ms: list[float] = []
         self.last_samples: list[int] = []
+
+    def _balanced(self, before: "ExactRun | None") -> ExactPolicy:
+        """As train/exact_policy.py makes it: shares as they are given, or by speed within what memory holds."""
+        job, ranks, slot = self._job, self.ranks, self.axis.slot_size
+        shares = job.shares_of([member.number for member in ranks])
+        if shares is not None:
+            return Fixed(shares)
+        known = {} if before is None else before.costs()
+        costs = [known.get(member.number, Cost(member.kind.fixed_ms, member.kind.sample_ms)) for member in ranks]
+        caps = None if job.caps is None else tuple(min(slot, job.caps[member.number]) for member in ranks)
+        return Balanced(tuple(costs), slot, caps)
 
     @property
     def is_over(self) -> bool:
@@ -152,5 +161,5 @@ def spend_evaluation(tally: Tally, ranks: list[Member], eval_ms: float) -> None:
         for member in ranks:
             tally.spend(member.number, IDLE, end_s - start_s)
             tally.draw(member.number, "idle", start_s, end_s)
-        tally.eval_s += end_s - start_s
+        tally.eval_s += len(ranks) * (end_s - start_s)
         tally.pass_time(end_s, 0.0)

@@ -14,11 +14,12 @@ def describe_limit(
     between: float,
     names: Sequence[str],
     computes: Sequence[float],
-    failures: int,
+    settled: int,
 ) -> str:
     """`losses`: the fraction of all ranks' time by state. `between`: of the sums' time, that between machines.
 
-    `names` and `computes`: every rank's device, and the fraction of its time in which it computes.
+    `names` and `computes`: every rank's device, and the fraction of its time in which it computes. `settled`: failures
+    and joins.
     """
     states = sorted(("communication", "wait", "settling", "idle"), key=lambda state: -losses[state])
     worst = states[0]
@@ -31,7 +32,7 @@ def describe_limit(
         each = "of each step" if is_exact else "of the time"
         return f"{link}: {share} {each} is communication"
     if worst == "settling":
-        return f"failures: {share} of the time is spent settling after {failures} of them"
+        return f"failures and joins: {share} of the time is spent settling after {settled} of them"
     if worst == "idle":
         return f"devices that do not help: {share} of the ranks' time is spent without samples"
     slowest = max(range(len(computes)), key=lambda rank: computes[rank])

@@ -33,7 +33,7 @@ class Tally:
         self.possible = 0.0
         self.again = 0
         self.rounds = 0
-        self.eval_s = 0.0
+        self.eval_s = 0.0  # of all members' time
         self.sums_between_s = self.sums_s = 0.0  # of the time of sums, what the network between machines took
         self.trained: list[int] = []
         self.spent: list[list[float]] = []  # by member, in the order of STATES

@@ -23,7 +23,7 @@ from uneven.simulate.members import Member
 from uneven.simulate.tally import Tally
 
 
-def local_config(job: Job, is_async: bool) -> LocalSGDConfig:
+def local_config(job: Job, is_async: bool, shares: tuple[float, ...] | None = None) -> LocalSGDConfig:
     """As train/events.py: where only one of anchor and max_anchor is given, the other's default follows it."""
     default = LocalSGDConfig()
     anchor = min(default.anchor, job.max_anchor or default.anchor) if job.anchor == "auto" else job.anchor
@@ -31,6 +31,7 @@ def local_config(job: Job, is_async: bool) -> LocalSGDConfig:
         is_async=is_async,
         anchor=anchor,
         max_anchor=job.max_anchor or max(default.max_anchor, anchor),
+        shares=shares,
     )
 
 
@@ -52,10 +53,12 @@ class WindowRun:
         self.axis, self.ranks, self._job, self._draws, self._tally = axis, ranks, job, draws, tally
         self._is_async = is_async
         self._sum = links.round(job.param_bytes)
-        self._speed = sum(member.kind.speed(job.batch_size) for member in ranks)
+        self._speed = fsum(member.kind.speed(job.batch_size) for member in ranks)
         slot_ms = [member.kind.time_ms(job.batch_size) for member in ranks]
         self._slot_ms = slot_ms
-        self.windows = Windows(local_config(job, is_async), len(ranks), axis.slot_size, self._next_event, list(slot_ms))
+        shares = None if is_async else job.shares_of([member.number for member in ranks])
+        config = local_config(job, is_async, shares)
+        self.windows = Windows(config, len(ranks), axis.slot_size, self._next_event, list(slot_ms))
         if before is not None:
             places = {member.number: place for place, member in enumerate(before.ranks)}
             self.windows.go_on(before.windows.state_dict(), [places.get(member.number) for member in ranks])

@@ -4,6 +4,7 @@
 script, so that no other package is needed.
 """
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -61,7 +62,8 @@ def _policies(found: Sequence[Simulated]) -> str:
             for state in STATES
             if one.mean(state) >= 0.0005
         )
-        told = f"efficiency {one.efficiency:.3f}, {one.seconds_per_epoch:,.1f} s an epoch, {one.samples_per_s:,.0f} /s"
+        epoch = f"{one.seconds_per_epoch:,.1f} s an epoch" if math.isfinite(one.seconds_per_epoch) else "no epoch"
+        told = f"efficiency {one.efficiency:.3f}, {epoch}, {one.samples_per_s:,.0f} /s"
         faults = f"; {one.failures} lost, {one.joins} joined, {one.trained_again:,} samples trained again"
         rows.append(
             f'<div class="policy"><p><b>{_name(one)}</b> <span>{told}</span></p><div class="time">{parts}</div>'
