@@ -67,6 +67,10 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
         (lambda folder: change(folder, quality={"accuracy": float("nan")}), "lacks accuracy"),
         (lambda folder: change(folder, train_seconds=None), "has no usable train_seconds"),
         (lambda folder: change(folder, devices=None, epochs="5"), "has no usable epochs, devices"),
+        (lambda folder: change(folder, devices=["bogus"], metric="accuracy"), "has no usable devices"),
+        (lambda folder: change(folder, metric=[]), "has no usable metric"),
+        (lambda folder: change(folder, asked=[], sample_shares=["x"]), "has no usable asked, sample_shares"),
+        (lambda folder: change(folder, interference={"stolen_share": "x"}), "has no usable stolen_share"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
     ],
 )

@@ -161,7 +161,7 @@ def write_report(path: Path, text: str) -> None:
 
 
 def _hardware(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    machines = {json.dumps(record.summary.get("machine", {}), sort_keys=True) for record in records}
+    machines = {json.dumps(record.summary.get("machine") or {}, sort_keys=True) for record in records}
     return [json.loads(machine) for machine in sorted(machines)]
 
 

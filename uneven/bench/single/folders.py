@@ -36,6 +36,7 @@ DEPTHS = ("*/*/seed-*", "*/seed-*", "seed-*")  # of a sweep's folder, a model's,
 EFFICIENCY = "efficiency.json"  # in the folder of a mode: measured by pairs
 FAILURE = "failure.json"  # written by a sweep into the folder of a run that failed
 LOCAL_SETTINGS = ("out", "progress", "overwrite", "resume", "replay")  # of one machine, and of no figure
+TAKEN = ("stolen_share", "foreign_cores", "pressure_share")  # of a run's interference, where they are known
 DIGITS = 7  # of a number in a packed history
 
 
@@ -284,12 +285,26 @@ def _fault(summary: Any) -> str | None:
         return f"lacks {summary['metric']}"
     wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not _is_number(summary[name])]
     wrong += [name for name in ("seed", "epochs") if not isinstance(summary[name], int)]
-    wrong += [
-        name for name in ("asked", "machine", "interference") if not isinstance(summary.get(name, {}) or {}, dict)
-    ]
     if not devices or not isinstance(devices, list) or not all(map(_is_device, devices)):
         wrong.append("devices")
+    wrong += _wrong_extras(summary)
     return f"has no usable {', '.join(wrong)}" if wrong else None
+
+
+def _wrong_extras(summary: Mapping[str, Any]) -> list[str]:
+    """What a run need not tell, and has told in a way that nobody can read."""
+    records = {name: summary.get(name) for name in ("asked", "machine", "interference")}
+    wrong = [name for name, record in records.items() if not (record is None or isinstance(record, dict))]
+    wrong += [name for name in ("peak_memory_bytes", "eval_samples") if not _is_optional(summary.get(name))]
+    shares = summary.get("sample_shares")
+    if not (shares is None or (isinstance(shares, list) and all(map(_is_number, shares)))):
+        wrong.append("sample_shares")
+    taken = records["interference"] if isinstance(records["interference"], dict) else {}
+    return wrong + [name for name in TAKEN if not _is_optional(taken.get(name))]
+
+
+def _is_optional(value: Any) -> bool:
+    return value is None or _is_number(value)
 
 
 def _is_device(name: Any) -> bool:

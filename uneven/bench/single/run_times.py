@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from uneven.timeline.idle import OFF_THE_CLOCK, idle_by_cause, mean_sampled, mean_utilisation, sampled_idle
-from uneven.timeline.record import Account, Event
+from uneven.timeline.record import TRAINING, Account, Event
 from uneven.timeline.timeline import Timeline, rank_rounds
 
 OUTSIDE = "outside training"
@@ -74,7 +74,43 @@ class RunTimes:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RunTimes":
-        return cls(**record)
+        """ValueError or TypeError where it is not what `to_json` makes."""
+        found = cls(**record)
+        are_right = (
+            isinstance(found.seconds, list) and all(map(_are_accounts, found.seconds)),
+            _are_numbers(found.utilisation) and _are_numbers(found.idle_s),
+            isinstance(found.rounds, int),
+            all(one is None or _is_number(one) for one in (found.communication_ms, found.wait_ms)),
+            isinstance(found.gpus, dict) and all(_is_row(row) and len(row) == 2 for row in found.gpus.values()),
+            isinstance(found.calibration, list) and all(map(_is_calibration, found.calibration)),
+            isinstance(found.round_sample, dict) and all(map(_is_row, found.round_sample.values())),
+        )
+        if not all(are_right):
+            raise ValueError("these are no times of a run")
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list) and all(map(_is_number, row))
+
+
+def _are_numbers(found: Any) -> bool:
+    return isinstance(found, dict) and all(map(_is_number, found.values()))
+
+
+def _are_accounts(seconds: Any) -> bool:
+    return _are_numbers(seconds) and set(TRAINING) <= set(seconds)
+
+
+def _is_calibration(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not (entry.get("epoch", "") is None or isinstance(entry.get("epoch"), int)):
+        return False
+    figures = [entry[name] for name in ("anchor", "lr_scale") if name in entry]
+    return all(map(_is_number, figures)) and _is_row(entry.get("shares", []))
 
 
 def calibration_of(events: Iterable[Event]) -> list[dict[str, Any]]:
