@@ -76,3 +76,12 @@ def test_without_torch_the_first_step_is_to_install_it() -> None:
     steps = next_steps(Path("my demo"), False, ("RTX 5090", "CPU with 2 cores"))
     assert [command for command, _ in steps] == ["cd 'my demo' && uneven setup", "make test", "uneven run train.py"]
     assert steps[-1][1] == "trains on RTX 5090"
+
+
+def test_in_a_folder_that_was_removed_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = CliRunner().invoke(app, ["init", "demo"])
+    assert isinstance(done.exception, MachineError)
+    assert "cannot write to demo: the current folder is no longer there" in str(done.exception)

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.documents import check_document
 from tests.launch.test_listing import HEARD, home
 from uneven.cli import main as command_line
+from uneven.cli.front_schemas import FRONT
 from uneven.launch.listing import FINISHED, STOPPED, Listing
 from uneven.launch.live_status import describe
 from uneven.launch.rank_log import LogFile
@@ -81,6 +85,63 @@ def test_status_of_ended_runs_and_of_none(home: Path, call: Call) -> None:
     assert call("status", "--watch", "--json")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (80, ["rank", "device", "machine", "share", "samples/s", "step", "round", "phase"]),
+        (60, ["rank", "device", "machine", "share", "samples/s", "step", "phase"]),
+        (50, ["rank", "device", "machine", "share", "samples/s", "phase"]),
+        (40, ["rank", "device", "share", "samples/s"]),
+    ],
+)
+def test_in_a_narrow_terminal_columns_are_left_out_and_the_rest_is_whole(
+    width: int, headings: list[str], listing: Listing, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uneven.cli.status.WIDTH", width)
+    monkeypatch.setattr("uneven.cli.status._heading", lambda _: "")
+    lines = [line for line in call("status")[1].splitlines() if line.strip()]
+    assert lines[0].split() == headings
+    assert len(lines) == 3, "no line is wrapped"
+    assert not any("…" in line for line in lines)
+
+
+def test_watching_into_a_file_writes_every_picture_at_once(
+    listing: Listing, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def look(_: float) -> None:
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 2:
+            listing.close(FINISHED)
+
+    monkeypatch.setattr("uneven.cli.status.time.sleep", look)
+    code, out, _ = call("status", "abc123", "--watch")
+    assert code == 0
+    assert [text.startswith("abc123  /home/me/train.py") for text in seen] == [True, True]
+    assert "finished" in out
+
+
+def test_watching_ends_without_a_word_when_nobody_reads_on(
+    listing: Listing, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `uneven status -w | head -1`."""
+    read, write = os.pipe()
+    looks: list[str] = []
+
+    def read_once(_: float) -> None:
+        looks.append(os.read(read, 6).decode())
+        os.close(read)
+
+    os.set_blocking(read, False)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("uneven.cli.status.time.sleep", read_once)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            code, _, err = call("status", "--watch")
+        assert (code, err, looks) == (1, "", ["abc123"])
+
+
 @pytest.mark.parametrize("name", ["[lr=0.1]", "[/x]", ":cat:"])
 def test_status_shows_names_as_they_are(name: str, home: Path, call: Call) -> None:
     """To rich they would be markup, which it leaves out, fails at, or makes a picture of."""
@@ -106,6 +167,10 @@ def test_logs_are_merged_chosen_and_cut(listing: Listing, call: Call, tmp_path: 
     found = json.loads(call("logs", "train.py", "--rank", "1", "--json")[1])
     first = found["lines"][0]
     assert (first["rank"], first["text"]) == (1, "line 0 of rank 1")
+    check_document("logs", found)
+    assert datetime.fromisoformat(first["time"])
+    name, _, shown = FRONT["logs"]["lines"][0]["time"].partition("|")
+    assert (name, len(shown)) == ("text", len(first["time"]))
     assert call("logs", "-t", "--rank", "1", "-n", "1")[1][10] == "T"
     for args in (("--lines", "-1"), ("-f", "--json"), ("nobody",)):
         assert call("logs", *args)[0] == 2
@@ -157,3 +222,16 @@ def test_stop_says_where_the_state_is(listing: Listing, call: Call, tmp_path: Pa
     assert code == 1
     assert "run led123 is led on pc1 (192.0.2.10), and this machine only takes part" in err
     joined.close(FINISHED)
+
+
+def test_stop_does_not_claim_that_nothing_was_saved_where_it_cannot_know(
+    listing: Listing, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda _, number: shutil.rmtree(listing.folder) if number else None)
+    code, out, err = call("stop", "abc", "--json")
+    assert code == 0
+    (one,) = json.loads(out)["stopped"]
+    assert (one["result"], one["saved"]) == (None, None)
+    assert "nothing was saved" not in err
+    assert "whether it has saved is not known: this shell's history of runs (UNEVEN_HOME) has no line" in err
+    assert f"look in {tmp_path / 'out'}" in err

@@ -139,6 +139,6 @@ FRONT: dict[str, Any] = {
     },
     "logs": {
         "id": "text|k3f9ad1",
-        "lines": [{"time": "any|1794925196.2", "rank": "whole?|1", "text": "text|epoch 1"}],
+        "lines": [{"time": "text|2026-11-17T14:19:54.123", "rank": "whole?|1", "text": "text|epoch 1"}],
     },
 }

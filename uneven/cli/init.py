@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from uneven.errors import MachineError
+
 # Literal names in the help, so that `uneven --help` need not load the templates; tests/templates compares them.
 TEMPLATE_HELP = (
     "vision (a CNN on digits), text (a small GPT), own-loop (your own training loop) or plain (the smallest)."
@@ -39,6 +41,7 @@ def init(
     from uneven.templates.machine import read_machine
     from uneven.templates.project import check_folder, make_files, read_name, write_project
 
+    _check_current_folder(name)
     title = read_name(name)
     machine = read_machine()
     contents = make_files(title, template, machine)
@@ -59,6 +62,16 @@ def init(
         return
     width = max(len(command) for command, _ in steps)
     print("\nNext:", *(f"  {command:<{width}}  # {why}" for command, why in steps), sep="\n")
+
+
+def _check_current_folder(name: Path) -> None:
+    """MachineError where the shell's folder was removed: nothing can be written below it."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise MachineError(
+            f"cannot write to {name}: the current folder is no longer there ({error.strerror}); cd to one that is"
+        ) from error
 
 
 def next_steps(folder: Path, has_torch: bool, devices: tuple[str, ...]) -> list[tuple[str, str]]:

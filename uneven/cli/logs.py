@@ -78,7 +78,8 @@ def _follow(chosen: "KnownRun", reader: "LogReader", is_named: bool, timestamps:
     is_live = True
     while is_live:
         time.sleep(POLL_S)
-        now = next((one for one in known_runs() if one.id == chosen.id), None)
+        # This machine may lead the run and take part in it, too: two processes, with logs of their own.
+        now = next((one for one in known_runs() if (one.id, one.leader) == (chosen.id, chosen.leader)), None)
         is_live = now is not None and now.is_live
         if now is not None:
             reader.folders = now.log_folders

@@ -1,8 +1,10 @@
 """`uneven status`: the runs of this user on this machine, live and ended: where each is, and what each rank does."""
 
 import json
+import os
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 WIDTH = 160  # where the output is no terminal
+GAP = 2  # spaces before each column of the ranks
+HEADINGS = ("rank", "device", "machine", "share", "samples/s", "step", "round", "phase")
+SPARE = ("round", "step", "machine", "phase", "share")  # left out where the terminal is narrow, the first one first
 
 
 def status(
@@ -61,7 +66,8 @@ def status(
     elif watch:
         _watch(read, ends=chosen is not None)
     else:
-        _console().print(_picture(read(), show_all))
+        console = _console()
+        console.print(_picture(read(), show_all, console.width))
 
 
 def _document(run: "KnownRun") -> dict[str, Any]:
@@ -81,21 +87,44 @@ def _watch(read: Any, *, ends: bool) -> None:
     from rich.live import Live
 
     console = _console()
+    if not sys.stdout.isatty():  # there Live would show the last picture alone, at the end
+        _show_each(read, lambda picture: _write(console, picture), console, ends=ends)
+        return
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            runs = read()
-            live.update(_picture(runs, any(not run.is_live for run in runs)), refresh=True)
-            if ends and not any(run.is_live for run in runs):
-                return
-            time.sleep(EVERY_S)
+        _show_each(read, lambda picture: live.update(picture, refresh=True), console, ends=ends)
 
 
-def _picture(runs: "list[KnownRun]", has_ended: bool) -> "Group":
+def _show_each(read: Any, show: Any, console: Any, *, ends: bool) -> None:
+    while True:
+        runs = read()
+        show(_picture(runs, any(not run.is_live for run in runs), console.width))
+        if ends and not any(run.is_live for run in runs):
+            return
+        time.sleep(EVERY_S)
+
+
+def _write(console: Any, picture: "Group") -> None:
+    """One picture below the other, at once. Ends the command without a word where nobody reads on, as in `| head`."""
+    with console.capture() as drawn:
+        console.print(picture)
+    try:
+        sys.stdout.write(drawn.get())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # what is left unwritten must not be an error at the end of Python
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+def _picture(runs: "list[KnownRun]", has_ended: bool, width: int) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
     live, ended = [run for run in runs if run.is_live], [run for run in runs if not run.is_live]
-    parts: list[Any] = [part for run in live for part in (_heading(run), _rank_table(run.record), Text())]
+    parts: list[Any] = []
+    for run in live:
+        table = [_rank_table(run.record, width)] if run.record.get("ranks") else []  # none while it waits for machines
+        parts += [_heading(run), *table, Text()]
     if not live and not ended:
         parts.append(
             Text("no run of yours is on here" + ("" if has_ended else "; uneven status --all shows ended ones"))
@@ -113,7 +142,7 @@ def _heading(run: "KnownRun") -> Any:
     words = [f"{run.id}  {record.get('script') or 'fit'}", f"pid {record['pid']}", f"on for {since}"]
     words += [f"led on {run.leader}"] if run.leader else []
     lines = ["  ".join(words)]
-    place = [str(record.get("policy") or "starting")]
+    place = [str(record.get("policy") or record.get("phase") or "starting")]
     if record.get("epoch"):
         place.append(f"epoch {record['epoch']}/{record.get('epochs')}")
     if record.get("has_begun"):
@@ -131,18 +160,36 @@ def _heading(run: "KnownRun") -> Any:
     return Text("\n".join(lines))
 
 
-def _rank_table(record: dict[str, Any]) -> Any:
+def _rank_table(record: dict[str, Any], width: int) -> Any:
+    """A line per rank, with the columns that can be read whole in so many characters."""
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 2))
-    for heading in ("rank", "device", "machine", "share", "samples/s", "step", "round", "phase"):
-        table.add_column(heading, justify="left" if heading in ("device", "machine", "phase") else "right")
-    for rank in record.get("ranks", ()):
-        share = "-" if rank["share"] is None else f"{100 * rank['share']:.0f} %"
-        figures = (share, f"{rank['samples_per_s']:,.0f}", f"{rank['slot']:,}")
-        rounds = "-" if rank.get("round") is None else f"{rank['round']:.0f}"
-        table.add_row(str(rank["rank"]), rank["device"], rank["machine"], *figures, rounds, rank["phase"])
+    rows = [_rank_cells(rank) for rank in record.get("ranks", ())]
+    wide = {name: max(cell_len(cells[name]) for cells in [{name: name}, *rows]) for name in HEADINGS}
+    shown = list(HEADINGS)
+    for spare in SPARE:
+        if sum(GAP + wide[name] for name in shown) > width:
+            shown.remove(spare)
+    table = Table(box=None, header_style="bold", padding=(0, 0, 0, GAP))
+    for name in shown:
+        table.add_column(name, justify="left" if name in ("device", "machine", "phase") else "right", no_wrap=True)
+    for cells in rows:
+        table.add_row(*(cells[name] for name in shown))
     return table
+
+
+def _rank_cells(rank: dict[str, Any]) -> dict[str, str]:
+    return {
+        "rank": str(rank["rank"]),
+        "device": rank["device"],
+        "machine": rank["machine"],
+        "share": "-" if rank["share"] is None else f"{100 * rank['share']:.0f} %",
+        "samples/s": f"{rank['samples_per_s']:,.0f}",
+        "step": f"{rank['slot']:,}",
+        "round": "-" if rank.get("round") is None else f"{rank['round']:.0f}",
+        "phase": rank["phase"],
+    }
 
 
 def _ended_table(runs: "list[KnownRun]") -> Any:

@@ -22,7 +22,9 @@ def stop(
         ),
     ] = None,
     stop_all: Annotated[bool, typer.Option("--all", help="All runs of yours that this machine leads.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="At once, nothing is saved: as a second Ctrl-C.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="A second Ctrl-C 1.5 s later: what is not saved by then is lost.")
+    ] = False,
     wait: Annotated[float, typer.Option("--wait", help="How long to wait for its end.", metavar="SECONDS")] = WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -55,17 +57,26 @@ def stop(
         except RankError as error:
             failed.append(str(error))
             continue
-        saved = record.get("saved")
-        where = f"its state is in {saved}" if saved else "nothing was saved"
         slot = f" after {record['slot']:,} steps" if record.get("slot") else ""
-        _say(f"run {one.id} ({one.script}) {record.get('result', 'has ended')}{slot}; {where}")
-        ended.append({"id": one.id, "script": one.record.get("script"), "result": record.get("result"), "saved": saved})
+        _say(f"run {one.id} ({one.script}) {record.get('result', 'has ended')}{slot}; {_where(record)}")
+        found = {"result": record.get("result"), "saved": record.get("saved")}
+        ended.append({"id": one.id, "script": one.record.get("script"), **found})
     if as_json:
         print(json.dumps({"stopped": ended, "failed": failed}, indent=2))
     if failed:
         raise RankError("\nuneven: ".join(failed))
     if not chosen:
         _say("no run of yours is led here")
+
+
+def _where(record: dict[str, Any]) -> str:
+    """Where the state of a run that has ended is, as far as that is known (launch/stop_request.py)."""
+    if record.get("saved"):
+        return f"its state is in {record['saved']}"
+    if "saved" in record:
+        return "nothing was saved"
+    look = f"; look in {record['out']}" if record.get("out") else ""
+    return f"whether it has saved is not known: this shell's history of runs (UNEVEN_HOME) has no line about it{look}"
 
 
 def _say(line: str) -> None:

@@ -16,11 +16,15 @@ NAME = "runs.jsonl"
 
 
 def state_folder() -> Path:
-    """Where small files about this user's runs are: $UNEVEN_HOME, else the user's folder for state."""
+    """Where small files about this user's runs are: $UNEVEN_HOME, else the user's folder for state.
+
+    A ~ in $UNEVEN_HOME is the home folder, as for torch builds (install/builds.py). A relative $XDG_STATE_HOME does not
+    count: its specification says so.
+    """
     if home := os.environ.get("UNEVEN_HOME"):
-        return Path(home)
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "uneven"
+        return Path(home).expanduser().absolute()
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (state if state.is_absolute() else Path.home() / ".local" / "state") / "uneven"
 
 
 def remember(record: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ door's address. Ranks form their groups by themselves; what goes over the machin
 of life, exit codes and the end. However the run ends, every machine is told, and none keeps a process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from uneven.train.membership import Generation  # imports torch
 
 REACH_S = 20.0
+WAITING = "waiting for machines"  # the phase that `uneven status` shows
 CHECKED = "all checks are passed; nothing was trained"
 
 
@@ -59,18 +60,36 @@ def lead_script(
     door.handlers["files"] = FileService().handle
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
+    announce = partial(_announce, door, options, devices, reporter)
+    if is_check:
+        return _lead(leader, gathering, door, options, announce, None)
+    with listed(Listing(str(script.resolve()), run_id=leader.order["run"])) as listing:
+        listing.attach(reporter)
+        listing.show({"phase": WAITING})
+        return _lead(leader, gathering, door, options, announce, partial(leader.run, gathering, devices, listing))
+
+
+def _lead(
+    leader: "Leader",
+    gathering: Gathering,
+    door: Door,
+    options: LeadOptions,
+    announce: Callable[[], None],
+    train: Callable[[], None] | None,
+) -> dict[str, Any]:
+    """From the open door to the end of the run; `train` when the machines are there, None where that was all."""
     hosts: StartedHosts | None = None
     reason, code = "", 0
     door.open()
     try:
-        _announce(door, options, devices, reporter)
+        announce()
         if options.hosts:
             hosts = StartedHosts(options.hosts, door.place, options.token, options.ssh)
         leader.check(gathering.wait(hosts))
-        if is_check:
+        if train is None:
             reason = CHECKED
         else:
-            leader.run(gathering, devices)
+            train()
         return leader.found
     except BaseException as error:
         reason, code = describe_end(error)
@@ -133,7 +152,7 @@ class Leader:
         self._reporter.say([f"  {line}" for line in table.lines(facts, reports)])
         self._reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
 
-    def run(self, gathering: Gathering, own: tuple[Device, ...]) -> None:
+    def run(self, gathering: Gathering, own: tuple[Device, ...], listing: Listing) -> None:
         """Roster, store, start; returns when all ranks have ended well."""
         hosts, nodes = self.hosts, gathering.nodes
         counts = [len(own), *(len(node.devices) for node in nodes)]
@@ -143,10 +162,9 @@ class Leader:
         names = "  ".join(f"{host}: {count}" for host, count in zip(hosts, counts, strict=True))
         self._reporter.say([f"  {len(hosts)} machines with {len(devices)} ranks ({names})"])
         self._script["settings"]["devices"] = ",".join(map(str, devices))
-        with listed(Listing(self._script["path"], run_id=self.order["run"])) as listing:
-            listing.attach(self._reporter)
-            train = partial(self._train, gathering, roster, listing)
-            run_stoppable(train, self._script, len(devices), self._reporter)
+        listing.show({})  # nobody is waited for any more
+        train = partial(self._train, gathering, roster, listing)
+        run_stoppable(train, self._script, len(devices), self._reporter)
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""

@@ -41,7 +41,10 @@ def new_run_id() -> str:
 
 
 class Listing:
-    """Life cycle: one per run and machine. `show` often, on any thread; `close` once, however the run has ended."""
+    """Life cycle: one per run and machine. `show` often, on any thread; `close` however the run has ended.
+
+    The line in the history is written once, before the folder goes: who sees the folder gone finds the line.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class Listing:
         self.folder = folder or make_private_folder()
         self.id = run_id or new_run_id()
         self._began_s, self._shown_s = time.time(), float("-inf")
-        self._keeps, self._is_closed = keeps, threading.Event()
+        self._keeps, self._is_closed, self._ending = keeps, threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self.last: dict[str, Any] = {}  # the status that was last written
         self._heard: tuple[Sequence[Mapping[str, Any]], Generations] | None = None
@@ -66,7 +69,7 @@ class Listing:
         self.saved: str | None = None  # where the state of the run is
         self.about = {
             "id": self.id,
-            "script": (sys.argv[0] or None) if script is None else script,
+            "script": _absolute(sys.argv[0] if script is None else script),
             "leader": leader,
             "host": host_label(),
             "since": self._began_s,
@@ -128,10 +131,22 @@ class Listing:
         self._thread.start()
 
     def close(self, result: str, why: str = "", samples: int | None = None) -> None:
-        """The run has ended: keep a line about it, then take it off the list."""
-        if self._is_closed.is_set():
-            return
-        self._is_closed.set()
+        """The run has ended: keep a line about it, then take it off the list. More than once is no error."""
+        if self.record_end(result, why, samples):
+            await_readers(self.folder)
+            remove(self.folder)
+
+    def record_end(self, result: str, why: str = "", samples: int | None = None) -> bool:
+        """Keep a line about the run, and leave its folder, in which its ranks are found: before they are all ended by
+        force. When it returns the line is there; False where another thread has written it."""
+        with self._ending:
+            if self._is_closed.is_set():
+                return False
+            self._is_closed.set()
+            self._remember(result, why, samples)
+            return True
+
+    def _remember(self, result: str, why: str, samples: int | None) -> None:
         if self._thread is not None:
             self._thread.join()
         self._show_heard()
@@ -156,8 +171,6 @@ class Listing:
                     "saved": os.path.abspath(saved) if saved else None,
                 }
             )
-        await_readers(self.folder)
-        remove(self.folder)
 
     def clear(self) -> None:
         """The ranks have ended: nothing is left in the folder but what tells about the run."""
@@ -185,6 +198,12 @@ def describe_result(error: BaseException | None) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt | Terminated | StoppedError):
         return STOPPED, str(error) if isinstance(error, StoppedError) else ""
     return FAILED, str(error) or type(error).__name__
+
+
+def _absolute(script: str) -> str | None:
+    """The script as it is found from everywhere; None for an interactive Python. What is no file stays as it is: -c, or
+    a script that has left the folder it was started in."""
+    return os.path.abspath(script) if os.path.isfile(script) else script or None
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from uneven.launch.ended import save_interrupted, save_results
 from uneven.launch.environment import OWN_LAUNCHERS
 from uneven.launch.instances import rebuild_instances
 from uneven.launch.launcher import train_on_ranks
-from uneven.launch.listing import describe_result
+from uneven.launch.listing import STOPPED, describe_result
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
 from uneven.launch.signals import SIGNALS, end_process, is_main_thread
@@ -138,13 +138,24 @@ class Run:
         grace_s = self._config.grace
         try:
             if not self._done.wait(grace_s):
-                end_process(signal.SIGINT, f"not saved within grace={grace_s:g} s: ended")
+                why = f"not saved within grace={grace_s:g} s: ended"
+                self._record_cut(why)
+                end_process(signal.SIGINT, why)
         except KeyboardInterrupt:
-            end_all_runs()
-            os._exit(130)
+            try:
+                self._record_cut("ended at once by a second Ctrl-C")
+            finally:  # a third one
+                end_all_runs()
+                os._exit(130)
         self._join_thread()
         self._raise_error()
         self._save_interrupted()
+
+    def _record_cut(self, why: str) -> None:
+        """Before the process is ended by force: the run stays in the history. `uneven stop` looks there as soon as the
+        run's folder is gone, which `end_all_runs` removes."""
+        if self._start.listing is not None:
+            self._start.listing.record_end(STOPPED, why)
 
     def _finish_terminated(self) -> None:
         """SIGTERM, and the run has saved: the process ends, unless it is ending already."""

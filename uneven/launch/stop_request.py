@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from uneven.errors import RankError
 from uneven.launch.cleanup import process_start
 from uneven.launch.history import ended_runs
 from uneven.launch.known_runs import KnownRun
+from uneven.launch.listing import read_status
 
 POLL_S = 0.05
 AGAIN_S = 1.5  # between two signals: nearer ones count as one (launch/signals.py)
@@ -41,11 +43,19 @@ def request_stop(run: KnownRun) -> None:
 
 
 def stop_run(run: KnownRun, wait_s: float, *, now: bool, say: Callable[[str], None]) -> dict[str, object]:
-    """Stop it and wait; the run's line in the history. RankError where it has not ended in time."""
+    """Stop it and wait; what is known about its end. RankError where it has not ended in time.
+
+    That is the run's line in the history. Where it has none here (another $UNEVEN_HOME, a history that cannot be
+    written) it is the last status that the run has shown, without `result`; without `saved` that is not known.
+    `now`: a second signal, and more, as long as it has not ended.
+    """
+    assert run.here is not None, "a live run"
+    last = run.record  # with the status, whose file goes with the run
     request_stop(run)
     began_s = sent_s = time.monotonic()
     signals, is_told = 1, False
     while not is_over(run):
+        last = read_status(run.here.folder) or last
         spent_s = time.monotonic() - began_s
         if spent_s > wait_s or (now and signals > MOST_SIGNALS):
             advice = "look again by uneven status" if not now else f"end it by kill -9 {run.record['pid']}"
@@ -54,11 +64,20 @@ def stop_run(run: KnownRun, wait_s: float, *, now: bool, say: Callable[[str], No
             sent_s, signals = time.monotonic(), signals + 1
             with suppress(RankError):
                 request_stop(run)
-        if not is_told and spent_s > TOLD_S:
+        if not now and not is_told and spent_s > TOLD_S:
             is_told = True
             say(f"run {run.id} ({run.script}) finishes its step and saves")
         time.sleep(POLL_S)
-    return next((record for record in ended_runs() if record["id"] == run.id), {})
+    return _record(run) or {name: last[name] for name in ("slot", "samples", "out", "saved") if last.get(name)}
+
+
+def _record(run: KnownRun) -> dict[str, Any] | None:
+    """Its line in the history, written by the process that was told to stop: a machine may lead a run and take part in
+    it by `uneven join` as well, and each of the two processes leaves a line with the run's id."""
+    for record in ended_runs():
+        if record["id"] == run.id and record.get("leader") is None and record.get("pid") == run.record["pid"]:
+            return record
+    return None
 
 
 def is_over(run: KnownRun) -> bool:
