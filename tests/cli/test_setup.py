@@ -113,11 +113,10 @@ def test_without_a_terminal_and_without_y_it_ends_with_the_hint(call: Call, inst
 def test_at_a_terminal_it_asks(
     answer: str, code: int, call: Call, installed: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    asked: list[str] = []
-    monkeypatch.setattr("typer.confirm", lambda text, err: asked.append(text) or answer == "y")
-    assert call()[0] == code
-    assert asked == [f"Install into {sys.prefix}?"]
+    monkeypatch.setattr(sys, "stdin", Terminal(f"{answer}\n"))
+    found, _, err = call()
+    assert found == code
+    assert f"Install into {sys.prefix}? [y/N]: " in err
     assert len(installed) == (1 if code == 0 else 0)
 
 
@@ -144,6 +143,28 @@ def test_a_python_that_others_use_is_refused_but_for_system(
     assert call("--dry-run")[0] == 0
     assert call("-y", "--system")[0] == 0
     assert ("--break-system-packages" in installed[0]) == is_managed
+
+
+def test_where_nothing_installs_the_advice_is_shown_all_the_same(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Environment, "has_pip", False)
+    monkeypatch.setenv("PATH", "")
+    for arguments in (("--dry-run",), ("--record", str(tmp_path / "here.json"))):
+        code, out, _ = call(*arguments)
+        assert code == 0
+        assert "install the cpu build of torch" in out
+        assert "has no pip and uv is not on the PATH" in out
+    (note,) = json.loads(call("--dry-run", "--json")[1])["advice"]["notes"]
+    assert "ensurepip" in note
+    code, _, err = call("-y")
+    assert code == 3
+    assert "has no pip" in err
+
+
+def test_a_build_that_is_asked_for_comes_with_its_warning(call: Call) -> None:
+    out = call("--dry-run", "--build", "cu126", on=Machine(make_system(), TWO_GPUS))[1]
+    assert "cu126 has no code for NVIDIA GeForce RTX 5060 Ti (sm_120)" in " ".join(out.split())
 
 
 def test_the_right_build_is_only_checked_unless_forced(call: Call, installed: list[list[str]]) -> None:

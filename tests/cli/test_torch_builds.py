@@ -113,8 +113,24 @@ def test_what_is_answered_to_a_question_is_the_exit_code(
     with pytest.raises(SystemExit) as ended:
         command_line.main()
     assert ended.value.code == code
-    assert ("nobody answered: add -y" in capsys.readouterr().err) == (key == CTRL_D)
+    out, err = capsys.readouterr()
+    assert ("nobody answered: add -y" in err) == (key == CTRL_D)
+    assert out == ""  # with --json that is for the document alone
     assert [build.name for build in builds.list_builds()] == ["cu126"]
+
+
+def test_an_answer_that_is_neither_is_asked_for_again() -> None:
+    folder = add_build("cu126")
+    result = call("remove", "cu126", given="perhaps\ny\n")
+    assert (result.exit_code, folder.exists()) == (0, False)
+    assert result.stderr.count("[y/N]") == 2
+
+
+def test_lines_to_be_copied_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNEVEN_HOME", str(tmp_path / "my builds"))
+    folder = add_build("cu126")
+    assert f"source '{folder}/bin/activate'" in call("activate", "cu126").stdout
+    assert f"'{folder}/bin/python' -m pip install" in call("info").stdout
 
 
 def test_a_home_that_is_no_folder_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from uneven.hardware.diagnosis import Diagnosis, diagnose
+from uneven.hardware.diagnosis import Advised, Diagnosis, Problem, diagnose
 from uneven.hardware.gpus import GpuReport
 from uneven.hardware.inventory import VisibleGpus
 from uneven.hardware.torchbuild import Support, TorchBuild
@@ -102,6 +102,22 @@ def test_an_old_driver_that_works_is_no_problem() -> None:
     gpus = GpuReport((RTX_5060_TI,), "550.54", "12.4", "NVML")
     build = replace(CU128_BUILD, cuda="13.0")
     assert diagnose_fakes(gpus=gpus, torch=build, visible=VisibleGpus(gpus.gpus)).is_fine
+
+
+def test_a_gpu_too_old_for_every_torch_is_a_note() -> None:
+    old = replace(GTX_1060, name="Tesla K40c", sm="sm_35")
+    for gpus, torch in (((old,), CPU_BUILD), ((RTX_5060_TI, old), CU128_BUILD)):
+        report = GpuReport(gpus, "580.82.07", "13.0", "NVML")
+        diagnosis = diagnose_fakes(gpus=report, torch=torch, visible=VisibleGpus(gpus))
+        assert diagnosis.is_fine
+        assert "no torch of today runs on Tesla K40c (sm_35): it stays unused" in diagnosis.notes
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_a_problem_by_the_advice() -> None:
+    advised = Advised("driver", "there is a card", "install the driver")
+    for torch in (CPU_BUILD, TorchBuild(installed=False)):
+        assert Problem("there is a card", "install the driver") in diagnose_fakes(torch=torch, advised=advised).problems
+    assert diagnose_fakes(advised=replace(advised, is_done=True)).is_fine
 
 
 def test_a_driver_of_the_same_major_is_a_note() -> None:

@@ -97,6 +97,62 @@ def test_gpus_of_amd_that_no_wheel_knows_leave_the_cpu_build() -> None:
     assert "usermod -aG render,video" in text_of(advise(newest))
 
 
+BESIDE_INTEGRATED = AmdReport((AmdGpu(0, "gfx1100"), AmdGpu(1, "gfx1036")), "6.4.1", True)
+
+
+def test_an_integrated_gpu_that_no_rocm_wheel_knows_does_not_take_the_card_away() -> None:
+    both = replace(machine("rocm"), amd=BESIDE_INTEGRATED)
+    advice = advise(both)
+    assert (advice.build, advice.covers) == ("rocm6.4", ("AMD GPU 0 (gfx1100)",))
+    assert "rocm6.4 has no code for AMD GPU 1 (gfx1036): it stays unused" in advice.notes
+    rocm = TorchBuild(True, "2.9.1+rocm6.4", None, "6.4", ("gfx90a:xnack-", "gfx1100"), gloo=True)
+    assert advise(replace(both, torch=rocm)).is_installed
+    for other in (replace(rocm, archs=("gfx90a",)), replace(rocm, hip=None, archs=())):
+        assert not advise(replace(both, torch=other)).is_installed
+
+
+def test_the_wheel_that_covers_most_gpus_of_amd_is_taken() -> None:
+    newest = AmdReport((AmdGpu(0, "gfx1100"), AmdGpu(1, "gfx1151"), AmdGpu(2, "gfx1036")), None, True)
+    assert advise(replace(machine("rocm"), amd=newest)).build == "rocm7.1"
+
+
+@pytest.mark.parametrize("name", ["card-without-driver", "container-without-gpu"])
+def test_an_integrated_gpu_of_amd_does_not_hide_a_card_of_nvidia(name: str) -> None:
+    alone = advise(machine(name))
+    integrated = AmdReport((AmdGpu(0, "gfx1036"),), None, True)
+    assert advise(replace(machine(name), amd=integrated)) == alone
+    usable = advise(replace(machine(name), amd=BESIDE_INTEGRATED))
+    assert usable.build == "rocm6.4"
+    assert f"{alone.why}; {alone.action}" in usable.notes
+
+
+@pytest.mark.parametrize(
+    ("cuda", "kind", "build", "says"),
+    [
+        ("13.0", "install", "cu130", "the build for all GPUs of today"),
+        ("12.4", "install", "cu126", "the build for driver"),
+        ("11.4", "driver", None, "too old for every wheel"),
+        (None, "install", "cu130", "the build for all GPUs of today"),
+    ],
+)
+def test_where_the_architecture_is_not_told_the_driver_decides(
+    cuda: str | None, kind: str, build: str | None, says: str
+) -> None:
+    one = machine("one-card")
+    gpus = tuple(replace(gpu, sm=None) for gpu in one.gpus.gpus)
+    advice = advise(replace(one, gpus=replace(one.gpus, gpus=gpus, driver_cuda=cuda)))
+    assert (advice.kind, advice.build) == (kind, build)
+    assert says in advice.why
+    assert ("525.60.13 or newer (for cu126)" in advice.action) == (kind == "driver")
+
+
+def test_a_source_build_names_the_driver_it_needs_where_that_is_older() -> None:
+    two = machine("two-archs-no-wheel")
+    assert "driver" not in advise(two).action
+    old = replace(two.gpus, driver="470.256.02", driver_cuda="11.4")
+    assert advise(replace(two, gpus=old)).action.startswith("update the NVIDIA driver (470.256.02) to 525.60.13")
+
+
 def test_beside_nvidia_a_gpu_of_amd_stays_unused() -> None:
     both = replace(machine("one-card"), amd=AmdReport((AmdGpu(0, "gfx1100"),), "6.4.1", True))
     advice = advise(both)
@@ -130,3 +186,24 @@ def test_a_build_that_is_asked_for() -> None:
     assert advice.covers == ("NVIDIA GeForce GTX 1060 6GB (sm_61)",)
     with pytest.raises(InputError, match=r"--build cu999: allowed are cpu, cu130"):
         advise(machine("no-gpu"), "cu999")
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "says"),
+    [
+        ("old-driver", "cu130", ("is too old for cu130, which needs 580.65.06 or newer",)),
+        ("two-archs-no-wheel", "cu126", ("cu126 has no code for NVIDIA GeForce RTX 5060 Ti (sm_120)",)),
+        ("arm-server", "rocm7.1", ("no rocm7.1 build for Linux on aarch64", "rocm7.1 has no code for NVIDIA GH200")),
+        ("jetson", "cu126", ("do not run on its GPU",)),
+        ("rocm", "cu130", ("cu130 has no code for AMD GPU 0 (gfx1100)",)),
+        ("no-gpu", "cu130", ("no GPU was found that cu130 could run on",)),
+        ("one-card", "cpu", ("cpu has no code for NVIDIA GeForce RTX 4090 (sm_89)",)),
+        ("one-card", "cu130", ()),
+        ("no-gpu", "cpu", ()),
+        ("rocm", "rocm6.4", ()),
+    ],
+)
+def test_a_build_that_is_asked_for_and_cannot_work_is_warned_of(name: str, build: str, says: tuple[str, ...]) -> None:
+    notes = "\n".join(advise(machine(name), build).notes)
+    assert all(words in notes for words in says), notes
+    assert bool(notes) == bool(says)

@@ -134,6 +134,26 @@ def test_a_removal_that_was_interrupted_can_be_repeated(monkeypatch: pytest.Monk
     assert not folder.exists()
 
 
+def test_what_is_being_installed_is_not_removed() -> None:
+    with builds.installing("cpu", {"torch": "torch>=2.8"}) as folder:
+        (folder / "downloaded").touch()
+        with pytest.raises(MachineError, match="'cpu' is being installed or removed by another process"):
+            builds.remove("cpu")
+        assert (folder / "downloaded").exists()
+        assert json.loads((folder / builds.MARK).read_text()) == {"torch": "torch>=2.8"}
+    builds.remove("cpu")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size_bytes": "x"}, {"size_bytes": None}, {"archs": "sm_50"}, {"archs": [50]}, {"version": 2.13}, {"cuda": 12.6}],
+)
+def test_a_record_with_a_value_of_another_type_is_not_read(wrong: dict[str, object]) -> None:
+    add_build("cu126", {**CU126, **wrong})
+    assert builds.list_builds() == []
+
+
 def test_an_installation_marks_its_folder_locks_it_and_leaves_it_to_the_next() -> None:
     with builds.installing("cpu", {"torch": "torch>=2.8"}) as folder:
         (folder / "downloaded").touch()

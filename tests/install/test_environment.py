@@ -1,12 +1,15 @@
 """Environments, and the command that installs into one: pip, or uv where uv made it."""
 
+import os
+import signal
 import sys
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 
-from uneven.errors import MachineError
+from uneven.errors import MachineError, Terminated
 from uneven.install.environment import Environment, current, folder_size, install, pip_command
 
 
@@ -108,6 +111,25 @@ def test_output_comes_line_by_line_and_a_failure_shows_its_end() -> None:
         install([sys.executable, "-c", "import sys; sys.exit(print('no such wheel') or 7)"], lines.append)
     with pytest.raises(MachineError, match="cannot start /nowhere/pip"):
         install(["/nowhere/pip"], lines.append)
+
+
+def test_sigterm_ends_the_installation_too() -> None:
+    """The child says its number, so that it is there when the signal comes."""
+    children: list[psutil.Process] = []
+
+    def say(line: str) -> None:
+        children.append(psutil.Process(int(line)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without the mend it must not end the tests
+    try:
+        with pytest.raises(Terminated):
+            install(["sh", "-c", "echo $$; test $$ -gt 0 && exec sleep 5"], say)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not children[0].is_running()
 
 
 def test_hard_links_count_once(tmp_path: Path) -> None:

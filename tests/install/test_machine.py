@@ -88,6 +88,34 @@ def test_a_file_that_is_no_record(tmp_path: Path, text: str | None, says: str) -
         read_record(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "field", "value"),
+    [
+        (("gpus",), "driver_cuda", 13.0),
+        (("gpus", "gpus", 0), "sm", 89),
+        (("gpus", "gpus", 0), "memory_bytes", "8GB"),
+        (("gpus", "gpus", 0), "index", True),
+        (("gpus",), "source", "guess"),
+        (("nvidia",), "jetson", 3),
+        (("system", "cpu"), "flags", [1]),
+        (("system",), "available_cores", "0-3"),
+    ],
+)
+def test_a_record_with_a_value_of_another_type(
+    tmp_path: Path, place: tuple[str | int, ...], field: str, value: object
+) -> None:
+    path = tmp_path / "machine.json"
+    write_record(Machine(make_system(), TWO_GPUS), path)
+    values = json.loads(path.read_text())
+    part = values
+    for step in place:
+        part = part[step]
+    part[field] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=rf"incomplete or wrong .*\.{field} must not be"):
+        read_record(path)
+
+
 def test_a_record_that_cannot_be_written() -> None:
     with pytest.raises(MachineError, match="cannot write /proc/nowhere"):
         write_record(Machine(make_system()), Path("/proc/nowhere"))

@@ -1,6 +1,7 @@
 """The command line goes on in the active build's environment: when, how, and when not."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -77,3 +78,10 @@ def test_the_command_itself_goes_on_in_the_build(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, f"{folder}/bin/uneven devices --json\n")
     assert err == "uneven: runs with torch build cu126 (UNEVEN_TORCH)\n"
+
+
+def test_the_docs_name_every_verb_that_switches() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "torch-builds.md").read_text()
+    (sentence,) = [part for part in text.split("\n\n") if "start themselves again" in part]
+    named = re.findall(r"`(?:uneven )?(\w+)`", sentence)
+    assert sorted(named) == sorted(VERBS)

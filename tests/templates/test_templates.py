@@ -80,6 +80,21 @@ def test_the_help_names_every_template_and_the_default() -> None:
     assert DEFAULT == "vision"
 
 
+def test_make_works_with_a_python_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("needs make")
+    write_project(tmp_path / "demo", make_files("demo", DEFAULT, read_machine()))
+    python = tmp_path / "my env" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho called: "$@"\n')
+    python.chmod(0o755)
+    command = [make, f"PYTHON={python}", "train", "test"]
+    done = subprocess.run(command, cwd=tmp_path / "demo", capture_output=True, text=True, check=True)
+    assert "called: -m uneven run train.py" in done.stdout
+    assert "called: -m unittest discover tests" in done.stdout
+
+
 @pytest.mark.soak
 def test_in_a_fresh_environment_make_test_and_run_succeed(project: Path) -> None:
     """As a newcomer types it, with a Python that has uneven by way of its own environment; `make` finds it."""

@@ -16,7 +16,7 @@ from uneven.install.builds import list_builds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from uneven.hardware.diagnosis import Diagnosis
+    from uneven.hardware.diagnosis import Advised, Diagnosis
     from uneven.install.advice import Advice
 
 _SUPPORT_COLORS = {"OK": "green", "JIT": "yellow", "MISSING": "red"}
@@ -40,9 +40,9 @@ def diagnose(
     from uneven.install.advice import advise
     from uneven.install.machine import read_machine, write_record
 
-    diagnosis = run_diagnosis()
-    machine = read_machine(diagnosis.system, diagnosis.gpus, diagnosis.torch)
+    machine = read_machine()
     advice = advise(machine)
+    diagnosis = run_diagnosis(machine.system, machine.gpus, machine.torch, advised=_advised(advice))
     if record is not None:
         write_record(machine, record)
         typer.echo(f"this machine is recorded in {record}", err=True)
@@ -52,6 +52,14 @@ def diagnose(
     else:
         _print(diagnosis, advice)
     raise typer.Exit(0 if diagnosis.is_fine else MachineError.exit_code)
+
+
+def _advised(advice: "Advice") -> "Advised":
+    """Setup's advice in the form in which the diagnosis takes it: what setup itself installs is a call of setup."""
+    from uneven.hardware.diagnosis import Advised
+
+    fix = f"uneven setup  (or: {advice.command})" if advice.kind == "install" else advice.action
+    return Advised(advice.kind, advice.why, fix, advice.is_installed)
 
 
 def sections(diagnosis: "Diagnosis", advice: "Advice") -> dict[str, list[tuple[str, str]]]:

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,7 @@ def setup(
 
     if machine is not None and not dry_run:
         raise InputError(f"--machine {machine}: a recorded machine is only advised on: add --dry-run")
+    only_looks = dry_run or record is not None
     found = read_record(machine) if machine is not None else read_machine()
     advice = advise(found, build)
     if index_url is not None:
@@ -71,11 +73,16 @@ def setup(
     is_needed = advice.kind == "install" and (force or not advice.is_installed)
     command: list[str] | None = None
     if environment is not None and is_needed and advice.package is not None:
-        command = pip_command(environment.python, [advice.package], advice.index_url, advice.replaces or force)
+        try:
+            command = pip_command(environment.python, [advice.package], advice.index_url, advice.replaces or force)
+        except MachineError as error:
+            if not only_looks:
+                raise
+            advice = replace(advice, notes=(*advice.notes, str(error)))
     if not as_json:
         _print_plan(found, advice, environment, command)
     checks: list[Checked] | None = None
-    if not dry_run and record is None:
+    if not only_looks:
         assert environment is not None
         _install(advice, environment, command, system, yes, as_json)
         checks = _check(found, advice, environment, as_json)

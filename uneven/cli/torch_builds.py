@@ -4,6 +4,7 @@ Nothing here loads torch. Results go to stdout, progress and messages to stderr.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.torch_source import build
-from uneven.errors import InputError
+from uneven.errors import InputError, Terminated
 
 if TYPE_CHECKING:
     from uneven.hardware.gpus import Gpu
@@ -153,7 +154,7 @@ def info(
             f"GPU {gpu.index}": f"{gpu.name} ({gpu.sm or '?'}): {(found or {}).get(gpu.sm or '', 'not known')}"
             for gpu in gpus
         },
-        "more packages": f"{build.python} -m pip install ...",
+        "more packages": f"{shlex.quote(build.python)} -m pip install ...",
     }
     for label, text in lines.items():
         typer.echo(f"{label + ':':<15} {text}")
@@ -237,22 +238,24 @@ def _confirm(question: str, yes: bool) -> None:
 
 def ask(question: str) -> bool:
     """The answer at the terminal, to a question on stderr. InputError where the input has ended; `uneven setup` asks
-    in the same way."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort as ended:
-        _say("")
-        # typer makes an Abort of Ctrl-C, too, which is exit code 130 as everywhere else.
-        if isinstance(ended.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        raise InputError(f"{question} nobody answered: add -y") from None
+    in the same way. Not by typer's own confirm: that writes a space to stdout, where --json has its document."""
+    while True:
+        print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline() if sys.stdin is not None else ""
+        answer = line.strip().lower()
+        if not line:
+            _say("")
+            raise InputError(f"{question} nobody answered: add -y")
+        if answer in ("", "n", "no", "y", "yes"):
+            return answer in ("y", "yes")
+        _say("answer y or n")
 
 
 @contextmanager
 def _interruption_told(how: str) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         _say(f"uneven: stopped; {how}")
         raise
 
@@ -281,7 +284,7 @@ def activate(
 
         shell = Path(find_build(name).python).with_name("activate")
         typer.echo(f"{name} is active: uneven run, demo, bench, ... use it; back: uneven torch activate --none")
-        typer.echo(f"for python in a shell: source {shell}")
+        typer.echo(f"for python in a shell: source {shlex.quote(str(shell))}")
 
 
 @app.command("remove", epilog="Example: uneven torch remove cu126 -y")

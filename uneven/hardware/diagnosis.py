@@ -26,7 +26,7 @@ from uneven.hardware.network import (
 )
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import Support, TorchBuild, arch_support, read_torch, release
-from uneven.hardware.wheels import how_to_cover, oldest_driver
+from uneven.hardware.wheels import choose, how_to_cover, oldest_driver
 
 _REINSTALL = "uneven setup --force"
 
@@ -37,6 +37,19 @@ class Problem:
 
     what: str
     fix: str
+
+
+@dataclass(frozen=True)
+class Advised:
+    """What `uneven setup` advises here, so that both say the same; `kind` is that of install/advice.py.
+
+    Passed in by whoever has it, because install/ stands above this room. `is_done`: the torch that is here is right.
+    """
+
+    kind: str
+    why: str
+    fix: str
+    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,17 +161,41 @@ def _torch_problems(build: TorchBuild) -> list[Problem]:
     return problems
 
 
-def _gpu_problems(
-    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus, architecture: str
-) -> list[Problem]:
-    if not report.gpus or not build.installed or build.error is not None:
+def _hidden_problems(report: GpuReport, build: TorchBuild, advised: Advised | None) -> list[Problem]:
+    """GPUs that NVIDIA's driver does not list: a card without driver, one outside the container, AMD's, a Jetson's."""
+    if report.gpus or advised is None or advised.is_done:
         return []
+    # Without a torch, or with a broken one, setup has to run anyway, and _torch_problems says so.
+    if advised.kind in ("driver", "container") or not _torch_problems(build):
+        return [Problem(advised.why, advised.fix)]
+    return []
+
+
+def _too_old(report: GpuReport) -> list[Gpu]:
+    """The GPUs that no torch of today runs on: nothing can be done about them, so they are no problem."""
+    return [gpu for gpu in report.gpus if gpu.sm is not None and choose([gpu.sm]).kind == "nothing"]
+
+
+def _fix(report: GpuReport, architecture: str, advised: Advised | None) -> str:
+    """How torch gets code for the GPUs here: what setup advises, or else the same choice from the wheels."""
+    if advised is not None and not advised.is_done:
+        return advised.fix if advised.kind == "install" else f"{advised.why}; {advised.fix}"
     sms = [gpu.sm for gpu in report.gpus if gpu.sm is not None]
-    cover = how_to_cover(sms, report.driver_cuda, architecture) if sms else preflight.INSTALL
-    names = ", ".join(gpu.name for gpu in report.gpus)
+    return how_to_cover(sms, report.driver_cuda, architecture) if sms else preflight.INSTALL
+
+
+def _gpu_problems(
+    report: GpuReport, build: TorchBuild, fits: Sequence[Compatibility], visible: VisibleGpus, cover: str
+) -> list[Problem]:
+    """What keeps torch from the GPUs that the driver lists; `cover` is what gives torch code for them."""
+    old = _too_old(report)
+    usable = [gpu for gpu in report.gpus if gpu not in old]
+    if not usable or not build.installed or build.error is not None:
+        return []
+    names = ", ".join(gpu.name for gpu in usable)
     if build.is_cpu_build:
         return [Problem(f"this machine has {names}, but torch {build.version} is a CPU build", cover)]
-    missing = [fit for fit in fits if fit.support is Support.MISSING and fit.gpu.sm is not None]
+    missing = [fit for fit in fits if fit.support is Support.MISSING and fit.gpu.sm is not None and fit.gpu not in old]
     problems = [Problem(f"GPU {fit.gpu.index} ({fit.gpu.name}): {fit.detail}", cover) for fit in missing]
     required, offered = release(build.cuda), release(report.driver_cuda)
     if visible.gpus or visible.error is None:
@@ -177,6 +214,7 @@ def _notes(system: System, report: GpuReport, build: TorchBuild, fits: Sequence[
     notes = []
     if not report.gpus:
         notes.append(f"no NVIDIA GPU: {report.reason}; ranks train on the cpu (simulate two with cpu,cpu@0.4)")
+    notes += [f"no torch of today runs on {gpu.name} ({gpu.sm}): it stays unused" for gpu in _too_old(report)]
     required, offered = release(build.cuda), release(report.driver_cuda)
     if required and offered and offered[0] == required[0] and offered < required:
         tail = ", and PTX cannot be compiled" if any(fit.support is Support.JIT for fit in fits) else ""
@@ -199,8 +237,9 @@ def diagnose(
     visible: VisibleGpus | None = None,
     interfaces: Sequence[Interface] | None = None,
     route: str | None = None,
+    advised: Advised | None = None,
 ) -> Diagnosis:
-    """Report on this machine; parts that are passed in are not read from it."""
+    """Report on this machine; parts that are passed in are not read from it, and `advised` is only ever passed in."""
     system = system or read_system()
     report = gpus or read_gpus()
     build = torch or read_torch()
@@ -216,7 +255,8 @@ def diagnose(
     problems = [
         *_system_problems(system),
         *_torch_problems(build),
-        *_gpu_problems(report, build, fits, visible, system.cpu.architecture),
+        *_hidden_problems(report, build, advised),
+        *_gpu_problems(report, build, fits, visible, _fix(report, system.cpu.architecture, advised)),
     ]
     return Diagnosis(
         system=system,

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from uneven.errors import InputError
-from uneven.hardware.gpus import Gpu
 from uneven.hardware.torchbuild import Support, arch_support, release
 from uneven.hardware.wheels import (
     CPU_WHEEL,
@@ -23,12 +22,22 @@ from uneven.hardware.wheels import (
     source_command,
     source_toolkit,
 )
+from uneven.install.covered import (
+    PREBUILT_ON,
+    architecture_of,
+    covered_of_amd,
+    name_of,
+    newest_for_driver,
+    pick_rocm,
+    rocm_fits,
+    weigh,
+)
 from uneven.install.machine import Machine
 
 OLDEST_TORCH = (2, 8)
 _NEW_DRIVER = oldest_driver("13.0")
+_SOURCE_CUDA = 12  # the oldest that source_toolkit() names
 _CPU_INSTEAD = "`uneven setup --build cpu` installs the CPU build meanwhile"
-_PREBUILT_ON = ("x86_64", "aarch64", "amd64", "arm64")
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,12 @@ def advise(machine: Machine, build: str | None = None) -> Advice:
         return _jetson(machine)
     if machine.gpus.gpus:
         return _nvidia(machine)
-    if machine.amd.gpus:
-        return _amd(machine)
-    return _without_gpu(machine)
+    hidden = _hidden_nvidia(machine)
+    # An integrated GPU of AMD that no wheel covers must not hide NVIDIA's card, which is what one trains on.
+    if machine.amd.gpus and (hidden is None or pick_rocm(machine) is not None):
+        advice = _amd(machine)
+        return advice if hidden is None else replace(advice, notes=(*advice.notes, f"{hidden.why}; {hidden.action}"))
+    return hidden or _without_gpu(machine)
 
 
 def from_index(machine: Machine, advice: Advice, url: str) -> Advice:
@@ -100,14 +112,15 @@ def covers_machine(machine: Machine) -> bool:
         return False
     if machine.gpus.gpus:
         known = [gpu.sm for gpu in machine.gpus.gpus if gpu.sm is not None]
-        sms = choose(known, None, _architecture(machine)).sms if known else ()
+        sms = choose(known, None, architecture_of(machine)).sms if known else ()
         needed, offered = release(torch.cuda), release(machine.gpus.driver_cuda)
         if not sms and known:
             return True  # too old for any torch: all that is left is the CPU
         runs = needed is not None and (offered is None or offered[0] >= needed[0])
         return runs and all(arch_support(sm, torch.archs) is not Support.MISSING for sm in sms)
-    if machine.amd.gpus and _pick_rocm(machine) is not None:
-        return torch.hip is not None
+    rocm = pick_rocm(machine)
+    if rocm is not None:
+        return rocm_fits(machine, rocm)
     if machine.nvidia.jetson is not None:
         return torch.cuda is not None
     return True
@@ -115,7 +128,7 @@ def covers_machine(machine: Machine) -> bool:
 
 def _install(machine: Machine, wheel: Wheel, why: str, covers: tuple[str, ...], notes: list[str]) -> Advice:
     index = wheel.index_url
-    if machine.system.platform == "Darwin" or _architecture(machine) not in _PREBUILT_ON:
+    if machine.system.platform == "Darwin" or architecture_of(machine) not in PREBUILT_ON:
         index = ""  # elsewhere the default index has the CPU build alone
     is_right = covers_machine(machine)
     torch = machine.torch
@@ -144,28 +157,25 @@ def _asked_for(machine: Machine, build: str) -> Advice:
     # The local part of the version names the build: 2.13.0+cu130.
     is_there = torch.error is None and (torch.version or "").endswith(f"+{build}")
     action = f"nothing: torch {torch.version} is this build" if is_there else f"install the {build} build of torch"
-    covers = tuple(
-        _name(gpu)
-        for gpu in machine.gpus.gpus
-        if gpu.sm and arch_support(gpu.sm, wheel.archs_on(_architecture(machine))) is not Support.MISSING
-    )
+    covers, notes = weigh(machine, wheel)
+    if wheel.cuda is not None and machine.nvidia.jetson is not None and not _is_server_jetson(machine):
+        notes.append("this is a Jetson: PyTorch's wheels for aarch64 do not run on its GPU")
     replaces = torch.installed and not is_there
     why = "asked for by --build"
-    return Advice("install", why, action, build, wheel.torch, wheel.index_url, covers, (), is_there, replaces)
+    return Advice("install", why, action, build, wheel.torch, wheel.index_url, covers, tuple(notes), is_there, replaces)
 
 
 def _nvidia(machine: Machine) -> Advice:
     report = machine.gpus
     known = [gpu for gpu in report.gpus if gpu.sm is not None]
     if not known:
-        why = "the driver does not tell the architecture of " + ", ".join(gpu.name for gpu in report.gpus)
-        return _install(machine, WHEELS[0], f"{why}; this is the build for all GPUs of today", (), _notes(machine))
-    choice = choose([gpu.sm for gpu in known if gpu.sm], report.driver_cuda, _architecture(machine))
+        return _unknown(machine)
+    choice = choose([gpu.sm for gpu in known if gpu.sm], report.driver_cuda, architecture_of(machine))
     notes = _notes(machine)
     if choice.too_old:
-        old = ", ".join(_name(gpu) for gpu in known if gpu.sm in choice.too_old)
+        old = ", ".join(name_of(gpu) for gpu in known if gpu.sm in choice.too_old)
         notes.append(f"no torch of today runs on {old}: it stays unused")
-    covers = tuple(_name(gpu) for gpu in known if gpu.sm in choice.sms)
+    covers = tuple(name_of(gpu) for gpu in known if gpu.sm in choice.sms)
     if choice.kind == "nothing":
         return _install(machine, CPU_WHEEL, "no torch of today runs on these GPUs", (), notes)
     if choice.kind == "source":
@@ -178,13 +188,27 @@ def _nvidia(machine: Machine) -> Advice:
     return _install(machine, choice.wheel, _why(machine, choice, covers), covers, notes)
 
 
+def _unknown(machine: Machine) -> Advice:
+    """Where the driver does not tell the architectures, as those before 510 do: what its own version allows."""
+    report = machine.gpus
+    why = "the driver does not tell the architecture of " + ", ".join(gpu.name for gpu in report.gpus)
+    wheel = newest_for_driver(machine)
+    if wheel is None:
+        why += f", and driver {report.driver or '?'} is for CUDA {report.driver_cuda}, too old for every wheel"
+        return _update_driver(machine, Choice("driver", (), WHEELS[0], WHEELS[1:]), why, _notes(machine))
+    if wheel is WHEELS[0]:
+        return _install(machine, wheel, f"{why}; this is the build for all GPUs of today", (), _notes(machine))
+    why += f"; this is the build for driver {report.driver or '?'} (CUDA {report.driver_cuda})"
+    return _install(machine, wheel, why, (), _notes(machine))
+
+
 def _why(machine: Machine, choice: Choice, covers: tuple[str, ...]) -> str:
     report, wheel = machine.gpus, choice.wheel
     assert wheel is not None
     assert wheel.cuda is not None
     driver = f"driver {report.driver or '?'} (CUDA {report.driver_cuda or '?'})"
     text = f"{wheel.tag} has code for {', '.join(covers)}, and {driver} runs it"
-    newest = choose(choice.sms, None, _architecture(machine)).wheel
+    newest = choose(choice.sms, None, architecture_of(machine)).wheel
     if newest is not None and newest.cuda and newest.cuda[0] > wheel.cuda[0]:
         text += f"; {newest.tag} needs driver {oldest_driver(f'{newest.cuda[0]}.0')} or newer"
     return text
@@ -192,15 +216,19 @@ def _why(machine: Machine, choice: Choice, covers: tuple[str, ...]) -> str:
 
 def _source(machine: Machine, choice: Choice, notes: list[str]) -> Advice:
     report = machine.gpus
-    for wheel, sms in partial_wheels(choice, report.driver_cuda, _architecture(machine)):
-        names = ", ".join(_name(gpu) for gpu in report.gpus if gpu.sm in sms)
+    for wheel, sms in partial_wheels(choice, report.driver_cuda, architecture_of(machine)):
+        names = ", ".join(name_of(gpu) for gpu in report.gpus if gpu.sm in sms)
         notes.append(f"without a source build: `uneven setup --build {wheel.tag}` runs {names} alone")
     archs = " beside ".join(choice.sms)
     why = f"no wheel covers {archs}"
     command = source_command(choice.sms)
     action = f"a source build for these archs: {command}"
+    offered = release(report.driver_cuda)
+    if offered is not None and offered[0] < _SOURCE_CUDA:
+        needed = f"{oldest_driver(f'{_SOURCE_CUDA}.0')} or newer, which CUDA {_SOURCE_CUDA} needs"
+        action = f"update the NVIDIA driver ({report.driver or '?'}) to {needed}, and {action}"
     notes.insert(0, f"it needs the CUDA {source_toolkit(choice.sms)} toolkit")
-    covers = tuple(_name(gpu) for gpu in report.gpus if gpu.sm in choice.sms)
+    covers = tuple(name_of(gpu) for gpu in report.gpus if gpu.sm in choice.sms)
     if covers_machine(machine):
         action = f"nothing: torch {machine.torch.version} is installed and runs on all of it"
         return Advice("source", why, action, covers=covers, is_installed=True)
@@ -212,7 +240,10 @@ def _old_driver(machine: Machine, choice: Choice, notes: list[str]) -> Advice:
     assert wheel is not None
     covering = ", ".join(other.tag for other in (wheel, *choice.others))
     why = f"driver {report.driver or '?'} is for CUDA {report.driver_cuda}, too old for every wheel that covers "
-    why += f"{choice.span} ({covering})"
+    return _update_driver(machine, choice, why + f"{choice.span} ({covering})", notes)
+
+
+def _update_driver(machine: Machine, choice: Choice, why: str, notes: list[str]) -> Advice:
     where = " in Windows" if machine.system.surroundings.wsl else ""
     notes.append(_CPU_INSTEAD)
     return Advice("driver", why, f"{describe_drivers(choice)}{where}, then: uneven setup", notes=tuple(notes))
@@ -235,28 +266,24 @@ def _notes(machine: Machine) -> list[str]:
     return notes
 
 
-def _pick_rocm(machine: Machine) -> Wheel | None:
-    """The wheel of the ROCm that is installed, else the newest; None if it has no code for one of the GPUs."""
-    if _architecture(machine) not in ("x86_64", "amd64"):
-        return None
-    major = (release(machine.amd.rocm) or (7, 0))[0]
-    wheels = [wheel for wheel in ROCM_WHEELS if int(wheel.tag[4]) <= major] or list(ROCM_WHEELS[-1:])
-    return next((wheel for wheel in wheels if all(gpu.gfx in wheel.archs for gpu in machine.amd.gpus)), None)
-
-
 def _amd(machine: Machine) -> Advice:
-    names = tuple(f"AMD GPU {gpu.index} ({gpu.gfx})" for gpu in machine.amd.gpus)
-    wheel = _pick_rocm(machine)
+    wheel = pick_rocm(machine)
     if wheel is None:
+        names = [name_of(gpu) for gpu in machine.amd.gpus]
         notes = ["ROCm's own pages say which GPUs it supports; a torch for others is built with PYTORCH_ROCM_ARCH"]
         return _install(machine, CPU_WHEEL, f"no ROCm wheel has code for {', '.join(names)}", (), notes)
+    covered = covered_of_amd(machine, wheel)
+    covers = tuple(name_of(gpu) for gpu in covered)
     notes = ["training by uneven on ROCm is not tested"]
+    unused = ", ".join(name_of(gpu) for gpu in machine.amd.gpus if gpu not in covered)
+    if unused:
+        notes.append(f"{wheel.tag} has no code for {unused}: it stays unused")
     if machine.amd.may_use is False:
         notes.append("no permission for /dev/kfd: sudo usermod -aG render,video $USER, then log in again")
     elif machine.amd.may_use is None:
         notes.append("there is no /dev/kfd: start the container with --device /dev/kfd --device /dev/dri")
     rocm = f"ROCm {machine.amd.rocm} is installed" if machine.amd.rocm else "the wheel brings ROCm's libraries with it"
-    return _install(machine, wheel, f"{wheel.tag} has code for {', '.join(names)}; {rocm}", names, notes)
+    return _install(machine, wheel, f"{wheel.tag} has code for {', '.join(covers)}; {rocm}", covers, notes)
 
 
 def _is_server_jetson(machine: Machine) -> bool:
@@ -284,7 +311,8 @@ def _jetson(machine: Machine) -> Advice:
     return Advice("manual", why, action, notes=notes)
 
 
-def _without_gpu(machine: Machine) -> Advice:
+def _hidden_nvidia(machine: Machine) -> Advice | None:
+    """What keeps an NVIDIA card that is here, or that a container was to have, from being seen; None: there is none."""
     surroundings, nvidia = machine.system.surroundings, machine.nvidia
     has_card = any(card.vendor == "NVIDIA" for card in machine.cards) or nvidia.kernel_module is not None
     is_asked = nvidia.asked not in (None, "", "void", "none")
@@ -304,6 +332,11 @@ def _without_gpu(machine: Machine) -> Advice:
         driver = f"{_NEW_DRIVER} or newer (for GPUs before Turing the 580 series)"
         action = f"install the NVIDIA driver {driver}, reboot, then: uneven setup"
         return Advice("driver", why, action, notes=(_CPU_INSTEAD,))
+    return None
+
+
+def _without_gpu(machine: Machine) -> Advice:
+    surroundings = machine.system.surroundings
     notes = []
     if surroundings.wsl == 1:
         notes.append("WSL 1 has no GPU access: run 'wsl --set-version DISTRO 2' in Windows")
@@ -312,11 +345,3 @@ def _without_gpu(machine: Machine) -> Advice:
     elif surroundings.container is not None:
         notes.append("if the host has an NVIDIA GPU: start the container with --gpus all")
     return _install(machine, CPU_WHEEL, f"no GPU: {machine.gpus.reason or 'none found'}", (), notes)
-
-
-def _name(gpu: Gpu) -> str:
-    return f"{gpu.name} ({gpu.sm})"
-
-
-def _architecture(machine: Machine) -> str:
-    return machine.system.cpu.architecture

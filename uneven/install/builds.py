@@ -14,15 +14,16 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, read_json, write_atomically
 from uneven.hardware.gpus import Gpu
 from uneven.hardware.torchbuild import Support, arch_support
 from uneven.install.environment import folder_size
+from uneven.install.fields import from_values
 
 RECORD = "uneven-build.json"
 MARK = "uneven-installing.json"
@@ -112,12 +113,10 @@ def _read(folder: Path, active: str | None) -> Build | None:
     record = read_json(folder / RECORD)
     if not isinstance(record, dict):
         return None
-    known = {field.name for field in fields(Build)} - {"name", "python", "is_active"}
-    values = {key: value for key, value in record.items() if key in known}
     place = {"name": folder.name, "python": str(python_of(folder)), "is_active": folder.name == active}
     try:
-        return Build(**{**values, "archs": tuple(values.get("archs") or ())}, **place)  # type: ignore[arg-type]
-    except TypeError:  # written by a version that knew fewer fields
+        return from_values(Build, {**record, "archs": record.get("archs") or (), **place})
+    except (KeyError, TypeError):  # written by a version that knew fewer fields, or changed by hand
         return None
 
 
@@ -172,20 +171,39 @@ def check_removable(name: str, force: bool = False) -> Path:
 
 
 def remove(name: str, force: bool = False) -> None:
-    """Delete a build, complete or not, where `check_removable` allows it."""
+    """Delete a build, complete or not, where `check_removable` allows it; MachineError while it is being installed."""
     folder = check_removable(name, force)
-    if name == active_name():
-        activate(None)
     try:
-        # From here on it is an interrupted one, which can be removed again, until its mark goes as the last file.
-        write_atomically(folder / MARK, json.dumps({"removing": name}).encode())
-        (folder / RECORD).unlink(missing_ok=True)
-        for entry in folder.iterdir():
-            if entry.name != MARK:
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        shutil.rmtree(folder)
+        with (folder / MARK).open("a+") as mark:
+            _lock(mark, name)
+            if name == active_name():
+                activate(None)
+            # From here on it is an interrupted one, which can be removed again, until its mark goes as the last file.
+            _write_mark(mark, {"removing": name})
+            (folder / RECORD).unlink(missing_ok=True)
+            for entry in folder.iterdir():
+                if entry.name != MARK:
+                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            shutil.rmtree(folder)
     except OSError as error:
         raise MachineError(f"cannot delete {error.filename or folder}: {error.strerror or error}") from error
+
+
+def _lock(mark: IO[str], name: str) -> None:
+    """Hold a build's mark until it is closed; MachineError where another process does.
+
+    The mark is only ever changed in place: a lock is of the file, not of its name.
+    """
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MachineError(f"build {name!r} is being installed or removed by another process") from None
+
+
+def _write_mark(mark: IO[str], values: Mapping[str, Any]) -> None:
+    mark.truncate(0)
+    mark.write(json.dumps(dict(values)))
+    mark.flush()
 
 
 @contextmanager
@@ -204,13 +222,8 @@ def installing(name: str, plan: Mapping[str, Any]) -> Iterator[Path]:
     except OSError as error:
         raise folder_error(folder, error, _CHOOSE) from error
     with mark:
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MachineError(f"build {name!r} is being installed by another process") from None
-        mark.truncate(0)
-        mark.write(json.dumps(dict(plan)))
-        mark.flush()
+        _lock(mark, name)
+        _write_mark(mark, plan)
         (folder / RECORD).unlink(missing_ok=True)
         yield folder
 

@@ -5,6 +5,7 @@ Used by `uneven setup` for the environment it runs in, and by `uneven torch` for
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import MachineError
+from uneven.install.ending import sigterm_raises
 
 _LAST_LINES = 12  # of a failed installation, in the error
 
@@ -149,7 +151,8 @@ def pip_command(
         return [uv, "pip", "install", "--python", str(python), *again, *packages, *index]
     if not environment.has_pip:
         raise MachineError(
-            f"{environment.prefix} has no pip and uv is not on the PATH; run: {python} -m ensurepip --upgrade"
+            f"{environment.prefix} has no pip and uv is not on the PATH; "
+            f"run: {shlex.quote(str(python))} -m ensurepip --upgrade"
         )
     again = ["--force-reinstall"] if reinstall else []
     again += ["--break-system-packages"] if environment.is_managed else []
@@ -158,26 +161,31 @@ def pip_command(
 
 
 def install(command: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run a command of `pip_command` and give each line of its output to `say`; MachineError with the last lines."""
+    """Run a command of `pip_command` and give each line of its output to `say`; MachineError with the last lines.
+
+    However this ends, also by Ctrl-C or SIGTERM, the command has ended with it: a pip that went on alone would change
+    an environment that nobody watches any more.
+    """
     last: deque[str] = deque(maxlen=_LAST_LINES)
-    try:
-        # Its own output is read as it comes: a torch with CUDA is gigabytes, and minutes of silence look like a hang.
-        child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    except OSError as error:
-        raise MachineError(f"cannot start {command[0]}: {error}") from error
-    assert child.stdout is not None
-    try:
-        with child.stdout:
-            for line in child.stdout:
-                last.append(line.rstrip())
-                say(line.rstrip())
-        code = child.wait()
-    except BaseException:  # Ctrl-C: the child has had it too, or gets the end of it here
-        child.terminate()
-        child.wait()
-        raise
+    with sigterm_raises():
+        try:
+            # Its output is read as it comes: a torch with CUDA is gigabytes, and minutes of silence look like a hang.
+            child = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        except OSError as error:
+            raise MachineError(f"cannot start {command[0]}: {error}") from error
+        assert child.stdout is not None
+        try:
+            with child.stdout:
+                for line in child.stdout:
+                    last.append(line.rstrip())
+                    say(line.rstrip())
+            code = child.wait()
+        except BaseException:  # Ctrl-C: the child has had it too, or gets the end of it here; SIGTERM: we alone
+            child.terminate()
+            child.wait()
+            raise
     if code != 0:
         tail = "\n".join(f"  {line}" for line in last if line)
-        raise MachineError(f"the installation failed (exit code {code}): {' '.join(command)}\n{tail}")
+        raise MachineError(f"the installation failed (exit code {code}): {shlex.join(command)}\n{tail}")

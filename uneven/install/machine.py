@@ -6,9 +6,9 @@ made of (tests/install/machines). It has no addresses, serial numbers or names o
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from uneven.errors import InputError, MachineError
 from uneven.hardware.cards import AmdGpu, AmdReport, Card, Nvidia, read_amd, read_cards, read_nvidia
@@ -17,9 +17,9 @@ from uneven.hardware.cpumodel import Cpu
 from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import TorchBuild, read_torch
+from uneven.install.fields import from_values
 
 FORMAT = "uneven-machine-1"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,17 @@ def read_record(path: Path) -> Machine:
 
 def _machine(values: Mapping[str, Any]) -> Machine:
     system = dict(values["system"])
-    system["cpu"] = _build(Cpu, system["cpu"])
-    system["surroundings"] = _build(Surroundings, system["surroundings"])
+    system["cpu"] = from_values(Cpu, system["cpu"])
+    system["surroundings"] = from_values(Surroundings, system["surroundings"])
     gpus = dict(values.get("gpus") or {})
-    gpus["gpus"] = tuple(_build(Gpu, gpu) for gpu in gpus.get("gpus", ()))
+    gpus["gpus"] = tuple(from_values(Gpu, gpu) for gpu in gpus.get("gpus", ()))
     amd = dict(values.get("amd") or {})
-    amd["gpus"] = tuple(_build(AmdGpu, gpu) for gpu in amd.get("gpus", ()))
+    amd["gpus"] = tuple(from_values(AmdGpu, gpu) for gpu in amd.get("gpus", ()))
     return Machine(
-        system=_build(System, system),
-        gpus=_build(GpuReport, gpus),
-        torch=_build(TorchBuild, values.get("torch") or {"installed": False}),
-        cards=tuple(_build(Card, card) for card in values.get("cards", ())),
-        amd=_build(AmdReport, amd),
-        nvidia=_build(Nvidia, values.get("nvidia") or {}),
+        system=from_values(System, system),
+        gpus=from_values(GpuReport, gpus),
+        torch=from_values(TorchBuild, values.get("torch") or {"installed": False}),
+        cards=tuple(from_values(Card, card) for card in values.get("cards", ())),
+        amd=from_values(AmdReport, amd),
+        nvidia=from_values(Nvidia, values.get("nvidia") or {}),
     )
-
-
-def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """An object of a dataclass; fields of a newer version are ignored."""
-    known: dict[str, Any] = {}
-    for part in fields(kind):  # type: ignore[arg-type]
-        if part.name in values:
-            value = values[part.name]
-            known[part.name] = tuple(value) if isinstance(value, list) else value
-        elif part.default is MISSING and part.default_factory is MISSING:
-            raise KeyError(f"{kind.__name__}.{part.name} is missing")
-    return kind(**known)

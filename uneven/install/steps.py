@@ -11,16 +11,15 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from uneven.errors import Terminated
 from uneven.files import read_json, write_atomically
+from uneven.install.ending import sigterm_raises
 
 _VOLATILE = ("MAX_JOBS",)  # how fast, not what: another value does not make a finished step wrong
 _TELL_EVERY = 30.0  # seconds between two lines about a step that runs
@@ -71,7 +70,7 @@ def run_steps(steps: Sequence[Step], state: Path, log: Path, say: Callable[[str]
     done = done_steps(steps, state)
     if done:
         say(f"goes on after {done} of {len(steps)} steps")
-    with log.open("ab") as output, _sigterm_raises():
+    with log.open("ab") as output, sigterm_raises():
         for number, step in enumerate(steps[done:], start=done + 1):
             say(f"step {number} of {len(steps)}: {step.name}")
             output.write(f"\n$ {step.line}\n".encode())
@@ -126,23 +125,6 @@ def _end_group(child: "subprocess.Popen[bytes]") -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, number)
         _wait(child, 10.0)
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM unwinds, so that the step's processes are ended with us."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: Any) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write_state(state: Path, digests: list[str]) -> None:
