@@ -1,4 +1,4 @@
-"""The simulation against a pair of devices that was measured: two slices of a GPU, figures of docs/log.md."""
+"""The simulation against pairs of devices that were measured: two slices of a GPU, two CPUs; figures of docs/log.md."""
 
 import pytest
 
@@ -22,3 +22,27 @@ def test_two_slices_of_a_gpu_are_as_efficient_as_measured(policy: Policy) -> Non
     job = Job(samples_per_epoch=150_000, batch_size=128, param_bytes=PARAM_BYTES)
     found = simulate(Cluster(kinds, (0, 0), SHARED_MEMORY), job, policy)
     assert found.efficiency == pytest.approx(MEASURED[policy], abs=0.03)
+
+
+# LeNet at 256 on cpu,cpu@0.4, by tools/simulate_against_real.py: samples/s of each device alone beside the measured
+# efficiency, the fixed part of a step, half of a sum's time, and the efficiency. A round took 0.8 ms of a rank's time.
+CPU_PAIR: dict[Policy, tuple[tuple[float, float], float, float]] = {
+    "equal": ((6481.0, 2334.0), 5.12, 0.477),
+    "sync": ((6295.0, 2415.0), 1.08, 0.528),
+    "balanced": ((7091.0, 2003.0), 1.08, 0.976),
+    "cadence": ((6882.0, 2103.0), 1.08, 0.968),
+    "async": ((7062.0, 2576.0), 1.08, 0.986),
+}
+FIXED_PARTS = (0.293, 0.169)  # of a step of 256 samples, from those of 128 and 512
+
+
+@pytest.mark.parametrize("policy", CPU_PAIR)
+def test_two_cpus_are_as_efficient_as_measured(policy: Policy) -> None:
+    speeds, delay_ms, efficiency = CPU_PAIR[policy]
+    kinds = tuple(
+        RankKind(f"cpu {place}", part * 256e3 / speed, (1.0 - part) * 1e3 / speed, jitter=0.03, round_ms=0.8)
+        for place, (speed, part) in enumerate(zip(speeds, FIXED_PARTS, strict=True))
+    )
+    job = Job(samples_per_epoch=500_000, batch_size=256)
+    found = simulate(Cluster(kinds, (0, 0), Link(1e9, delay_ms)), job, policy)
+    assert found.efficiency == pytest.approx(efficiency, abs=0.03)
