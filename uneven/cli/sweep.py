@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress
 def sweep(
     models: Annotated[str | None, typer.Option(help="Only these, as in lenet,mlp.", show_default="all")] = None,
     modes: Annotated[str | None, typer.Option(help="Only these, as in solo-0,cpu-async.", show_default="all")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Of every mode; default: 5, or 1 with --quick.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each mode; default: 5, 1 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="LeNet and gpt-nano, a few samples, one seed.")] = False,
     full: Annotated[bool, typer.Option("--full", help="All models with their own data and epochs (default).")] = False,
     devices: Annotated[str, typer.Option(help="Two or more, as in cuda:0,cuda:1.")] = "cpu,cpu@0.4",
@@ -31,10 +31,10 @@ def sweep(
     epochs: Annotated[int | None, typer.Option(min=1, help="Default: each model's own; 2 with --quick.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Per device; default: each model's own.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(min=1, help="Of a step of the exact modes and DDP.")] = None,
-    lr_scale: Annotated[float | None, typer.Option(help="Multiplies the rates of the exact modes and DDP.")] = None,
+    lr_scale: Annotated[float | None, typer.Option(help="Multiplies the lr of the exact modes and DDP.")] = None,
     precision: options.Precision = "fp32",
     compile: options.Compile = "off",
-    efficiency: Annotated[bool, typer.Option("--efficiency", help="Also by pairs: minutes for each mode.")] = False,
+    efficiency: Annotated[bool, typer.Option("--efficiency", help="Measure it by pairs too, minutes each.")] = False,
     equal_time: Annotated[
         bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
     ] = False,

@@ -101,7 +101,7 @@ def test_batches_are_told_as_they_were(tmp_path: Path) -> None:
         "solo-0": "64",
         "torch-ddp": "2 x 32",
         "cpu-sync": "64 in all",
-        "cpu-balanced": "2 x 64, rate x 2",
+        "cpu-balanced": "2 x 64, lr x 2",
     }
 
 

@@ -325,12 +325,12 @@ def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
 
 def _batch(summary: dict[str, Any]) -> str:
     scale = summary.get("lr_scale")
-    rate = f", rate x {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
+    lr = f", lr x {scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
     if summary.get("global_batch_size"):
-        return f"{summary['global_batch_size']} in all{rate}"
+        return f"{summary['global_batch_size']} in all{lr}"
     num_devices = len(summary["devices"])
     per_device = str(summary.get("batch_size", ""))
-    return (f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device) + rate
+    return (f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device) + lr
 
 
 def _sample_shares(runs: list[RunRecord]) -> list[float]:

@@ -93,7 +93,7 @@ def changes(root: Path) -> list[str]:
     """What is not as it was when the folder was packed; nothing of a folder of runs that were never packed."""
     sweep = sweep_of(root)
     record, found = read_json(sweep / SWEEP), _checksums(sweep)
-    packed = [name for name in found if name.endswith(".json") and name.split("/")[-1].startswith("seed-")]
+    packed = [name for name in found if Path(name).name.startswith("seed-")]
     if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         return [f"{SWEEP}: lists no packed files, though there are some; pack the runs again"] if packed else []
     listed = record["files"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uneven.bench.single.run_times import RunTimes
+from uneven.bench.single.run_times import RunTimes, is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
@@ -178,7 +178,7 @@ def read_equal_time(root: Path) -> list[RunRecord]:
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
     """The run in a folder or in its packed file, finished or not."""
-    packed = packed_file(folder)
+    packed = _packed(folder)
     has_ended = any((folder / name).is_file() for name in ("summary.json", FAILURE))
     return read_packed(packed) if packed.is_file() and not has_ended else _read_folder(folder)
 
@@ -281,9 +281,9 @@ def _fault(summary: Any) -> str | None:
     quality, devices = summary["quality"], summary["devices"]
     if not isinstance(summary["metric"], str):
         return "has no usable metric"
-    if not isinstance(quality, dict) or not _is_number(quality.get(summary["metric"])):
+    if not isinstance(quality, dict) or not is_number(quality.get(summary["metric"])):
         return f"lacks {summary['metric']}"
-    wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not _is_number(summary[name])]
+    wrong = [name for name in ("train_seconds", "samples_per_s", "samples") if not is_number(summary[name])]
     wrong += [name for name in ("seed", "epochs") if not isinstance(summary[name], int)]
     if not devices or not isinstance(devices, list) or not all(map(_is_device, devices)):
         wrong.append("devices")
@@ -297,14 +297,14 @@ def _wrong_extras(summary: Mapping[str, Any]) -> list[str]:
     wrong = [name for name, record in records.items() if not (record is None or isinstance(record, dict))]
     wrong += [name for name in ("peak_memory_bytes", "eval_samples") if not _is_optional(summary.get(name))]
     shares = summary.get("sample_shares")
-    if not (shares is None or (isinstance(shares, list) and all(map(_is_number, shares)))):
+    if not (shares is None or (isinstance(shares, list) and all(map(is_number, shares)))):
         wrong.append("sample_shares")
     taken = records["interference"] if isinstance(records["interference"], dict) else {}
     return wrong + [name for name in TAKEN if not _is_optional(taken.get(name))]
 
 
 def _is_optional(value: Any) -> bool:
-    return value is None or _is_number(value)
+    return value is None or is_number(value)
 
 
 def _is_device(name: Any) -> bool:
@@ -314,18 +314,13 @@ def _is_device(name: Any) -> bool:
         return False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_entry(entry: Any) -> bool:
     """Whether it is an epoch of a history, with what every figure of it needs."""
     names = ("epoch", "samples", "train_seconds")
-    return isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in names)
+    return isinstance(entry, dict) and all(is_number(entry.get(name)) for name in names)
 
 
-def packed_file(folder: Path) -> Path:
-    """Where the run of this folder is packed, if it is."""
+def _packed(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 

@@ -4,6 +4,7 @@ A timeline is megabytes and stays with its run; this is a few kilobytes, and is 
 (report/pack.py). Both give the same report.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -80,7 +81,7 @@ class RunTimes:
             isinstance(found.seconds, list) and all(map(_are_accounts, found.seconds)),
             _are_numbers(found.utilisation) and _are_numbers(found.idle_s),
             isinstance(found.rounds, int),
-            all(one is None or _is_number(one) for one in (found.communication_ms, found.wait_ms)),
+            all(one is None or is_number(one) for one in (found.communication_ms, found.wait_ms)),
             isinstance(found.gpus, dict) and all(_is_row(row) and len(row) == 2 for row in found.gpus.values()),
             isinstance(found.calibration, list) and all(map(_is_calibration, found.calibration)),
             isinstance(found.round_sample, dict) and all(map(_is_row, found.round_sample.values())),
@@ -90,16 +91,17 @@ class RunTimes:
         return found
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Of a record: finite, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and all(map(_is_number, row))
+    return isinstance(row, list) and all(map(is_number, row))
 
 
 def _are_numbers(found: Any) -> bool:
-    return isinstance(found, dict) and all(map(_is_number, found.values()))
+    return isinstance(found, dict) and all(map(is_number, found.values()))
 
 
 def _are_accounts(seconds: Any) -> bool:
@@ -110,7 +112,7 @@ def _is_calibration(entry: Any) -> bool:
     if not isinstance(entry, dict) or not (entry.get("epoch", "") is None or isinstance(entry.get("epoch"), int)):
         return False
     figures = [entry[name] for name in ("anchor", "lr_scale") if name in entry]
-    return all(map(_is_number, figures)) and _is_row(entry.get("shares", []))
+    return all(map(is_number, figures)) and _is_row(entry.get("shares", []))
 
 
 def calibration_of(events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -22,14 +22,8 @@ from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
-SHARED = (
-    "epochs",
-    "samples",
-    "eval_samples",
-    "data",
-    "devices",
-    "precision",
-)  # settings of all runs of a model in a folder
+# Settings of all runs of a model in a folder.
+SHARED = ("epochs", "samples", "eval_samples", "data", "devices", "precision")
 OF_EFFICIENCY = ("devices", "batch_size", "precision", "compile")
 STAND_IN = {"shakespeare": "shakespeare-plays"}  # used by a quick sweep if the first is not available
 
