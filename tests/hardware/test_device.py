@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uneven.errors import InputError
-from uneven.hardware.device import Device, parse_device, parse_devices
+from uneven.hardware.device import Device, is_lesser_copy, parse_device, parse_devices
 
 speeds = st.floats(min_value=1e-6, max_value=1.0)
 devices = st.one_of(
@@ -92,3 +92,19 @@ def test_a_device_made_by_hand_is_checked_too() -> None:
         Device("cpu", speed=0.0)
     with pytest.raises(InputError, match="0 or above"):
         Device("cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("names", "lesser"),
+    [
+        ("cpu,cpu@0.4", [False, True]),
+        ("cpu@0.5,cpu@0.4", [False, False]),  # neither repeats a full device
+        ("cuda:0%60,cuda:0%24", [False, True]),
+        ("cuda:0%40,cuda:0%40", [False, False]),
+        ("cuda:0%60,cuda:1%24", [False, False]),  # two GPUs, which may differ
+        ("cuda:0%60,cpu", [False, False]),
+    ],
+)
+def test_a_device_that_repeats_a_fuller_one(names: str, lesser: list[bool]) -> None:
+    some = parse_devices(names)
+    assert [is_lesser_copy(device, some) for device in some] == lesser

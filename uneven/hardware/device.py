@@ -111,3 +111,14 @@ def parse_devices(devices: str | Sequence[str | Device]) -> tuple[Device, ...]:
     if any(isinstance(part, str) and not part.strip() for part in parts):
         raise InputError(f"devices {devices!r}: one of them is empty; allowed is {ALLOWED}; {_HINT}")
     return tuple(part if isinstance(part, Device) else parse_device(part) for part in parts)
+
+
+def is_lesser_copy(device: Device, devices: Sequence[Device]) -> bool:
+    """Whether it stands for a slower device, simulated by a speed or by the smaller slice of a GPU.
+
+    Trained alone it gives the params of the full one beside it; only its speed is its own.
+    """
+    if device.percent is None:
+        return device.speed < 1.0 and any(other.speed >= 1.0 for other in devices)
+    slices = [other.percent for other in devices if other.torch_name == device.torch_name and other.percent is not None]
+    return device.percent < max(slices, default=0)

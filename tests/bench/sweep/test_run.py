@@ -79,6 +79,10 @@ def test_a_simulated_slow_device_alone_runs_for_its_speed_only() -> None:
     cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7))
     (slow,) = cells
     assert "--epochs 1" in " ".join(slow.arguments)
+    sliced, _ = plan_sweep(
+        SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7, devices="cuda:0%60,cuda:0%24")
+    )
+    assert [(cell.seed, cell.asked["epochs"], cell.is_for_speed) for cell in sliced] == [(0, 5, True)]
     real, _ = plan_sweep(SweepOrder(models=("lenet",), modes=("solo-1",), seeds=5, epochs=7, devices="cpu,cpu"))
     assert len(real) == 5
     assert "--epochs 7" in " ".join(real[0].arguments)

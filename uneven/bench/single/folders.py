@@ -21,7 +21,7 @@ from uneven.bench.single.run_times import RunTimes, is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
-from uneven.hardware.device import parse_device
+from uneven.hardware.device import is_lesser_copy, parse_device, parse_devices
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
@@ -73,7 +73,14 @@ class RunRecord:
     @property
     def is_for_speed(self) -> bool:
         """A simulated slow device alone is run for its speed: its quality would repeat another run's."""
-        return self.mode.startswith("solo-") and any(parse_device(name).speed < 1.0 for name in self.summary["devices"])
+        if not self.mode.startswith("solo-"):
+            return False
+        device = parse_device(self.summary["devices"][0])
+        asked = (self.summary.get("asked") or {}).get("devices")
+        try:
+            return is_lesser_copy(device, parse_devices(asked)) if asked else device.speed < 1.0
+        except (InputError, AttributeError, TypeError):  # unlike the device, this record is not checked before
+            return False
 
     @property
     def takes_turns(self) -> bool:

@@ -1,7 +1,7 @@
 """The plan of `uneven bench sweep`: a list of runs, one for each model, allowed mode and seed.
 
 Pure computation; run.py makes the runs that are missing. A simulated slow device trains the same params as the fast
-one, so its solo run is for its speed only: one seed, one epoch.
+one, so its solo run is for its speed only: one seed and one epoch, of a slice of a GPU five.
 
 [Note: runs at equal time] A joint run is faster than one device alone, so at the end of its epochs time is left. What
 it reaches in the single device's time is told by another run, with as many epochs as fit and a schedule that ends with
@@ -19,12 +19,13 @@ from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_r
 from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
-from uneven.hardware.device import Device, parse_devices
+from uneven.hardware.device import Device, is_lesser_copy, parse_devices
 
 QUICK_MODELS = ("lenet", "gpt-nano")
 QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # fits half a minute on two cores
 QUICK_EPOCHS = 2
 SEEDS = 5
+SPEED_EPOCHS = {"cpu": 1, "cuda": 5}  # an epoch of a small model takes less than a second on a GPU
 SAFE = 0.98  # of the single device's time: the next run may be slower than the last one by chance
 
 
@@ -176,8 +177,7 @@ def _reason_to_skip(mode: str, devices: Sequence[Device], order: SweepOrder) -> 
 def _cells(order: SweepOrder, names: Sequence[str], wanted: Sequence[str], devices: Sequence[Device]) -> Iterator[Cell]:
     for model in names:
         for mode in wanted:
-            is_slowed = mode.startswith("solo-") and devices[int(mode[5:])].speed < 1.0
-            is_for_speed = is_slowed and any(device.speed >= 1.0 for device in devices)
+            is_for_speed = mode.startswith("solo-") and is_lesser_copy(devices[int(mode[5:])], devices)
             seeds = order.seeds or (1 if order.is_quick else SEEDS)
             for seed in range(1 if is_for_speed else seeds):
                 yield _cell(order, model, mode, seed, is_for_speed)
@@ -187,7 +187,9 @@ def _cells(order: SweepOrder, names: Sequence[str], wanted: Sequence[str], devic
 
 def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: bool) -> Cell:
     recipe = models.get(model)
-    epochs = 1 if is_for_speed else order.epochs or (QUICK_EPOCHS if order.is_quick else recipe.epochs)
+    epochs = order.epochs or (QUICK_EPOCHS if order.is_quick else recipe.epochs)
+    if is_for_speed:
+        epochs = min(epochs, SPEED_EPOCHS[parse_devices(order.devices)[int(mode[5:])].kind])
     quick = QUICK.get(model, {}) if order.is_quick else {}
     batch, is_global = _batch(order, mode)
     given = {
