@@ -197,7 +197,7 @@ def test_a_sweep_that_goes_on_in_a_packed_folder_keeps_its_seal(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train_seconds": 0.5, "samples_per_s": 4000.0}, "its history ends after 2.00 s"),
+        ({"train_seconds": 0.5, "samples_per_s": 4000.0}, "its longest rank trained for 2.00"),
         ({"samples": 4000, "samples_per_s": 2000.0}, "its history ends after 2,000 samples"),
         ({"epochs": 9}, "its history ends with epoch 5"),
         ({"quality": {"accuracy": 0.994}}, "its last evaluation has 0.99"),
@@ -206,6 +206,21 @@ def test_a_sweep_that_goes_on_in_a_packed_folder_keeps_its_seal(tmp_path: Path) 
 def test_a_summary_that_contradicts_its_history(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     edit(lenet(tmp_path, "solo-0", 0.99) / "summary.json", **changes)
     assert any(words in fault for fault in judged(tmp_path)["solo-0"].faults)
+
+
+@pytest.mark.parametrize(
+    ("train_s", "word"),
+    [(220.0, None), (200.0, "its longest rank trained for 220.00"), (440.0, "its longest rank trained for 220.00")],
+)
+def test_one_rank_waits_while_another_captures(train_s: float, word: str | None, tmp_path: Path) -> None:
+    """Its time is the longest and counts as the run's; the history has the other's, 200 s."""
+    folder = lenet(tmp_path, "cpu-balanced", 0.99, 10.0)
+    edit(folder / "summary.json", train_seconds=train_s, samples_per_s=2000 / train_s)
+    timeline = json.loads((folder / "timeline.json").read_text())
+    timeline["accounts"][1]["seconds"]["communication"] += 20.0
+    (folder / "timeline.json").write_text(json.dumps(timeline))
+    faults = judged(tmp_path)["cpu-balanced"].faults
+    assert not faults if word is None else any(word in fault for fault in faults), faults
 
 
 def test_two_seeds_that_differ_by_chance_do_not_allow_any_quality(tmp_path: Path) -> None:

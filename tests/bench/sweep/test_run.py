@@ -88,6 +88,15 @@ def test_a_simulated_slow_device_alone_runs_for_its_speed_only() -> None:
     assert "--epochs 7" in " ".join(real[0].arguments)
 
 
+def test_steps_are_captured_where_they_can_be() -> None:
+    wanted = ("solo-0", "sync", "cpu-balanced", "torch-ddp")
+    given: dict[str, Any] = {"models": ("lenet",), "modes": wanted, "seeds": 1, "devices": "cuda:0,cuda:1"}
+    graph, _ = plan_sweep(SweepOrder(compile="graph", **given))
+    assert [cell.asked["compile"] for cell in graph] == ["graph", "off", "graph", "off"]
+    default, _ = plan_sweep(SweepOrder(compile="default", **given))
+    assert [cell.asked["compile"] for cell in default] == ["default", "default", "default", "off"]
+
+
 def test_a_global_batch_is_for_the_exact_modes_and_ddp() -> None:
     wanted = ("solo-0", "sync", "cpu-balanced", "cpu-async", "torch-ddp")
     cells, _ = plan_sweep(SweepOrder(models=("lenet",), modes=wanted, seeds=1, global_batch_size=64))

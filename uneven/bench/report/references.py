@@ -21,7 +21,7 @@ from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way, longer
 from uneven.bench.single.folders import RunRecord, nothing_found, read_equal_time, read_runs, single_device
 
 NEAR = 1e-6  # of two figures that are computed from each other
-NEAR_SECONDS = (0.02, 0.5)  # of a run's time and the last one in its history: a part of it, and at least so many
+NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
 NEAR_QUALITY = 2e-3  # of a run's quality, and of the last evaluation in its history
 MOST_CHANCE = 2.0  # margins: two seeds that differ by chance would allow any quality
 COMPARED = ("data", "epochs", "samples", "eval_samples", "precision")  # must be those of the runs it is held against
@@ -157,6 +157,11 @@ def _settings(run: RunRecord) -> dict[str, Any]:
     return {"samples": (summary.get("asked") or {}).get("samples"), **{name: summary.get(name) for name in names}}
 
 
+def _is_near(seconds: float, other: float) -> bool:
+    part, least = NEAR_SECONDS
+    return abs(seconds - other) <= max(least, part * other)
+
+
 def _slack(recipe: Recipe, *halves: float) -> float:
     """By how much a mean may be worse than another: the margin, and chance as far as it is known, within limits."""
     margin = MARGIN.get(recipe.metric, 0.0)
@@ -220,12 +225,24 @@ def _contradictions(run: RunRecord) -> list[str]:
         found.append(
             f"{name}: its history ends after {last['samples']:,} samples, its summary has {summary['samples']:,}"
         )
-    part, least = NEAR_SECONDS
-    if abs(last["train_seconds"] - summary["train_seconds"]) > max(least, part * summary["train_seconds"]):
-        seconds = (last["train_seconds"], summary["train_seconds"])
-        found.append(f"{name}: its history ends after {seconds[0]:.2f} s, its summary has {seconds[1]:.2f}")
+    found += [f"{name}: {fault}" for fault in _wrong_seconds(run, last["train_seconds"])]
     seen = last.get(summary["metric"])
     is_far = seen is not None and abs(seen - run.quality) > NEAR_QUALITY * abs(run.quality)
     if is_far and summary.get("precision") == "fp32":
         found.append(f"{name}: its last evaluation has {seen:.4g}, its summary {run.quality:.4g}")
+    return found
+
+
+def _wrong_seconds(run: RunRecord, end_s: float) -> list[str]:
+    """The summary has the longest rank's time and the history, which ends after `end_s`, one rank's own.
+
+    They may differ: a rank that waits while another captures its steps is training meanwhile, and that one is not.
+    """
+    times, total_s = run.times(), run.summary["train_seconds"]
+    ranks = [total_s] if times is None else [account.training_s for account in times.accounts]
+    found = []
+    if not any(_is_near(end_s, seconds) for seconds in ranks):
+        found.append(f"its history ends after {end_s:.2f} s, its summary has {total_s:.2f}")
+    if not _is_near(total_s, max(ranks)):
+        found.append(f"its summary has {total_s:.2f} s, its longest rank trained for {max(ranks):.2f}")
     return found

@@ -204,7 +204,7 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
         "batch_size": None if is_global else batch or quick.get("batch"),
         "global_batch_size": batch if is_global else None,
         "precision": order.precision,
-        "compile": "off" if mode == "torch-ddp" else order.compile,
+        "compile": _compile(order, mode),
         "lr_scale": order.lr_scale if _is_exact(mode) else None,
         "eval_every": None if mode in OWN_LOOP else epochs if order.is_quick else max(1, epochs // 10),
     }
@@ -222,7 +222,7 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
         "data": _data(order, recipe.data),
         "batch_size": order.batch_size,
         "precision": order.precision,
-        "compile": "off" if mode == "torch-ddp" else order.compile,
+        "compile": _compile(order, mode),
         "backend": None if mode == "torch-ddp" else "cpu",
     }
     folder = order.out / model / mode
@@ -232,6 +232,12 @@ def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
 def _is_exact(mode: str) -> bool:
     """Whether a step of this mode is one of all devices together."""
     return mode in OWN_LOOP or mode == "torch-ddp" or mode.endswith(("-sync", "-balanced"))
+
+
+def _compile(order: SweepOrder, mode: str) -> str:
+    """PyTorch's DDP runs eagerly, and a loop of the user's own cannot be captured."""
+    is_eager = mode == "torch-ddp" or (mode in OWN_LOOP and order.compile == "graph")
+    return "off" if is_eager else order.compile
 
 
 def _batch(order: SweepOrder, mode: str) -> tuple[int | None, bool]:
