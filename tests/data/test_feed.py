@@ -30,6 +30,26 @@ class Noisy(Dataset):
         return index, random.random(), float(np.random.rand()), torch.rand(2)
 
 
+LEFT = """
+import sys
+import torch
+from uneven.data.feed import make_feed
+from uneven.policy.axis import Axis, part_of
+
+class Doubled:
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        return 2 * index
+
+feed = make_feed(Doubled(), torch.device("cpu"), 0, 2, num_workers=2)
+stream = feed.stream([part_of(slot, (slot.samples,), 0, 2) for slot in Axis(60, 2, 1).slots()])
+next(stream)
+print("begun", flush=True)
+{end}
+"""
+
+
 UNGUARDED = """
 print("begun", flush=True)
 import torch
@@ -104,6 +124,22 @@ def test_a_tensor_dataset_collates_as_torch_does() -> None:
     assert torch.equal(batch[0] * 2, batch[1])
 
 
+class Shifted(TensorDataset):
+    """As users write augmentation and normalisation."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        (row,) = super().__getitem__(index)
+        return (row + 100,)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_tensor_dataset_with_its_own_getitem_is_read_by_it(num_workers: int) -> None:
+    feed = make_feed(Shifted(torch.arange(6)), CPU, 0, 4, num_workers)
+    seen = [int(i) for _, micros in feed.stream(whole(Axis(6, 4, 1), 4)) for (rows,), _ in micros for i in rows]
+    assert sorted(seen) == [100, 101, 102, 103, 104, 105]
+    assert [batch[0].tolist() for batch, _ in feed.in_order()] == [[100, 101, 102, 103], [104, 105]]
+
+
 def test_augmentation_is_keyed_by_position_whatever_reads_it() -> None:
     one = read(Noisy(), Axis(23, 4, 2), 4)
     other_batches = read(Noisy(), Axis(23, 8, 2), 8)
@@ -126,6 +162,18 @@ def test_loader_processes_of_a_rank_do_not_run_the_script_again(tmp_path: Path) 
     answer = run_forked([sys.executable, script])
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["begun", "[0,2,4,6,8,10]"]
+
+
+@pytest.mark.real_start
+@pytest.mark.parametrize("end", ["raise KeyError(1)", "sys.exit(1)"])
+def test_a_process_ends_although_its_loader_processes_read_ahead(end: str, tmp_path: Path) -> None:
+    """They survive the one SIGTERM that multiprocessing sends before it waits for them."""
+    script = tmp_path / "left.py"
+    script.write_text(LEFT.format(end=end))
+    answer = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
+    assert answer.returncode == 1, answer.stderr
+    assert answer.stdout == "begun\n"
+    assert "killed by signal" not in answer.stderr
 
 
 def test_loader_processes_end_with_their_rank_even_if_it_is_killed(tmp_path: Path) -> None:

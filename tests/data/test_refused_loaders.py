@@ -19,6 +19,7 @@ from tests.data.pipelines import QUIET, SAMPLES, Net, loss_of, pad, sgd
 from uneven import InputError, TensorData, fit
 from uneven.config import Loading, resolve
 from uneven.data.epoch_order import DrawnOrder
+from uneven.data.feed import make_feed
 from uneven.data.user_loader import take_apart
 
 
@@ -31,6 +32,16 @@ class Varying(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(10 + self.epoch))
+
+
+class Halved(DataLoader):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return (batch / 2 for batch in super().__iter__())
+
+
+class Doubled(TensorData):
+    def take(self, indices: torch.Tensor, keys: torch.Tensor | None) -> Any:
+        return 2 * super().take(indices, keys)
 
 
 class Sharded(BatchSampler):
@@ -67,6 +78,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "Sharded divides the samples over ranks",
     ),
     "no batches": (lambda: apart(DataLoader(SAMPLES, batch_size=None)), "the data set makes whole batches"),
+    "an own __iter__": (lambda: apart(Halved(SAMPLES)), "Halved is a DataLoader that iterates in its own way"),
+    "an own take": (
+        lambda: make_feed(Doubled(torch.zeros(4)), torch.device("cpu"), 0, 2),
+        "Doubled is a TensorData with its own take, which would not be called",
+    ),
+    "an iterator": (lambda: apart(None, Loading(sampler=iter([1]))), "ends after one pass"),
     "a context": (
         lambda: apart(DataLoader(SAMPLES, num_workers=1, multiprocessing_context="spawn")),
         "uneven starts loader processes itself",

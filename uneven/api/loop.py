@@ -117,6 +117,8 @@ class Loop(LoopCalls):
         if isinstance(epoch, int) and 0 <= epoch < self._resume.passed:
             self._resume.begin(epoch)
             return iter(())  # trained before the checkpoint from which this run goes on
+        if due >= worker.config.epochs and worker.config.max_steps is not None:
+            return iter(())  # the steps are done before the epochs are
         if due >= worker.config.epochs:
             raise InputError(f"epoch={epoch!r}: all {worker.config.epochs} epochs are trained; call finish()")
         if epoch != due:
@@ -374,6 +376,7 @@ class Loop(LoopCalls):
         atexit.unregister(self._finish_at_exit)
         if self._broken is None and self._state is None:
             self._broken = "this loop was left before it finished"
+        self._stream = self._taken = None  # its loader processes end
         self._open.close()
         self._synchronizer.close()
         self._end_run()

@@ -3,14 +3,12 @@
 from collections.abc import Sized
 from typing import Any
 
-from torch.utils.data import TensorDataset
-
 from uneven.config import Loading, RunConfig, Task, is_stream
 from uneven.data.batches import Collate
 from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved, seed_generators
 from uneven.data.sample_order import sample_keys
 from uneven.data.source import ShardedDataset, shard_sizes
-from uneven.data.tensors import TensorData
+from uneven.data.tensors import TensorData, is_gathered
 from uneven.errors import InputError
 
 MOST = 8  # samples that are read: enough to see different shapes
@@ -30,7 +28,7 @@ def _check(name: str, dataset: Any, loading: Loading, config: RunConfig, order: 
         raise InputError(
             f"collate_fn= with {name}=TensorData(..., transform=...): the transform makes the batch; leave one out"
         )
-    if isinstance(dataset, TensorData | TensorDataset) and loading.collate_fn is None:
+    if is_gathered(dataset) and loading.collate_fn is None:
         return
     if is_stream(dataset):
         if shard_sizes(dataset) is None:

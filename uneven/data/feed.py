@@ -24,11 +24,11 @@ from uneven.config import Loading, is_stream
 from uneven.data.batches import Collate, to_device
 from uneven.data.epoch_order import EpochOrder, PlainOrder, random_states_preserved
 from uneven.data.keyed_dataset import KeyedDataset, WorkerStart
-from uneven.data.loader_context import LoaderContext
+from uneven.data.loader_context import ForkedContext, LoaderContext, end_loaders_at_exit
 from uneven.data.sample_order import sample_keys
 from uneven.data.source import ShardedDataset, StreamOrder, shard_sizes
 from uneven.data.stream import ReaderFeed
-from uneven.data.tensors import Batch, TensorData
+from uneven.data.tensors import Batch, TensorData, is_gathered
 from uneven.policy.axis import Part
 
 RESIDENT_FRACTION = 0.5  # of the free device memory that a data set may take; the rest is for the model
@@ -79,9 +79,9 @@ def make_feed(
             return ReaderFeed(dataset, device, seed, batch_size, num_workers, loading, is_shuffled=is_shuffled)
         dataset = ShardedDataset(dataset)
     order = PlainOrder(len(dataset), seed, is_shuffled=True) if order is None else order
-    if isinstance(dataset, TensorDataset) and loading.collate_fn is None:
-        dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
-    if isinstance(dataset, TensorData) and loading.collate_fn is None:
+    if is_gathered(dataset) and loading.collate_fn is None:
+        if isinstance(dataset, TensorDataset):
+            dataset = TensorData(*dataset.tensors, transform=lambda rows, _: list(rows))
         return TensorFeed(dataset, device, seed, batch_size, order)
     return LoaderFeed(dataset, device, seed, batch_size, num_workers, order, loading, is_rank=is_rank)
 
@@ -169,8 +169,9 @@ class LoaderFeed:
         self._loading = loading
         self._plan: list[list[Any]] = []  # of the evaluation that is on, for a DataLoader that is kept
         self._kept: DataLoader[Any] | None = None
-        # A forked process shares the data set's memory and needs no pickling.
-        self._context = (LoaderContext() if is_rank else "fork") if num_workers else None
+        self._context = (LoaderContext() if is_rank else ForkedContext()) if num_workers else None
+        if num_workers:
+            end_loaders_at_exit()
         self.place = f"read by {num_workers} loader processes" if num_workers else "read sample by sample"
         self.lookahead = (2 if loading.prefetch_factor is None else loading.prefetch_factor) * num_workers
 

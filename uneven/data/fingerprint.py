@@ -27,7 +27,7 @@ from uneven.data.epoch_order import random_states_preserved, seed_generators
 from uneven.data.file_list import DigestCache, describe_files, file_lists
 from uneven.data.sample_order import permutation, sample_keys
 from uneven.data.source import ShardedDataset, count_samples, shard_sizes
-from uneven.data.tensors import TensorData
+from uneven.data.tensors import is_gathered
 from uneven.machines.parity import Difference
 
 WHOLE_BYTES = 32 << 20  # of a tensor; of a larger one so many rows spread over it
@@ -48,7 +48,7 @@ def describe_data(dataset: Any, cache: DigestCache | None = None) -> dict[str, A
     found: dict[str, Any] = {"samples": count_samples(dataset), "files": lists, "shards": sizes}
     tensors = _tensors(dataset)
     found["tensors"] = {name: _describe_array(tensor) for name, tensor in tensors.items()}
-    is_read_by_rows = isinstance(dataset, Tensor | TensorData | torch.utils.data.TensorDataset)
+    is_read_by_rows = isinstance(dataset, Tensor) or is_gathered(dataset)
     if not is_read_by_rows and (sizes is not None or not is_stream(dataset)):
         found["picks"], found["random"] = _read_samples(ShardedDataset(dataset) if sizes is not None else dataset)
     return found
@@ -127,7 +127,7 @@ def _tensors(dataset: Any) -> dict[str, Tensor]:
     """The tensors and arrays that hold a data set's samples, by name."""
     if isinstance(dataset, Tensor):
         return {"the tensor": dataset}
-    if isinstance(dataset, TensorData | torch.utils.data.TensorDataset):
+    if is_gathered(dataset):
         return {f"tensor {number}": tensor for number, tensor in enumerate(dataset.tensors)}
     samples = count_samples(dataset)
     found = {}

@@ -1,4 +1,4 @@
-"""The multiprocessing context of a rank's DataLoader: loader processes are never forked from the rank itself.
+"""The multiprocessing contexts of DataLoaders; a rank's loader processes are never forked from the rank itself.
 
 A rank has threads (process group, averaging, heartbeat). A fork while one of them holds a lock leaves that lock held
 forever in the child, and the child hangs. So loader processes come from a fork server, a separate process with a
@@ -6,6 +6,7 @@ single thread. Unlike the standard fork server it never runs the user's script a
 (test_loader_processes_of_a_rank_do_not_run_the_script_again).
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from functools import cache
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +35,16 @@ class LoaderContext(ForkServerContext):
     def __init__(self) -> None:
         super().__init__()
         multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # import torch once, in the server
+
+
+class _ForkedProcess(ForkProcess):
+    """A loader process of a run in the caller's own process; it has a class of its own to be known by."""
+
+
+class ForkedContext(ForkContext):
+    """For a process that is no rank: a forked process shares the data set's memory and needs no pickling."""
+
+    Process = _ForkedProcess
 
 
 def end_with_parent(worker: int) -> None:
@@ -62,8 +74,28 @@ def outlive_sigterm() -> None:
     """
     if multiprocessing.parent_process() is None:  # called in the rank itself
         return
-    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
+
+    def end(*_: object) -> None:
+        os._exit(0)  # killed by the signal, it would make torch raise in the rank, at its exit
+
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, end))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@cache
+def end_loaders_at_exit() -> None:
+    """Let this process end although loader processes are still there, as after an exception or a `break`.
+
+    At its exit multiprocessing sends them one SIGTERM and waits for them, and one is not enough: see `outlive_sigterm`.
+    What is registered runs before that, and after a loop's own end, which may still read: it is made later.
+    """
+    atexit.register(_end_loaders)
+
+
+def _end_loaders() -> None:
+    for process in multiprocessing.active_children():
+        if isinstance(process, _LoaderProcess | _ForkedProcess):
+            process.terminate()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from uneven.config import Loading
 from uneven.data.batches import Collate, pin, to_device
 from uneven.data.epoch_order import seed_generators
 from uneven.data.keyed_dataset import WorkerStart
-from uneven.data.loader_context import LoaderContext
+from uneven.data.loader_context import LoaderContext, end_loaders_at_exit
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
 from uneven.data.reader import LocalReader, Reader, ReaderClient, ReaderServer, pack, unpack
 from uneven.data.sample_order import sample_keys
@@ -58,6 +58,8 @@ class ReaderFeed:
     ) -> None:
         self._dataset, self._device, self._seed, self._batch_size = dataset, device, seed, batch_size
         self._num_workers, self._loading, self._is_shuffled = num_workers, loading, is_shuffled
+        if num_workers:
+            end_loaders_at_exit()
         self._collate = Collate(loading.collate_fn)
         self.place = "read in order by one loader process" if num_workers else "read in order by rank 0"
         self.lookahead = 2

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from uneven.errors import InputError
 
@@ -64,6 +65,25 @@ class TensorData:
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def is_gathered(dataset: Any) -> bool:
+    """Whether a batch of it is one gather of rows: a TensorData, or a TensorDataset that is read as PyTorch's own is.
+
+    A TensorDataset with a `__getitem__` of its own augments or normalises there, so it is read sample by sample.
+    InputError for such a TensorData, because its samples have keys, which `__getitem__` does not get.
+    """
+    kind = next((kind for kind in (TensorData, TensorDataset) if isinstance(dataset, kind)), None)
+    if kind is None:
+        return False
+    names = ("__getitem__", "__getitems__", "__len__", "take")
+    own = [name for name in names if getattr(type(dataset), name, None) is not getattr(kind, name, None)]
+    if own and kind is TensorData:
+        raise InputError(
+            f"{type(dataset).__name__} is a TensorData with its own {', '.join(own)}, which would not be called: pass "
+            "TensorData(..., transform=...), or derive it from torch.utils.data.Dataset"
+        )
+    return not own
 
 
 def key_integers(keys: Tensor, stream: int, high: int) -> Tensor:

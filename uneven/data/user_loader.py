@@ -5,7 +5,7 @@ shuffle and num_workers become settings. Called by the entry points before the s
 kept is refused in one line.
 """
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from uneven.config import LOCAL_POLICIES, EvalStep, Evaluation, Loading
 from uneven.data.epoch_order import DrawnOrder
-from uneven.data.tensors import TensorData
+from uneven.data.tensors import TensorData, is_gathered
 from uneven.errors import InputError
 
 
@@ -97,6 +97,7 @@ def take_test_set(
 
 def _from_loader(loader: "DataLoader[Any]", loading: Loading, given: dict[str, Any]) -> Pipeline:
     dataset: Any = loader.dataset
+    _check_reading(loader)
     if loader.multiprocessing_context is not None:
         raise InputError(
             "DataLoader(multiprocessing_context=...): uneven starts loader processes itself, in a rank from a process "
@@ -144,6 +145,17 @@ def _from_loader(loader: "DataLoader[Any]", loading: Loading, given: dict[str, A
     return Pipeline(dataset, own, given)
 
 
+def _check_reading(loader: "DataLoader[Any]") -> None:
+    """InputError for a subclass that makes its batches itself: that part of it would be left out in silence."""
+    kind = type(loader)
+    is_own = kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
+    if is_own and not kind.__module__.startswith("torchdata."):  # its StatefulDataLoader gives the same batches
+        raise InputError(
+            f"{kind.__name__} is a DataLoader that iterates in its own way, which would be left out: change batches in "
+            "the data set or in collate_fn, and pass a DataLoader"
+        )
+
+
 def _settle(given: dict[str, Any], name: str, value: Any) -> None:
     """Take a setting from the DataLoader; InputError where the caller gave another value."""
     if value is None:
@@ -174,6 +186,10 @@ def _check_sampler(name: str, sampler: Any) -> None:
                 f"{name} {type(one).__name__} divides the samples over ranks, and uneven does that itself, by speed; "
                 "leave it out (use shuffle=True), or pass the sampler that it wraps"
             )
+    if isinstance(sampler, Iterator):
+        raise InputError(
+            f"{name}={sampler!r} ends after one pass, and every epoch needs one: pass a list, or a Sampler"
+        )
     if not hasattr(sampler, "__iter__"):
         raise InputError(f"{name}={sampler!r} must be iterable: the samples' numbers in the order of an epoch")
 
@@ -204,6 +220,6 @@ def _length(dataset: Any) -> int:
 
 
 def _subset(dataset: Any, indices: list[int]) -> Any:
-    if isinstance(dataset, TensorDataset):
+    if isinstance(dataset, TensorDataset) and is_gathered(dataset):
         return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
     return Subset(dataset, indices)
