@@ -132,3 +132,33 @@ def test_a_wrong_return_of_the_train_step_is_named(result: Any) -> None:
     step = make_step(lambda model, batch: result, "sgd")
     with pytest.raises(InputError, match="mean loss as one scalar tensor"):
         step(batches([4]), 4)
+
+
+@pytest.mark.parametrize("train_step", [mean_loss, loss_and_count])
+def test_gradients_outside_the_optimizer_count_in_the_norm_of_their_own_step_alone(train_step: Any) -> None:
+    model, plain = make_net(), make_net()
+    step = EagerStep(
+        *(model, torch.optim.SGD(list(model[2].parameters()), lr=1.0), train_step),
+        *(Precision("fp32", CPU), LossMeter(CPU), 0.05),
+    )
+    optimizer = torch.optim.SGD(list(plain[2].parameters()), lr=1.0)
+    for seed in range(4):
+        parts = batches([3, 5], seed)
+        assert step(parts, 8) is None
+        plain.zero_grad()
+        result = train_step(plain, joined(parts))
+        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_may_hold_a_frozen_param_of_integers() -> None:
+    model = make_net()
+    model.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
+    step = EagerStep(
+        *(model, torch.optim.Adam(model.parameters()), mean_loss, Precision("fp32", CPU), LossMeter(CPU), None)
+    )
+    assert step(batches([4]), 4) is None
+    assert model.table.tolist() == [0, 1, 2]

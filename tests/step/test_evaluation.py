@@ -62,3 +62,20 @@ def test_a_stop_request_on_one_rank_leaves_no_metrics() -> None:
     stop = threading.Event()
     stop.set()
     assert [metrics for metrics, _ in run([(0, 7), (7, 10)], stop=stop)] == [{}, {}]
+
+
+def test_every_module_has_its_own_mode_again() -> None:
+    """A frozen BatchNorm stays in eval mode while the rest trains."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.Dropout(), nn.Linear(2, 1)))
+    model[0].eval()
+    seen = []
+
+    def eval_step(module: nn.Module, batch: Any) -> tuple[dict[str, Any], int]:
+        seen.append([part.training for part in module.modules()])
+        return square_sums(module, batch)
+
+    cpu = torch.device("cpu")
+    feed = make_feed(TensorData(X), cpu, 0, 10)
+    on_threads(1, lambda group: evaluate(model, eval_step, feed, Precision("fp32", cpu), group))
+    assert seen == [[False] * 5]
+    assert [part.training for part in model.modules()] == [True, False, True, True, True]

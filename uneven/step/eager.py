@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -204,7 +205,8 @@ class EagerStep:
     def limit(self) -> float:
         """The largest number that every gradient can hold."""
         if self._limit is None:
-            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            held = (param for group in self.optimizer.param_groups for param in group["params"])
+            params = [param for param in held if param.requires_grad]  # a frozen one may hold integers
             self._limit = min((torch.finfo(param.dtype).max for param in params), default=torch.inf)
         return self._limit
 
@@ -265,9 +267,12 @@ class EagerStep:
 
     def _prepare(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count, show them to the user's function, clip those of `params`."""
+        scaler = self.precision.scaler
         if self._is_prepared_by(counts):
-            self.precision.scaler.unscale_(optimizer)
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+            scaler.unscale_(optimizer)
+        if scaler.is_enabled() and (outside := [param.grad for param in self._outside if param.grad is not None]):
+            torch._foreach_div_(outside, scaler.get_scale())
+        grads = [param.grad for param in params if param.grad is not None]
         if counts is not None and grads:
             torch._foreach_div_(grads, counts.to(grads[0].dtype))
         if self.before_step is not None:
@@ -318,6 +323,14 @@ class EagerStep:
             self.reducer.prepare()
         else:
             self.optimizer.zero_grad(set_to_none=True)
+            for param in self._outside:
+                param.grad = None
+
+    @cached_property
+    def _outside(self) -> list[nn.Parameter]:
+        """Params with gradients that the optimizer does not hold: they count in the norm that is clipped."""
+        held = {param for group in self.optimizer.param_groups for param in group["params"]}
+        return [param for param in self.model.parameters() if param.requires_grad and param not in held]
 
     @property
     def gradients(self) -> list[Tensor]:

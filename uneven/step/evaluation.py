@@ -2,7 +2,8 @@
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +39,7 @@ def evaluate(
     """
     sums: dict[str, Any] = {}
     total = 0
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), precision.region():
+    with _in_eval_mode(model), torch.no_grad(), precision.region():
         batches = 0
         for batch, _ in feed.in_order(*own):
             batches += 1
@@ -54,7 +53,6 @@ def evaluate(
             if not batches:
                 batch, batches = next(iter(feed.in_order(0, 1)))[0], 1
             eval_step(model, batch)
-    model.train(was_training)
     is_stopped = stop is not None and stop.is_set()
     own_sums = {name: float(value) for name, value in sums.items()}
     rows = [json.loads(row) for row in gather_bytes(group, json.dumps([own_sums, float(total), is_stopped]).encode())]
@@ -65,6 +63,18 @@ def evaluate(
         raise InputError(f"the eval step counted no samples: {WANTED}")
     names = sorted({name for named, _, _ in rows for name in named})
     return {name: sum(named.get(name, 0.0) for named, _, _ in rows) / count for name in names}
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module has its own mode again afterwards: a frozen BatchNorm stays in eval mode while others train."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 def monitored(metrics: Mapping[str, float], name: str | None) -> str:

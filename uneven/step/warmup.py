@@ -1,14 +1,16 @@
 """Warm-up without a trace: compile and tune kernels on real batches, then restore everything.
 
-Restored are params, buffers, optimizer state and param groups, loss scaler, loss meter, and the random state of CPU
-and device.
+Restored are params, buffers, optimizer state and param groups, loss scaler, loss meter, and the random states of
+Python, numpy, torch and the device.
 """
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,7 +32,7 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     settings = [[_settings(group) for group in one.param_groups] for one in optimizers]
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
-    cpu_random = torch.get_rng_state()
+    python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
@@ -46,6 +48,8 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
         if scaler_state:
             step.precision.scaler.load_state_dict(scaler_state)
         step.meter.totals.copy_(totals)
+        random.setstate(python_random)
+        np.random.set_state(numpy_random)
         torch.set_rng_state(cpu_random)
         if device_random is not None:
             torch.cuda.set_rng_state(device_random, device)

@@ -103,9 +103,9 @@ def build_model(task: Task, config: RunConfig, device: torch.device, world_size:
 
     Made on the CPU and then moved: the same seed gives the same params on every kind of device.
     """
-    torch.manual_seed(config.seed)
     model = checked_model(task.make_model()).to(device)
-    model.train()
+    if not model.training:  # else a part of it that is in eval mode, as a frozen BatchNorm, is so on purpose
+        model.train()
     is_sharded_later = config.is_model_parallel and world_size > 1  # activations are for the layers made then
     if config.activations in ("recompute", "offload") and not is_sharded_later:
         Activations(model, config.activations)
