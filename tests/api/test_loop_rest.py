@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from tests.api.test_loop import make_loop, on_ranks_catching
+from tests.api.test_loop import DATA, make_loop, on_ranks_catching
 from tests.api.test_loop_parity import GAN_DATA, Pair, assert_params, g_loss, plain_batches, step_each
 from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net
@@ -246,3 +246,25 @@ def test_an_evaluation_of_ones_own_changes_nothing() -> None:
         return loop
 
     assert_params([state for state, _ in results], on_threads(1, plain)[0].finish().params)
+
+
+def test_epochs_after_max_steps_have_no_batches() -> None:
+    """So that the ordinary loop over epochs needs no condition."""
+    model = Net(torch.float64)
+    loop = Ddp.setup(
+        *(model, OPTIMIZERS["sgd"](model.parameters())),
+        dataset=DATA,
+        batch_size=24,
+        epochs=3,
+        max_steps=4,
+        devices="cpu",
+        progress="off",
+    )
+    counts = []
+    for epoch in range(3):
+        before = loop.global_step
+        for batch in loop.batches(epoch):
+            step_each(loop, batch)
+        counts.append(loop.global_step - before)
+    assert counts == [3, 1, 0]
+    assert loop.finish().slot == 4

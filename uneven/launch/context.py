@@ -68,7 +68,7 @@ def make_context(
 
 
 def set_process_context(context: "ProcessContext") -> None:
-    """Called once by `uneven run`, before the user's script runs in this process."""
+    """Called once in a rank process, before the user's script or functions run in it."""
     assert all(known.is_alone for known in _contexts), "a process is one rank"
     _contexts[:] = [context]
 

@@ -119,6 +119,7 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
 
     Every rank has that state, and stays until it is written: where rank 0 is lost meanwhile, the next one writes it.
     """
+    from uneven.launch.context import set_process_context
     from uneven.launch.heartbeat import HeartbeatReport
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests
@@ -130,6 +131,7 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
     context.begin_run(requests)
     context.start_heartbeat(lambda: report.status, end)
     task, config, program = read_payload(folder)
+    set_process_context(context)  # for what the user's functions ask of it, as Ddp.rank()
     report.loaded()
     own_folder = folder / f"result-{number}"
     own_folder.mkdir()

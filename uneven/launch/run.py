@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from uneven.config import RunConfig, Task
 from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
 from uneven.files import release_out_folder
@@ -35,6 +37,7 @@ from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
 from uneven.results.progress import Reporter
 from uneven.results.state import TrainedState
+from uneven.train.random_state import RandomStates
 
 HEARD_S = 2.0  # for a heartbeat, which comes several times a second
 Body = Callable[[Requests, Reporter], TrainedState]
@@ -318,6 +321,8 @@ def _train_in_process(
     reporter: Reporter,
 ) -> TrainedState:
     """On the run's thread, in the caller's process: one device alone, or one of several ranks already started."""
+    device = torch.device(devices[context.rank].torch_name)
+    before = RandomStates.read(device)  # the caller goes on as if nothing had been drawn
     context.begin_run(requests)
     try:
         state = train_as_rank(context, task, config, devices, requests, reporter)
@@ -325,3 +330,4 @@ def _train_in_process(
         return state
     finally:
         context.leave_group()
+        before.restore(device)

@@ -48,6 +48,7 @@ from uneven.timeline.record import Recorder
 from uneven.train.built import build_model, check_schedule, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.loaded_feed import LoadedFeed
+from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo
 
 
@@ -64,6 +65,7 @@ class Engine:
         self.task, self.config, self.rank_info, self.recorder = task, config, rank_info, recorder
         self.order = make_order(task, config)
         self.device = torch.device(rank_info.device.torch_name)
+        seed_random(config.seed, is_own_loop=is_own_loop)
         self.model = build_model(task, config, self.device, rank_info.world_size)
         self.structure = read_structure(self.model)  # before BatchNorm layers are replaced: their names change
         # On one device BatchNorm sees all samples of the batch anyway.

@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 
 
+def seed_random(seed: int, *, is_own_loop: bool) -> None:
+    """Seed torch, and for `fit` Python and numpy, too: a train step may draw from them. A user's loop seeds its own."""
+    torch.manual_seed(seed)
+    if not is_own_loop:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
 class RandomStates(NamedTuple):
     """As the generators give them; cheap enough for every step."""
 

@@ -37,6 +37,7 @@ from uneven.train.leaving import why_nobody_goes
 from uneven.train.local_sgd import LocalSGD
 from uneven.train.membership import Membership
 from uneven.train.memory_cap import find_cap
+from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo, RankResult, Report
 from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
@@ -102,8 +103,7 @@ class Worker:
     def _resume(self) -> None:
         """Go on from a checkpoint, where one was named; before anything is compiled or measured."""
         if self.config.resume is None or self.rank_info.is_newcomer:
-            devices = [str(device) for device in self.rank_info.devices]
-            self.run.segments.append({"slot": 0, "samples": 0, "devices": devices})
+            self.run.segments.append({"slot": 0, "samples": 0, "devices": [*map(str, self.rank_info.devices)]})
             return
         self.resumed = Resumed(self.config.resume, self.rank_info)
         self.resumed.restore_record(self.run)
@@ -248,7 +248,7 @@ class Worker:
         broadcast_params(info.group, (*engine.model.parameters(), *engine.model.buffers()))
         self._connect(synchronizer, cost)
         if info.rank > 0 and not self.config.is_model_parallel:
-            torch.manual_seed(self.config.seed + 7919 * info.rank)  # each rank draws its own dropout masks
+            seed_random(self.config.seed + 7919 * info.rank, is_own_loop=engine.is_own_loop)  # its own dropout masks
         if self.resumed is not None:
             self.report.say(self.resumed.go_on(engine, synchronizer, self.callbacks))
         self._use(synchronizer)
