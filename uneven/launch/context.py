@@ -208,7 +208,7 @@ class ProcessContext:
         given = (task, config, rank_info, join, requests.stop, report)
         worker = self._worker = Worker(*given, is_own_loop=is_own_loop, save_requested=requests.save)
         if can_lose and config.on_fault == "go-on" and self._has_watch(rank_info):
-            told = {"settings": config.to_json(), "shared": self._shared, "starts": self.starts}
+            told = newcomer.describe_run(self.environment, self._runs + 1, worker, self._shared, self.starts)
             check = partial(newcomer.check_newcomer, self.environment, worker)
             worker.membership = self.ranks.join(self._runs + 1, rank_info, config, told_to, told, check, enter)
         return worker

@@ -17,6 +17,7 @@ from uneven.config import RunConfig
 from uneven.errors import RefusedError
 from uneven.launch.agreement import PER_RANK_SETTINGS, describe_data
 from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.parity import compare_sets, describe_sets
 from uneven.train import settle
 from uneven.train.worker import Worker
 
@@ -53,6 +54,19 @@ def is_run_over(store: Store, run: int) -> bool:
 def facts_key(run: int) -> str:
     """Where rank 0 writes what somebody who joins must know."""
     return f"run/{run}/facts"
+
+
+def describe_run(environment: LaunchEnvironment, run: int, worker: Worker, shared: int, starts: int) -> dict[str, Any]:
+    """What this run's ranks know beforehand, for somebody who joins; its data where other machines may come.
+
+    `shared` and `starts` count what the ranks of the script have told each other so far.
+    """
+    config = worker.config
+    facts = {"settings": config.to_json(), "shared": shared, "starts": starts}
+    may_come = run == RUN and environment.door is not None and worker.rank_info.rank == 0
+    if may_come and "data" not in config.skipped_checks:
+        facts["data"] = describe_sets(worker.task)
+    return facts
 
 
 def await_facts(store: Store) -> dict[str, Any]:
@@ -98,6 +112,10 @@ def check_newcomer(environment: LaunchEnvironment, worker: Worker) -> None:
     info, model = worker.rank_info, worker.engine.model
     hosts = ["the leader", info.roster.host(info.rank)]
     known = under(f"run/{RUN}", store)
+    facts = json.loads(store.get(facts_key(RUN)))
+    # Each of its ranks looks: one that does not fit is refused alone. On the leader's machine all read the same files.
+    if "data" in facts and info.roster.machines[info.rank] != 0:
+        worker.report.say(compare_sets(hosts[1], facts["data"], describe_sets(worker.task)))
     first = json.loads(known.get("fingerprint/settings/0"))[: len(data)]  # where the data is described first
     refuse_differences([first, data], "has other data", "data", hosts)
     own = describe_tensors([*model.named_parameters(), *model.named_buffers()])

@@ -7,7 +7,7 @@ on the same system. Every rank raises the same RefusedError, because all of them
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -136,20 +136,33 @@ def check_data_parity(task: Task, config: RunConfig, among: Among) -> list[str]:
     if "data" in config.skipped_checks:
         return []
     roster, rank = among.roster, among.rank
-    sets = {"the data set": task.dataset}
-    if task.evaluation is not None:
-        sets["the test set"] = task.evaluation.dataset
     is_speaker = roster.local_ranks(rank)[0] == rank
-    described = among.share({what: _describe(dataset) for what, dataset in sets.items()} if is_speaker else None)
+    described = among.share(describe_sets(task) if is_speaker else None)
     lines = []
     for machine in range(len(roster.hosts)):
         other = roster.ranks_of(machine)[0]
-        for what in sets:
-            ours, theirs = described[0][what], described[other][what]
-            if "failed" in theirs:
-                lines.append(f"  {what} of {roster.host(other)} could not be compared: {theirs['failed']}")
-            elif "failed" not in ours and (found := compare_data(roster.host(other), what, ours, theirs)) is not None:
-                raise RefusedError(str(found))
+        lines += compare_sets(roster.host(other), described[0], described[other])
+    return lines
+
+
+def describe_sets(task: Task) -> dict[str, Any]:
+    """The data set and the test set of a run, each by its name, as plain JSON."""
+    sets = {"the data set": task.dataset}
+    if task.evaluation is not None:
+        sets["the test set"] = task.evaluation.dataset
+    return {what: _describe(dataset) for what, dataset in sets.items()}
+
+
+def compare_sets(host: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """RefusedError where a machine has other data than rank 0's; lines about what could not be compared."""
+    lines = []
+    for what in ours:
+        if "failed" in theirs[what]:
+            lines.append(f"  {what} of {host} could not be compared: {theirs[what]['failed']}")
+        elif "failed" in ours[what]:
+            continue
+        elif (found := compare_data(host, what, ours[what], theirs[what])) is not None:
+            raise RefusedError(str(found))
     return lines
 
 
