@@ -87,6 +87,7 @@ def test_data_is_not_read_where_nobody_compares_it(leading: Leading) -> None:
 def test_another_model_is_refused(leading: Leading) -> None:
     leading.begin(make_worker(0))
     with pytest.raises(
-        RefusedError, match=r"laptop: .*built another model than rank 0 on the leader: 'weight \(2, 4\)"
+        RefusedError,
+        match=r"^laptop: the rank that joins built another model than rank 0 on the leader: 'weight \(2, 4\)",
     ):
         check_newcomer(leading.environment, make_worker(2, width=2))

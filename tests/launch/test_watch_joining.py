@@ -87,13 +87,15 @@ def cannot_be_seen(cluster: Cluster) -> None:
 
 
 def test_who_fails_before_it_has_joined_costs_one_line_and_its_machine_is_told(recruiting: Recruiting) -> None:
+    why = f"laptop: other data{', which is told to the end' * 10}"
+    other = {"what": f"RefusedError: {why}", "message": why, "place": "train.py:7, in <module>", "kind": "refused"}
     recruiting.at = {2: lambda: recruiting.coming.extend(LAPTOP), 4: recruiting.ready(4)}
-    recruiting.at[6] = recruiting.end(3, 1, what="RefusedError: laptop: other data", kind="refused", member="laptop")
+    recruiting.at[6] = recruiting.end(3, 1, **other)
     recruiting.watch(10)
     first, second = recruiting.reporter.lines
-    assert first == ("cpu on laptop has not joined: RefusedError: laptop: other data; the run goes on without it")
+    assert first == f"cpu on laptop has not joined: {why}; the run goes on without it"
     assert second == "rank 3 (cpu on laptop) joins: 4 ranks go on"
-    assert recruiting.turned_away == {3: "RefusedError: laptop: other data"}
+    assert recruiting.turned_away == {3: why}
 
 
 def test_nobody_joins_a_run_that_does_not_admit_it_or_is_asked_to_stop(recruiting: Recruiting) -> None:

@@ -58,18 +58,20 @@ def refuse_differences(
     what: str = "built another model",
     where: str = "model",
     hosts: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> None:
-    """InputError naming the first rank whose lines are not rank 0's; the same on every rank."""
+    """InputError naming the first rank whose lines are not rank 0's; the same on every rank.
+
+    `names` say who they are where it is not 'rank' and the number.
+    """
     for rank, lines in enumerate(descriptions):
         if lines == descriptions[0]:
             continue
-        difference = _difference(descriptions[0], lines)
+        difference, name = _difference(descriptions[0], lines), names[rank] if names else f"rank {rank}"
         if not hosts:
-            raise InputError(
-                f"rank {rank} {what} than rank 0: {difference}; the {where} must be the same on every rank"
-            )
+            raise InputError(f"{name} {what} than rank 0: {difference}; the {where} must be the same on every rank")
         raise RefusedError(
-            f"{hosts[rank]}: rank {rank} {what} than rank 0 on {hosts[0]}: {difference}; {FIXES.get(where, '')}the "
+            f"{hosts[rank]}: {name} {what} than rank 0 on {hosts[0]}: {difference}; {FIXES.get(where, '')}the "
             f"{where} must be the same on every rank"
         )
 

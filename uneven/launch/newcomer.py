@@ -25,6 +25,7 @@ RUN = 1  # the run of a script that can be joined
 RUN_KEY = "run"
 POLL_S = 0.05
 OVER, BY_HAND = "it is over", "it is trained by hand"
+NAMES = ("rank 0", "the rank that joins")  # which number it gets may change until it is in a roster
 CANNOT_BE_JOINED = "this run cannot be joined"
 
 
@@ -117,6 +118,6 @@ def check_newcomer(environment: LaunchEnvironment, worker: Worker) -> None:
     if "data" in facts and info.roster.machines[info.rank] != 0:
         worker.report.say(compare_sets(hosts[1], facts["data"], describe_sets(worker.task)))
     first = json.loads(known.get("fingerprint/settings/0"))[: len(data)]  # where the data is described first
-    refuse_differences([first, data], "has other data", "data", hosts)
+    refuse_differences([first, data], "has other data", "data", hosts, NAMES)
     own = describe_tensors([*model.named_parameters(), *model.named_buffers()])
-    refuse_differences([json.loads(known.get("fingerprint/model/0")), own], hosts=hosts)
+    refuse_differences([json.loads(known.get("fingerprint/model/0")), own], hosts=hosts, names=NAMES)

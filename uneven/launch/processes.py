@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from uneven.errors import USER_ERRORS
+
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
 
@@ -108,7 +110,9 @@ def read_errors(folder: Path, numbers: Sequence[int]) -> dict[int, dict[str, Any
 
 
 def describe_error(error: Mapping[str, Any]) -> str:
-    """What a rank has reported in its error-NUMBER.json, as one line."""
+    """What a rank has reported in its error-NUMBER.json, as one line; whole where it is a sentence for the user."""
+    if error["kind"] in USER_ERRORS:
+        return str(error["message"]).partition("\n")[0]
     place = f" at {error['place']}" if error.get("place") else ""
     return str(error["what"]).partition("\n")[0][:200] + place
 
