@@ -19,7 +19,7 @@ from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
 from uneven.machines.unheard import tell_unheard
-from uneven.machines.wire import Connection
+from uneven.machines.wire import Connection, WireError
 from uneven.version import __version__
 
 TOKEN = "the-right-token"
@@ -231,6 +231,66 @@ def test_what_a_machine_says_about_its_ranks(leader: Leader, tmp_path: Path) -> 
     ((number, why),) = ranks.lost().items()
     assert number == 1
     assert why.startswith("pc (127.0.0.1) is lost with rank 1: the other side has closed")
+
+
+class Joined:
+    """A machine with two ranks in a run, as its leader has it."""
+
+    def __init__(self, leader: Leader, folder: Path) -> None:
+        gathering = leader.gather()
+        self.connection = leader.join("pc")
+        bring(self.connection, devices=[{"device": "cpu", "precisions": ["fp32"]}] * 2)
+        (self.node,) = gathering.wait()
+        self.node.place((1, 2))
+        processes: Any = NoProcesses()
+        self.ranks = AllRanks(processes, [self.node], folder, Requests())
+
+    def end_ranks(self, *codes: int | None) -> None:
+        self.connection.send(codes=codes)
+        while self.ranks.exit_codes()[1:] != [*codes]:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def joined(leader: Leader, tmp_path: Path) -> Iterator[Joined]:
+    made = Joined(leader, tmp_path)
+    yield made
+    made.connection.close()
+    made.node.session.close()
+
+
+def test_a_machine_that_has_lost_a_rank_may_leave_with_the_other(joined: Joined) -> None:
+    """`uneven join` did not end: a rank that was lost before was waited for."""
+    joined.ranks.lose(1, "rank 1 was ended by SIGKILL: 2 ranks go on")
+    joined.end_ranks(-9, None)
+    joined.ranks.let_go(2, "rank 1 has handed in 4 samples and left: 1 rank goes on")
+    assert joined.node.has_place
+    joined.end_ranks(-9, 0)
+    end = {"end": "rank 1 has handed in 4 samples and left: 1 rank goes on", "code": 0, "has_left": 1}
+    assert read(joined.connection) == end
+    assert not joined.node.has_place
+
+
+def test_a_machine_whose_ranks_are_all_lost_is_told_and_has_no_place_any_more(joined: Joined) -> None:
+    for number in (1, 2):
+        joined.ranks.lose(number, "both were ended by SIGKILL: 1 rank goes on")
+    joined.end_ranks(-9, None)
+    assert joined.node.has_place
+    joined.end_ranks(-9, -9)
+    assert read(joined.connection) == {"dropped": "both were ended by SIGKILL: 1 rank goes on"}
+    assert not joined.node.has_place
+
+
+def test_a_machine_that_was_silent_too_long_finds_that_it_was_given_up(joined: Joined) -> None:
+    """It said that the leader was lost, which went on without it."""
+    joined.node.session.why_lost = "nothing was heard for 5 s"
+    for number, line in joined.ranks.lost().items():
+        joined.ranks.lose(number, line)
+    joined.ranks.exit_codes()
+    told = read(joined.connection)["dropped"]
+    assert told == "pc (127.0.0.1) is lost with rank 1, 2: nothing was heard for 5 s"
+    with pytest.raises(WireError, match="closed"):
+        read(joined.connection)
 
 
 def test_a_machine_that_cannot_train_ends_the_run_for_all(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:

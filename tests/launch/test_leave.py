@@ -125,6 +125,8 @@ def test_ranks_of_an_engine_cannot_leave_and_it_says_why(tmp_path: Path) -> None
 class Line:
     """A session whose other side is the test."""
 
+    why_lost: str | None = None
+
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
 

@@ -22,6 +22,7 @@ class Recruiting(Cluster):
         self.coming: list[Newcomer] = []
         self.turned_away: dict[int, str] = {}
         self.let_gone: dict[int, str] = {}
+        self.dropped: dict[int, str] = {}
 
     def recruits(self) -> Recruits | None:
         return self
@@ -46,6 +47,9 @@ class Recruiting(Cluster):
 
     def let_go(self, number: int, line: str) -> None:
         self.let_gone[number] = line
+
+    def lose(self, number: int, line: str) -> None:
+        self.dropped[number] = line
 
     def _start(self, newcomer: Newcomer) -> None:
         self.codes.append(None)
@@ -95,7 +99,7 @@ def test_who_fails_before_it_has_joined_costs_one_line_and_its_machine_is_told(r
     first, second = recruiting.reporter.lines
     assert first == f"cpu on laptop has not joined: {why}; the run goes on without it"
     assert second == "rank 3 (cpu on laptop) joins: 4 ranks go on"
-    assert recruiting.turned_away == {3: why}
+    assert recruiting.turned_away[3] == why
 
 
 def test_nobody_joins_a_run_that_does_not_admit_it_or_is_asked_to_stop(recruiting: Recruiting) -> None:
@@ -179,6 +183,14 @@ def test_a_run_ends_without_those_who_have_not_joined_it(recruiting: Recruiting)
     recruiting.stays = {3, 4}
     recruiting.watch(6)
     assert recruiting.codes == [0, 0, 0, None, None]
+    assert recruiting.turned_away == dict.fromkeys((3, 4), "the run was over before it could join")
+
+
+def test_the_machine_of_a_lost_rank_is_told_that_the_run_goes_on(recruiting: Recruiting) -> None:
+    recruiting.at = {2: recruiting.end(2, -9)}
+    recruiting.watch()
+    assert recruiting.generation is not None
+    assert recruiting.dropped == {2: recruiting.generation.why}
 
 
 def test_a_run_does_not_wait_for_a_newcomer_that_nobody_is_left_to_settle_with(recruiting: Recruiting) -> None:

@@ -36,6 +36,10 @@ class Recruits(Protocol):
         """This process has left on purpose; the line says what it has handed in."""
         ...
 
+    def lose(self, number: int, line: str) -> None:
+        """The run goes on without this process, for the cause that the line tells."""
+        ...
+
 
 class Joining:
     """Life cycle: one per launched run, with its watch. `ranks` is the watch's list, which grows by newcomers."""
@@ -97,6 +101,11 @@ class Joining:
         for number in numbers:
             self._recruits.turn_away(number, why)
         return [f"{self._ranks[number].name(number)} {why}" for number in numbers]
+
+    def end(self) -> None:
+        """The run is over: whoever waits, or has not settled, has not trained in it, and its machine is told so."""
+        for number in [*self._generations.waiting, *self._generations.joining]:
+            self._recruits.turn_away(number, "the run was over before it could join")
 
     def admit(self, statuses: Sequence[Mapping[str, Any]]) -> Generation | None:
         """The generation with those who are ready, where the `statuses` of all present ranks say that others may join.

@@ -243,7 +243,7 @@ class Late:
 
     def start(self, node: RemoteNode, number: int, present: "Generation") -> list[Newcomer]:
         """Have its ranks started, as processes from this number on; none where the run has machines enough."""
-        waiting = [other.host for other in self._nodes if other.session.why_lost is None]
+        waiting = [other.host for other in self._nodes if other.has_place]
         labels = list(dict.fromkeys([*present.roster.hosts, *waiting]))
         if len(labels) >= self._options.most:
             node.session.send(refused=f"the run has its {self._options.most} machines (--nodes)")

@@ -133,6 +133,10 @@ class LocalRanks(RankProcesses):
         """It ends by itself."""
         del number, line
 
+    def lose(self, number: int, line: str) -> None:
+        """It was ended, and may be started again."""
+        del number, line
+
     def _remove_files(self, number: int) -> None:
         """Of a process that was given up: a long run with many restarts must not fill the shared memory."""
         for name in (f"plan-{number}.json", f"pid-{number}", f"error-{number}.json", f"result-{number}"):

@@ -211,6 +211,9 @@ class Node:
                 self._session.limit_s = RUNNING_S  # the leader has loaded torch, which may stop all of its threads
             if message is not None and "refused" in message:
                 raise RefusedError(f"refused by {self._leader}: {message['refused']}")
+            if message is not None and "dropped" in message:
+                again = f"to bring it back: uneven join {self._options.place}"
+                raise RankError(f"{self._leader} goes on without this machine: {message['dropped']}; {again}")
             if message is not None and "end" in message:
                 return message
 

@@ -39,7 +39,8 @@ class RemoteNode:
     refused: set[int] = field(default_factory=set)  # of its processes, those that could not join
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)  # requests to leave that it has sent, by their names
     gone: dict[int, str] = field(default_factory=dict)  # those that have left on purpose, and a line about each
-    is_let_go: bool = False
+    dropped: dict[int, str] = field(default_factory=dict)  # those that the run has lost, and a line about each
+    is_let_go: bool = False  # it was told that none of its processes is in the run any more
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -90,12 +91,27 @@ class RemoteNode:
     def _answer(self, name: str, answer: Answer) -> None:
         self.session.send(answer=name, **answer)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether it counts as one of the run's machines."""
+        return self.session.why_lost is None and not self.is_let_go
+
     def let_go(self) -> None:
-        """Where all of its ranks have left on purpose, and ended, it may go."""
-        is_left = bool(self.gone) and {*self.gone} | self.refused == {*self.ranks}
-        if is_left and not self.is_let_go and all(code is not None for code in self.codes):
-            self.is_let_go = True
+        """Where none of its ranks is in the run any more, and all have ended, it is told so and may go.
+
+        It was told only where all of them had left on purpose: `uneven join` stayed, without ranks, and kept its place.
+        """
+        is_out = bool(self.gone or self.dropped) and {*self.gone, *self.dropped} | self.refused == {*self.ranks}
+        is_lost = self.session.why_lost is not None
+        if self.is_let_go or not is_out or not (is_lost or all(code is not None for code in self.codes)):
+            return
+        self.is_let_go = True
+        if self.gone:
             self.session.send(end="; ".join(dict.fromkeys(self.gone.values())), code=0, has_left=1)
+        else:
+            self.session.send(dropped="; ".join(dict.fromkeys(self.dropped.values())))
+        if is_lost:
+            self.session.close()  # what was sent is read first by a machine that was only suspended
 
     def lost(self) -> dict[int, str]:
         """Its ranks that ran when it went, with the line that says so."""
@@ -156,6 +172,7 @@ class AllRanks:
             if number in node.ranks:
                 node.refused.add(number)
                 if node.refused == {*node.ranks}:
+                    node.is_let_go = True
                     node.session.send(refused=why)
 
     def let_go(self, number: int, line: str) -> None:
@@ -164,11 +181,17 @@ class AllRanks:
             if number in node.ranks:
                 node.gone[number] = line
 
+    def lose(self, number: int, line: str) -> None:
+        """The run goes on without this process. Its machine may go when none of its processes is in the run."""
+        for node in self._nodes:
+            if number in node.ranks:
+                node.dropped[number] = line
+
     def tell(self, status: Mapping[str, Any]) -> None:
         """Where the run is, for `uneven status` on the other machines; all of it where it is small."""
         short = status if len(status["ranks"]) <= MOST_TOLD else {**status, "ranks": status["ranks"][:MOST_TOLD]}
         for node in self._nodes:
-            if node.session.why_lost is None and not node.is_let_go:
+            if node.has_place:
                 node.session.send(status=short)
 
     def lost(self) -> dict[int, str]:

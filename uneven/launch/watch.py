@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from uneven.comm.store import Store, get_text
 from uneven.comm.wrong_message import sender_of
-from uneven.errors import NOTHING_TRAINED, USER_ERRORS, NotFiniteError, RankError, RefusedError, StoppedError
+from uneven.errors import NOTHING_TRAINED, RankError, StoppedError
 from uneven.hardware.roster import Roster
 from uneven.launch.deadlines import RankHealth, find_lost
+from uneven.launch.failure import because, find_cause
 from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, describe_loss, is_past, steps_done
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
@@ -33,7 +34,7 @@ from uneven.launch.joining import Joining, Recruits
 from uneven.launch.leave_requests import LeaveRequest
 from uneven.launch.leaving import Leaving
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, is_about_peer, read_errors
+from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, read_errors
 from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
 from uneven.results.progress import Reporter
@@ -90,7 +91,7 @@ class Watch:
         self._generations = Generations(roster, members)
         known = (store, self._ranks, self._generations, reporter)
         self._joining = None if recruits is None else Joining(recruits, *known)
-        on_gone = (lambda *_: None) if recruits is None else recruits.let_go
+        self._recruits, on_gone = recruits, (lambda *_: None) if recruits is None else recruits.let_go
         self._asked, self._leaving = asked, Leaving(store, self._ranks, self._generations, processes.give_up, on_gone)
         self._looked_s = now
         self._suspected_s: float | None = None  # when a rank was first heard to have lost the present group
@@ -121,6 +122,8 @@ class Watch:
         aside = self._generations.aside
         late = aside | self._generations.joining  # a newcomer has nobody to settle with where all others have ended
         if all(code in ended_well or number in late for number, code in enumerate(codes)) or self._is_past(now):
+            if self._joining is not None:
+                self._joining.end()
             return True
         failed = [n for n, code in enumerate(codes) if code not in (None, *ended_well) and n not in aside]
         gone = {number: why for number, why in self._processes.lost().items() if number not in aside}
@@ -199,7 +202,7 @@ class Watch:
         if refusal is not None or is_common or is_bug or (errors and any(map(is_past, others))):
             if failed:
                 raise self._failure(requests, refusal or "")
-            raise RankError(f"{next(iter(gone.values()))}{_because(refusal)}; the run ends on all machines")
+            raise RankError(f"{next(iter(gone.values()))}{because(refusal)}; the run ends on all machines")
         causes = [
             f"{self._ranks[number].name(number)} "
             + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
@@ -229,7 +232,7 @@ class Watch:
         names = {number: self._ranks[number].name(number) for number in hanging}
         if (refusal := self._refusal(hanging)) is not None:
             number, (what, advice) = next(iter(hanging.items()))
-            raise RankError(f"{names[number]} {what}{advice}{_because(refusal)}")
+            raise RankError(f"{names[number]} {what}{advice}{because(refusal)}")
         self._go_on_without(set(hanging), [f"{names[number]} {what}" for number, (what, _) in hanging.items()])
 
     def _refusal(self, lost: Collection[int]) -> str | None:
@@ -245,6 +248,8 @@ class Watch:
         # Ended after the others know: a woken one finds that it is not in the roster any more.
         for number in lost:
             self._processes.give_up(number)
+            if self._recruits is not None:
+                self._recruits.lose(number, self._generations.present.why)
         if self._joining is not None and self._stop_sent_s is None and not all(map(is_past, statuses)):
             self._joining.restart(lost, time.monotonic())
 
@@ -378,21 +383,4 @@ class Watch:
             time.sleep(0.02)
         self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
         errors, codes = read_errors(self._folder, left), self._processes.exit_codes()
-        for number in left:
-            if number not in errors and (code := codes[number]) not in (None, 0):
-                assert code is not None
-                return RankError(f"{self._ranks[number].name(number)} {describe_exit(code)}{_because(refusal)}")
-        # A rank whose peer is gone fails too, a moment later, and its message is about the connection.
-        by_itself = {number: error for number, error in errors.items() if not is_about_peer(error["what"])} or errors
-        number = min(by_itself, key=lambda number: float(errors[number]["time"]))
-        error, name = errors[number], self._ranks[number].name(number)
-        if error["kind"] in USER_ERRORS:
-            kind = USER_ERRORS[error["kind"]]
-            # All ranks raise those alike, and they name the rank or machine that is the cause.
-            return kind(error["message"] if kind in (NotFiniteError, RefusedError) else f"{name}: {error['message']}")
-        what = error["what"] + (f"\n  at {error['place']}" if error.get("place") else "") + _because(refusal)
-        return RankError(f"{name} failed: {what}\n\nTraceback of {error['member']}:\n{error['traceback']}")
-
-
-def _because(refusal: str | None) -> str:
-    return f"; {refusal}" if refusal else ""
+        return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal)
