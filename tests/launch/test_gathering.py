@@ -18,6 +18,7 @@ from uneven.launch.requests import Requests
 from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
+from uneven.machines.session import Session
 from uneven.machines.unheard import tell_unheard
 from uneven.machines.wire import Connection, WireError
 from uneven.version import __version__
@@ -78,9 +79,54 @@ def test_a_machine_that_fits_is_taken_in(leader: Leader) -> None:
     assert node.devices == ("cpu", "cpu@0.5")
     assert "pc (127.0.0.1) has joined with cpu,cpu@0.5: all are there" in leader.said[-1]
     late = leader.join("late")
-    assert "started already" in read(late)["refused"]
+    bring(late)
+    assert read(late) == {"refused": "the run has its 2 machines (--nodes)"}
+    gathering.close()
+    assert read(leader.join("later")) == {"refused": "the run is over; start another with --nodes"}
     connection.close()
     end_sessions([node.session], "enough", 1)
+
+
+def await_arrivals(gathering: Gathering, count: int) -> None:
+    while gathering._arrived.qsize() < count:
+        time.sleep(0.01)
+
+
+def test_a_machine_too_much_is_refused_and_not_left_waiting(leader: Leader) -> None:
+    """Both came before the leader: the second heard nothing until the end of the run, which it said to have trained."""
+    gathering = leader.gather()
+    connections = [leader.join(host) for host in ("pc", "mini")]
+    for connection in connections:
+        bring(connection)
+    await_arrivals(gathering, 2)
+    misfit = leader.join("old", version="0.0.1")
+    await_arrivals(gathering, 3)
+    (node,) = gathering.wait()
+    surplus = connections[node.host == "pc"]
+    assert read(surplus) == {"refused": "the run has its 2 machines (--nodes)"}
+    assert "uneven is 0.0.1" in read(misfit)["refused"]
+    for connection in (*connections, misfit):
+        connection.close()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_who_comes_while_the_run_starts_joins_when_it_is_on(leader: Leader, is_over: bool) -> None:
+    gathering = leader.gather(replace(OPTIONS, fewest=1, most=3, wait=0.0))
+    assert gathering.wait() == []
+    connection = leader.join("pc")
+    bring(connection)
+    assert gathering.arrived() == []
+    if is_over:
+        gathering.close()
+        assert read(connection) == {"refused": "the run is over; start another with --nodes"}
+    else:
+        checked: list[RemoteNode] = []
+        gathering.open_again(checked.append)
+        while not (found := gathering.arrived()):
+            time.sleep(0.01)
+        assert found == checked
+        assert [node.host for node in found] == ["pc"]
+    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -308,6 +354,21 @@ def test_a_machine_that_cannot_train_ends_the_run_for_all(leader: Leader, monkey
         end_sessions(gathering.sessions, str(caught.value), 1)
         with pytest.raises(RankError, match=r"ended the run: .*torch 2.1.0 is too old"):
             joined.result(30.0)
+
+
+def test_a_machine_that_hears_of_the_end_before_the_start_has_not_trained(leader: Leader, tmp_path: Path) -> None:
+    gathering = leader.gather(replace(OPTIONS, fewest=1, most=3, wait=0.0))
+    options = joining.JoinOptions(leader.door.place, TOKEN)
+    session = Session(leader.join("pc"))
+    said: list[str] = []
+    node = joining.Node(options, session, tmp_path, ("127.0.0.1", leader.door.port), said.append)
+    assert "order" in node._hear("order", timeout_s=30.0)
+    for end, error in (("", RefusedError), ("all is well", SystemExit)):
+        gathering.sessions[0].send(end=end, code=0)
+        with pytest.raises(error):
+            node._hear("go", timeout_s=30.0)
+    assert said == ["all is well"]
+    session.close()
 
 
 def test_a_machine_that_hears_no_answer_ends_the_run(leader: Leader) -> None:

@@ -3,15 +3,17 @@
 A machine that joins says who it is, gets the order (script, arguments, settings), answers with its facts, and is
 compared before either side has loaded torch. The first one that does not fit ends the run on all machines with the
 same line: half a cluster that waits for somebody who will not come helps nobody. Once the run is on, a machine that
-does not fit is refused alone.
+does not fit is refused alone. Who comes between the two, or too much for --nodes, is neither left in silence nor sent
+away for good: it joins once the run is on, or is refused at once where the run is full.
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from uneven.errors import RefusedError
 from uneven.launch.remote import RemoteNode
@@ -28,11 +30,19 @@ from uneven.version import __version__
 
 FACTS_S = 120.0
 POLL_S = 0.2
-STARTED = "the run has started already; wait for its end, or start another with --nodes"
+OVER = "the run is over; start another with --nodes"
+
+
+class _Misfit(NamedTuple):
+    """A machine that does not fit, and why."""
+
+    session: Session
+    host: str
+    error: RefusedError
 
 
 class Gathering:
-    """Life cycle: from its construction machines may join; `wait` once; later ones are refused until `open_again`."""
+    """Life cycle: from its construction machines may join; `wait` once; who is late waits for `open_again`."""
 
     def __init__(
         self,
@@ -50,9 +60,11 @@ class Gathering:
         self.nodes: list[RemoteNode] = []
         self._door, self._options, self._order, self._facts, self._say = door, options, order, facts, say
         self._archive = archive
-        self._arrived: queue.SimpleQueue[RemoteNode | RefusedError] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[RemoteNode | _Misfit] = queue.SimpleQueue()
         self.sessions: list[Session] = []  # of all machines that have come, and are told about the end
-        self._has_ended = False
+        self._starting = threading.Lock()  # a machine is either seen by `wait`, or comes later
+        self._has_started = False
+        self._is_open_again = threading.Event()  # or the run is over
         self._check_late: Callable[[RemoteNode], None] | None = None
         self._late: queue.SimpleQueue[RemoteNode] = queue.SimpleQueue()
         self._seen_strangers: set[str] = set()
@@ -73,18 +85,31 @@ class Gathering:
                 raise RefusedError(failure)
             enough_s = None if count < options.fewest else enough_s or now_s
             if count == options.most or (enough_s is not None and now_s - enough_s > options.more_s):
-                self.close()
+                self._begin()
                 return self.nodes
             if enough_s is None and now_s - began_s > options.wait_s:
                 raise RefusedError(self._too_few(count))
 
+    def _begin(self) -> None:
+        """The run starts with those who are there. Whoever else has come is not forgotten."""
+        with self._starting:
+            self._has_started = True
+            late: list[RemoteNode | _Misfit] = []
+            with suppress(queue.Empty):
+                while True:
+                    late.append(self._arrived.get_nowait())
+        for one in late:
+            threading.Thread(target=self._come_later, args=(one,), name="uneven-late", daemon=True).start()
+
     def close(self) -> None:
-        """Whoever comes from now on is refused."""
-        self._has_ended, self._check_late = True, None
+        """The run is over: whoever waits, or comes from now on, is refused."""
+        self._has_started, self._check_late = True, None
+        self._is_open_again.set()
 
     def open_again(self, check: Callable[[RemoteNode], None]) -> None:
         """The run is on: who comes from now on joins it. `check` raises RefusedError where it cannot; on any thread."""
         self._check_late = check
+        self._is_open_again.set()
 
     def arrived(self) -> list[RemoteNode]:
         """Machines that have come since the last call, and fit a run that is on."""
@@ -95,12 +120,9 @@ class Gathering:
                 found.append(self._late.get_nowait())
         return found
 
-    def _take(self, found: "RemoteNode | RefusedError") -> None:
-        if isinstance(found, RefusedError):
-            raise found
-        if len(self.nodes) + 1 == self._options.most:
-            found.session.send(end=f"the run has its {self._options.most} machines already", code=1)
-            return
+    def _take(self, found: "RemoteNode | _Misfit") -> None:
+        if isinstance(found, _Misfit):
+            raise found.error
         self.nodes.append(found)
         for note in notes(self._facts, found.facts):
             self._say(f"  note: {note}")
@@ -142,29 +164,43 @@ class Gathering:
         """On a thread of the door: one machine, from its first message to the facts that fit or do not."""
         session = Session(connection)
         host = str(first.get("host", ""))[:64] or session.address
-        check = self._check_late
-        if self._has_ended and check is None:
-            refuse(session, STARTED)
+        if self._is_open_again.is_set() and self._check_late is None:
+            refuse(session, OVER)
             return
         self.sessions.append(session)
+        found: RemoteNode | _Misfit
         try:
             if (version := str(first.get("version"))[:40]) != __version__:
                 fix = f"pip install uneven=={__version__} there"
                 raise RefusedError(f"{host}: uneven is {version}, the leader's is {__version__}; {fix}")
-            node = self._compare(session, host, bool(first.get("allow_ship")))
-            if check is None:
-                self._arrived.put(node)
-            else:
-                check(node)
-                self._late.put(node)
+            found = self._compare(session, host, bool(first.get("allow_ship")))
         except RefusedError as error:
-            if check is None:
-                self._arrived.put(error)
-            else:
-                self._say(f"  {host} ({session.address}) was refused, the run goes on: {error}")
-                refuse(session, str(error))
+            found = _Misfit(session, host, error)
         except (WireError, KeyError, TypeError, ValueError):
             session.close()  # it has gone again, or speaks another language: nobody waits for it
+            return
+        with self._starting:
+            if not self._has_started:
+                self._arrived.put(found)
+                return
+        self._come_later(found)
+
+    def _come_later(self, found: "RemoteNode | _Misfit") -> None:
+        """A machine that the start does not count: it joins the run once that is on, or is refused alone."""
+        try:
+            if isinstance(found, _Misfit):
+                raise found.error
+            is_full = len(self.nodes) + 1 >= self._options.most
+            if not self._is_open_again.is_set() and is_full:  # once it is on, machines may have left (launch/lead.py)
+                raise RefusedError(has_all(self._options.most))
+            self._is_open_again.wait()
+            if (check := self._check_late) is None:
+                raise RefusedError(OVER)
+            check(found)
+            self._late.put(found)
+        except RefusedError as error:
+            self._say(f"  {found.host} ({found.session.address}) was refused, the run goes on: {error}")
+            refuse(found.session, str(error))
 
     def _compare(self, session: Session, host: str, allows_ship: bool) -> RemoteNode:
         """RefusedError where its facts do not fit."""
@@ -222,6 +258,10 @@ class Gathering:
         session.send(archive=len(pieces))
         for piece in pieces:
             session.send(piece=piece)
+
+
+def has_all(most: int) -> str:
+    return f"the run has its {most} machines (--nodes)"
 
 
 def refuse(session: Session, why: str) -> None:

@@ -14,7 +14,7 @@ from uneven.errors import InputError, MachineError, RefusedError, Terminated
 from uneven.hardware.device import Device, parse_device, parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.environment import new_member_id
-from uneven.launch.gathering import Gathering
+from uneven.launch.gathering import Gathering, has_all
 from uneven.launch.listing import Listing, listed, new_run_id
 from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_devices
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
@@ -246,8 +246,8 @@ class Late:
         waiting = [other.host for other in self._nodes if other.has_place]
         labels = list(dict.fromkeys([*present.roster.hosts, *waiting]))
         if len(labels) >= self._options.most:
-            node.session.send(refused=f"the run has its {self._options.most} machines (--nodes)")
-            self._reporter.say([f"  {node.name} was refused: the run has its {self._options.most} machines (--nodes)"])
+            node.session.send(refused=has_all(self._options.most))
+            self._reporter.say([f"  {node.name} was refused: {has_all(self._options.most)}"])
             return []
         node.host = unique_labels([*labels, node.host])[-1]
         roster, newcomers = present.roster, list[Newcomer]()

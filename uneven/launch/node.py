@@ -240,6 +240,8 @@ class Node:
         if "refused" in message:
             raise RefusedError(f"refused by {self._leader}: {message['refused']}")
         if "end" in message:
+            if not message["end"] and not message["code"]:
+                raise RefusedError(f"refused by {self._leader}: the run was over before this machine could join")
             self._finish(message)
             raise SystemExit(0)  # `uneven preflight` there: nothing is trained
         return message
