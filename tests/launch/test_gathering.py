@@ -15,6 +15,7 @@ from uneven.launch import node as joining
 from uneven.launch.gathering import Gathering
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
+from uneven.launch.signals import Stoppable
 from uneven.machines.door import Door, knock, listen
 from uneven.machines.facts import stamped
 from uneven.machines.options import LeadOptions
@@ -29,6 +30,7 @@ FACTS: dict[str, Any] = {
     "uneven": {"version": __version__, "digest": "d"}, "devices": [{"device": "cpu", "precisions": ["fp32"]}],
 }  # fmt: skip
 OPTIONS = LeadOptions(2, 2, TOKEN, wait=30.0)
+NEVER = Stoppable(lambda: 0.0, lambda _: None)
 
 
 class Leader:
@@ -361,7 +363,7 @@ def test_a_machine_that_hears_of_the_end_before_the_start_has_not_trained(leader
     options = joining.JoinOptions(leader.door.place, TOKEN)
     session = Session(leader.join("pc"))
     said: list[str] = []
-    node = joining.Node(options, session, tmp_path, ("127.0.0.1", leader.door.port), said.append)
+    node = joining.Node(options, session, tmp_path, ("127.0.0.1", leader.door.port), said.append, NEVER)
     assert "order" in node._hear("order", timeout_s=30.0)
     for end, error in (("", RefusedError), ("all is well", SystemExit)):
         gathering.sessions[0].send(end=end, code=0)

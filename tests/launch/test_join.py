@@ -11,6 +11,8 @@ import pytest
 
 from tests.forked import RealPopen
 from uneven.errors import InputError
+from uneven.launch.cleanup import SHARED_MEMORY
+from uneven.launch.history import ended_runs
 from uneven.machines.hosts import Host, StartedHosts
 
 TOKEN = "a-token-of-the-tests"
@@ -41,9 +43,9 @@ def start(folder: Path, *args: str, env: dict[str, str] | None = None) -> "subpr
     return RealPopen(command, cwd=folder, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
-def lead(folder: Path, *args: str) -> tuple["subprocess.Popen[str]", str]:
+def lead(folder: Path, *args: str, nodes: str = "2") -> tuple["subprocess.Popen[str]", str]:
     """The leader, and ADDRESS:PORT from the line that it prints."""
-    leader = start(folder, "run", "train.py", "--nodes", "2", "--bind", "127.0.0.1", "--devices", "cpu", *args)
+    leader = start(folder, "run", "train.py", "--nodes", nodes, "--bind", "127.0.0.1", "--devices", "cpu", *args)
     assert leader.stdout is not None
     for line in leader.stdout:
         if "uneven join" in line:
@@ -81,6 +83,27 @@ def test_a_wrong_token_and_a_differing_helper_are_refused_in_words(folders: tupl
         assert "helper.py differs; copy the leader's there, or add --ship here and --allow-ship there" in text
         assert TOKEN not in text
         assert "Traceback" not in text
+
+
+def test_sigterm_while_machines_are_waited_for_leaves_nothing_and_tells_the_others(folders: tuple[Path, Path]) -> None:
+    """Folders stayed in shared memory, and the other machine said that the leader was lost."""
+    first, second = folders
+    leader, place = lead(first, nodes="3")
+    assert leader.stdout is not None
+    nodes = []
+    for left in (1, 0):
+        nodes.append(start(second, "join", place, "--devices", "cpu"))
+        assert any("has joined" in line for line in leader.stdout), "the leader has ended"
+        if left:
+            nodes[0].terminate()
+            assert any("has left again" in line for line in leader.stdout), "the leader has ended"
+    leader.terminate()
+    (code, output), (gone_code, _), (node_code, node_output) = ends([leader, *nodes])
+    assert (code, gone_code, node_code) == (143, 143, 143), (output, node_output)
+    assert "stopped by SIGTERM" in node_output
+    for process in (leader, *nodes):
+        assert not list(SHARED_MEMORY.glob(f"uneven-*-{process.pid}-*"))
+    assert [run["result"] for run in ended_runs() if run["pid"] == leader.pid] == ["stopped"]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_device
 from uneven.launch.remote import AllRanks, RemoteNode, end_sessions
 from uneven.launch.requests import Requests
 from uneven.launch.script import check_script, refuse_plain_script, run_stoppable, script_order, unused_ranks
+from uneven.launch.signals import Stoppable, terminated_while_waiting
 from uneven.machines import ship, table
 from uneven.machines.addresses import choose_address, host_label, unique_labels
 from uneven.machines.door import Door, listen
@@ -61,12 +62,14 @@ def lead_script(
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
     announce = partial(_announce, door, options, devices, reporter)
-    if is_check:
-        return _lead(leader, gathering, door, options, announce, None)
-    with listed(Listing(str(script.resolve()), run_id=leader.order["run"])) as listing:
-        listing.attach(reporter)
-        listing.show({"phase": WAITING})
-        return _lead(leader, gathering, door, options, announce, partial(leader.run, gathering, devices, listing))
+    with terminated_while_waiting() as waiting:
+        if is_check:
+            return _lead(leader, gathering, door, options, announce, None)
+        with listed(Listing(str(script.resolve()), run_id=leader.order["run"])) as listing:
+            listing.attach(reporter)
+            listing.show({"phase": WAITING})
+            train = partial(leader.run, gathering, devices, listing, waiting)
+            return _lead(leader, gathering, door, options, announce, train)
 
 
 def _lead(
@@ -152,8 +155,8 @@ class Leader:
         self._reporter.say([f"  {line}" for line in table.lines(facts, reports)])
         self._reporter.say([f"  {line}" for one in facts for line in table.warnings(one)])
 
-    def run(self, gathering: Gathering, own: tuple[Device, ...], listing: Listing) -> None:
-        """Roster, store, start; returns when all ranks have ended well."""
+    def run(self, gathering: Gathering, own: tuple[Device, ...], listing: Listing, waiting: Stoppable) -> None:
+        """Roster, store, start; returns when all ranks have ended well. `waiting` is what signals meant until now."""
         hosts, nodes = self.hosts, gathering.nodes
         counts = [len(own), *(len(node.devices) for node in nodes)]
         machines = tuple(number for number, count in enumerate(counts) for _ in range(count))
@@ -164,7 +167,7 @@ class Leader:
         self._script["settings"]["devices"] = ",".join(map(str, devices))
         listing.show({})  # nobody is waited for any more
         train = partial(self._train, gathering, roster, listing)
-        run_stoppable(train, self._script, len(devices), self._reporter)
+        run_stoppable(train, self._script, len(devices), self._reporter, waiting)
 
     def _reach_all(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> list[dict[str, Any]]:
         """Every machine to every other, before anything is started; RefusedError where one cannot."""

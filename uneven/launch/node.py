@@ -22,7 +22,7 @@ from uneven.launch.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
 from uneven.launch.processes import RankProcesses
 from uneven.launch.requests import GRACE_S
-from uneven.launch.signals import SIGNALS, Stoppable
+from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines import ship
 from uneven.machines.addresses import host_label
 from uneven.machines.door import knock, split_place
@@ -60,6 +60,11 @@ def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: boo
     Returns whether the ranks here have left because somebody needs this machine: they may come back. With `is_return`
     they do; where nobody leads a run any more, that is no failure.
     """
+    with terminated_while_waiting() as waiting:
+        return _join(options, say, waiting, is_return)
+
+
+def _join(options: JoinOptions, say: Callable[[str], None], waiting: Stoppable, is_return: bool) -> bool:
     address, port = split_place(options.place)
     try:
         session = Session(knock(address, port, options.token, options.wait))
@@ -70,11 +75,11 @@ def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: boo
         raise RefusedError(str(error)) from error
     folder = make_private_folder()
     try:
-        return Node(options, session, folder, (address, port), say).run()
+        return Node(options, session, folder, (address, port), say, waiting).run()
     except WireError as error:
         raise RankError(f"the leader at {options.place} is lost: {error}") from error
-    except KeyboardInterrupt:
-        session.send(left="it was ended by Ctrl-C")
+    except (KeyboardInterrupt, Terminated) as error:
+        session.send(left=f"it was ended by {'SIGTERM' if isinstance(error, Terminated) else 'Ctrl-C'}")
         raise
     finally:
         session.close()
@@ -83,7 +88,10 @@ def join_run(options: JoinOptions, say: Callable[[str], None], *, is_return: boo
 
 
 class Node:
-    """One machine in one run: `run` once. Everything that it writes is below `folder`."""
+    """One machine in one run: `run` once. Everything that it writes is below `folder`.
+
+    `waiting` is what signals mean until its ranks start.
+    """
 
     def __init__(
         self,
@@ -92,8 +100,10 @@ class Node:
         folder: Path,
         place: tuple[str, int],
         say: Callable[[str], None],
+        waiting: Stoppable,
     ) -> None:
         self._options, self._session, self._folder, self._say = options, session, folder, say
+        self._waiting = waiting
         self._door = (*place, options.token)
         self._order: Mapping[str, Any] = {}
         self._leader = options.place
@@ -181,6 +191,7 @@ class Node:
         grace_s = float(order["settings"].get("grace", GRACE_S))
         stoppable = Stoppable(lambda: grace_s, self._departure.on_signal)
         SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
+        SIGNALS.discard(self._waiting)
         try:
             with local_ranks(self._folder, placement, order, self._say_all) as ranks:
                 end = self._watch(ranks, placement.ranks[0], listing)

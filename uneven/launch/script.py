@@ -116,10 +116,17 @@ def script_order(script: Path, args: Sequence[str], settings: Mapping[str, Any])
     return {"path": str(script.resolve()), "args": list(args), "settings": as_json}
 
 
-def run_stoppable(run: Callable[[Requests], int], order: Mapping[str, Any], ranks: int, reporter: Reporter) -> None:
+def run_stoppable(
+    run: Callable[[Requests], int],
+    order: Mapping[str, Any],
+    ranks: int,
+    reporter: Reporter,
+    waiting: Stoppable | None = None,
+) -> None:
     """Run the ranks of a script while signals are requests to stop; `run` returns how many ranks never called uneven.
 
     Ctrl-C and SIGTERM ask the ranks to stop, a second one ends them; KeyboardInterrupt or Terminated either way.
+    `waiting` is what signals meant until now.
     """
     requests = Requests(float(order["settings"].get("grace", GRACE_S)))
 
@@ -130,6 +137,8 @@ def run_stoppable(run: Callable[[Requests], int], order: Mapping[str, Any], rank
     requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.terminate()
     SIGNALS.add(stoppable, signal.SIGINT, signal.SIGTERM)
     try:
+        if waiting is not None:
+            SIGNALS.discard(waiting)
         unused = run(requests)
     except StoppedError as error:
         reporter.say([str(error)])

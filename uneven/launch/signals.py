@@ -14,8 +14,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -24,6 +24,7 @@ from uneven.errors import Terminated
 from uneven.launch.cleanup import end_all_runs
 
 SAME_S = 1.0  # `timeout` sends its signal twice, to the process and to its group: that is one request
+PUT_AWAY_S = 15.0  # to tell other machines and to remove what is there, where nothing has to be saved
 DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 
@@ -175,6 +176,21 @@ class StopSignals:
 
 
 SIGNALS = StopSignals()
+
+
+@contextmanager
+def terminated_while_waiting() -> Iterator[Stoppable]:
+    """Around a time without ranks, in which nothing is to be saved: SIGTERM raises Terminated in the main thread.
+
+    So whatever was opened is put away, and other machines are told, as after Ctrl-C. A run that begins in the block
+    takes its place: it adds its own Stoppable, and discards this one.
+    """
+    waiting = Stoppable(lambda: PUT_AWAY_S, lambda _: None, lambda: True)
+    SIGNALS.add(waiting, signal.SIGTERM)
+    try:
+        yield waiting
+    finally:
+        SIGNALS.discard(waiting)
 
 
 class RankSigterm:
