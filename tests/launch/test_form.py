@@ -112,7 +112,7 @@ def test_a_member_that_has_left_the_run_or_only_waits_is_given_up(waiting: Waiti
 
 
 def test_a_member_that_is_silent_is_given_up(waiting: Waiting) -> None:
-    """Its own code may have ended it by os._exit(0), which the launcher takes for a good end."""
+    """Its own code may have ended it by os._exit(0) in a run that the launcher does not know of."""
     waiting.beat(min_ranks=1, phase="evaluation")
     waiting.at[200.0] = lambda: setattr(waiting, "is_alive", False)
     with pytest.raises(GroupLostError, match="a peer was silent for 120 s"):

@@ -103,6 +103,30 @@ def test_the_error_of_a_rank_begins_with_the_users_frame(tmp_path: Path) -> None
     assert "/uneven/launch/" not in str(caught.value)
 
 
+ENDS = """
+import os, sys
+import torch
+from uneven import fit
+
+def step(model, batch):
+    {how}
+
+fit(
+    model=lambda: torch.nn.Linear(4, 1), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), step=step,
+    dataset=torch.ones(16, 4), batch_size=4, epochs=2,
+)
+"""
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_ranks_that_end_themselves_in_the_middle_of_their_run_have_not_trained_it(how: str, tmp_path: Path) -> None:
+    """With exit code 0 the run counted as finished."""
+    (tmp_path / "t.py").write_text(ENDS.format(how=how))
+    with pytest.raises(RankError, match=r"rank [01] \(cpu.* ended with exit code 0 before its run was over"):
+        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+
+
 def test_a_script_that_does_not_compile_shows_its_line_alone(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("it's no Python\n")
     with pytest.raises(SyntaxError) as caught:

@@ -86,9 +86,9 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
         heard.save.clear()  # as the worker does
     assert not asked.save.is_set()
     assert not heard.stop.is_set()
+    context.close_heartbeat()
     ended.set()
     thread.join()
-    context.close_heartbeat()
 
 
 def test_a_stop_request_that_is_heard_while_results_are_saved_does_not_interrupt_that() -> None:

@@ -333,3 +333,20 @@ def test_lines_and_history_come_from_whoever_is_rank_0(cluster: Cluster) -> None
     cluster.at[3] = lambda: cluster.statuses[1].update(notes=["said by all", "said by the new one"])
     cluster.watch()
     assert [line for line in cluster.reporter.lines if "SIGKILL" not in line] == ["said by all", "said by the new one"]
+
+
+def test_a_rank_that_ends_with_zero_in_the_middle_of_its_run_is_lost(cluster: Cluster) -> None:
+    """By os._exit(0) in a step: it "had finished already", and the run went on, or counted as finished."""
+    cluster.statuses[1]["in_run"] = True
+    cluster.at = {2: cluster.end(1, 0)}
+    cluster.watch()
+    (line,) = cluster.reporter.lines
+    assert line.startswith("rank 1 (cpu on pc) ended with exit code 0 before its run was over: 2 ranks go on")
+
+
+def test_a_run_whose_ranks_all_end_with_zero_in_the_middle_of_it_has_failed(cluster: Cluster) -> None:
+    for status in cluster.statuses:
+        status["in_run"] = True
+    cluster.at = {2: lambda: setattr(cluster, "codes", [0, 0, 0])}
+    with pytest.raises(RankError, match=r"^rank 0 \(cpu on pc\) ended with exit code 0 before its run was over"):
+        cluster.watch()

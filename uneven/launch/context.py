@@ -1,9 +1,8 @@
 """The process context: which member this process is, how it reaches the others, and how it is asked to stop.
 
 There is one per process, whoever started it: nobody (one device alone), `fit` as one of its rank processes, `uneven
-run`, or an engine: torchrun, Slurm, Kubernetes (launch/engines.py). Every entry point of api/ and every rank process
-gets its Worker and its group here. A script may train several times: each run forms a group of its own, under keys of
-its own in the launcher's store.
+run`, or an engine: torchrun, Slurm, Kubernetes (launch/engines.py). All of api/ and every rank process get their Worker
+and their group here. A script may train several times: each run has a group and keys in the launcher's store.
 """
 
 import os
@@ -31,7 +30,7 @@ from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.first_group import form_first_group
-from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat
+from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
 from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
@@ -177,6 +176,7 @@ class ProcessContext:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
         self._refuse_second_group()
         self._requests, self.ranks.is_past = requests, False
+        beat(self._heartbeat)
         if self.stop_requested.is_set():
             requests.terminate() if self.is_terminated else requests.stop.set()
 
@@ -292,7 +292,7 @@ class ProcessContext:
     def end_run(self) -> None:
         """The run is over or has failed: close its group, if it has one."""
         self.leave_group()
-        self._requests = None
+        self.end_saving(self._requests)
 
     def leave_group(self) -> None:
         """Training is over. A stop request still goes to the run until its results are saved, and `end_saving` says so:
@@ -307,10 +307,11 @@ class ProcessContext:
         if rank_info is not None:
             rank_info.group.close()
 
-    def end_saving(self, requests: Requests) -> None:
+    def end_saving(self, requests: Requests | None) -> None:
         """The run of these requests has saved its results, or failed."""
         if self._requests is requests:
             self._requests = None
+            beat(self._heartbeat)
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
@@ -324,7 +325,7 @@ class ProcessContext:
         """Who this rank is and where; called from a heartbeat's thread at any moment."""
         worker = self._worker
         where = {**self.shown.last(), **self.ranks.show()} if worker is None else self.shown.show(worker)
-        return {"member": self.member, "rank": self.rank, **where}
+        return {"member": self.member, "rank": self.rank, "in_run": self._requests is not None, **where}
 
     @property
     def slot(self) -> int:
@@ -348,8 +349,7 @@ class ProcessContext:
         elif is_terminated and self.sigterm is not None:
             self.sigterm.interrupt()
         else:
-            # A signal, not a flag: it also ends a sleep or a read.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # no flag: it ends a sleep or read
 
     def request_save(self) -> None:
         """A checkpoint of the run that is on, as `Run.checkpoint` asks for it in the launcher."""

@@ -8,6 +8,7 @@ rank is an orphan, and `on_orphaned` ends it.
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from uneven.comm.store import Store, get_text
@@ -87,15 +88,22 @@ class Heartbeat:
         self._on_leave, self._leave_key, self._is_leaving = on_leave, leave_key(member), False
         self._was_stop_read, self._is_guest = False, is_guest
         self._closed = threading.Event()
+        self._has_ended, self._sending = False, threading.Lock()  # one newer status after the other
         self._count = 0
         self._thread = threading.Thread(target=self._run, name="uneven-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and sends the last status."""
+        """Ends the thread and sends the last status, which says that this process ends as it should."""
         self._closed.set()
         self._thread.join()
+        self._has_ended = True
         self._send()
+
+    def beat(self) -> None:
+        """Send what is so now, on the caller's thread. A launcher that is gone is noticed by our own."""
+        with suppress(RuntimeError):
+            self._send()
 
     def _run(self) -> None:
         self._exchange()  # at once: only a rank that was seen can be missed
@@ -129,12 +137,24 @@ class Heartbeat:
             self._on_save()
 
     def _send(self) -> None:
-        self._count += 1
-        # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
-        status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
-        if self._is_guest and self._was_terminated():
-            status["terminated"] = True
-        self._store.set(self._key, json.dumps(status))
+        with self._sending:
+            self._count += 1
+            # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
+            status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
+            if self._has_ended:
+                status["has_ended"] = True
+            if self._is_guest and self._was_terminated():
+                status["terminated"] = True
+            self._store.set(self._key, json.dumps(status))
+
+
+def beat(heartbeat: Heartbeat | None) -> None:
+    """Where a launcher watches, it knows from here on whether a run is on: a process that ends in one is lost.
+
+    With the next heartbeat it would be too late: user code may end the process a moment after a run's start or end.
+    """
+    if heartbeat is not None:
+        heartbeat.beat()
 
 
 class HeartbeatReport:

@@ -16,6 +16,7 @@ from typing import Any
 
 from uneven.errors import USER_ERRORS
 
+EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
 
@@ -95,6 +96,8 @@ def _end_session(pid: int) -> None:
 
 
 def describe_exit(code: int) -> str:
+    if code == EARLY:
+        return "ended with exit code 0 before its run was over"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

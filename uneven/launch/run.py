@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from uneven.config import RunConfig, Task
-from uneven.errors import NOTHING_TRAINED, InputError, StoppedError, Terminated
+from uneven.errors import NOTHING_TRAINED, InputError, Left, RankError, StoppedError, Terminated
 from uneven.files import release_out_folder
 from uneven.hardware.device import Device, needs_ranks
 from uneven.hardware.interference import Interference, read_counters
@@ -328,6 +328,12 @@ def _train_in_process(
         state = train_as_rank(context, task, config, devices, requests, reporter)
         assert state is not None, "Worker.train has a result"
         return state
+    except SystemExit as error:
+        if context.is_alone or error.code not in (None, 0) or isinstance(error, Left):
+            raise
+        # sys.exit() in a function of the user's: the process had ended well, and so had the run.
+        early = "the script ended with exit code 0 before its run was over"
+        raise RankError(early).with_traceback(error.__traceback__) from None
     finally:
         context.leave_group()
         before.restore(device)

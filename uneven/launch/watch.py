@@ -34,7 +34,7 @@ from uneven.launch.joining import Joining, Recruits
 from uneven.launch.leave_requests import LeaveRequest
 from uneven.launch.leaving import Leaving
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import INTERRUPTED, describe_error, describe_exit, read_errors
+from uneven.launch.processes import EARLY, INTERRUPTED, describe_error, describe_exit, read_errors
 from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
 from uneven.results.progress import Reporter
@@ -118,6 +118,7 @@ class Watch:
         codes = self._processes.exit_codes()  # before the heartbeats, so that the last ones are read
         now = time.monotonic()
         self._read_heartbeats(now)
+        codes = self._with_early_ends(codes)
         ended_well = (0,) if self._stop_sent_s is None else (0, INTERRUPTED)
         aside = self._generations.aside
         late = aside | self._generations.joining  # a newcomer has nobody to settle with where all others have ended
@@ -143,6 +144,15 @@ class Watch:
             self._check_left_alone(codes, now)
             self._check_stopping(self._stop_sent_s, now, requests.grace)
         return False
+
+    def _with_early_ends(self, codes: Sequence[int | None]) -> list[int | None]:
+        """With EARLY for those that ended with 0 in the middle of a run, by their last heartbeats: os._exit(0), say.
+
+        The codes were read before the heartbeats. Such a run had counted as finished, whatever was left to train.
+        """
+        last = [rank.status for rank in self._ranks]
+        is_early = [bool(status.get("in_run") and not status.get("has_ended")) for status in last]
+        return [EARLY if code == 0 and early else code for code, early in zip(codes, is_early, strict=True)]
 
     def _let_in(self, now_s: float) -> None:
         """Processes that want to join: those that are ready are in the next generation."""
@@ -206,7 +216,7 @@ class Watch:
         causes = [
             f"{self._ranks[number].name(number)} "
             + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
-            for number, code in enumerate(self._processes.exit_codes())
+            for number, code in enumerate(self._with_early_ends(self._processes.exit_codes()))
             if number in failed
         ]
         self._go_on_without({*failed, *gone}, [*causes, *dict.fromkeys(gone.values())])
@@ -381,6 +391,7 @@ class Watch:
         left = [number for number in range(len(self._ranks)) if number not in self._generations.aside]
         while time.monotonic() < end and any(self._processes.exit_codes()[number] is None for number in left):
             time.sleep(0.02)
+        codes = self._processes.exit_codes()
         self._read_heartbeats(time.monotonic())  # the last lines of those that ended meanwhile
-        errors, codes = read_errors(self._folder, left), self._processes.exit_codes()
+        errors, codes = read_errors(self._folder, left), self._with_early_ends(codes)
         return find_cause({number: self._ranks[number].name(number) for number in left}, errors, codes, refusal)
