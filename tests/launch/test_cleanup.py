@@ -123,3 +123,21 @@ def test_a_rank_that_is_cut_off_from_a_living_launcher_ends_alone(
     monkeypatch.setattr(cleanup, "_end_ranks", lambda _: happened.append("all are ended"))
     cleanup.end_cut_off_rank(lambda error: happened.append(str(error)))
     assert happened == ["the launcher is looked at", "its connection to the launcher is lost", 1]
+
+
+def test_the_last_rank_of_a_launcher_that_was_killed_removes_the_folder(
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended because its machine was lost to the others, before its thread had seen that the launcher was gone."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cleanup.os, "_exit", end)
+    folder = folder_of(tmp_path, dead_pid)
+    with pytest.raises(SystemExit, match="7"):
+        cleanup.end_rank(folder, os.getppid(), 7)
+    assert folder.exists()
+    with pytest.raises(SystemExit, match="1"):
+        cleanup.end_rank(folder, dead_pid, 7)
+    assert not folder.exists()

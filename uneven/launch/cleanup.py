@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from uneven.machines.transfer import LeaderFiles
 
@@ -68,6 +69,17 @@ def end_orphaned_run(folder: Path) -> None:
     _end_ranks(folder)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+def end_rank(folder: Path, launcher_pid: int, code: int) -> NoReturn:
+    """End this rank's process, and where its launcher is gone the run on this machine with it.
+
+    A rank that loses its group with the launcher's machine ends before the thread of `watch_launcher` looks again, and
+    the folder stayed.
+    """
+    if os.getppid() != launcher_pid:
+        end_orphaned_run(folder)
+    os._exit(code)
 
 
 def end_cut_off_rank(report: Callable[[BaseException], None]) -> None:

@@ -7,7 +7,6 @@ interpreter shutdown. Torch is imported only once this process runs on its own c
 """
 
 import json
-import os
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uneven.errors import USER_ERRORS, Left, LeftLoopError, NotFiniteError, Terminated
-from uneven.launch.cleanup import end_cut_off_rank, record_pid, watch_launcher
+from uneven.launch.cleanup import end_cut_off_rank, end_rank, record_pid, watch_launcher
 from uneven.launch.processes import INTERRUPTED
 from uneven.launch.rank_log import FOLDER as LOGS
 from uneven.launch.rank_log import begin_log, end_log, rank_file
@@ -67,7 +66,7 @@ def main(folder: Path, number: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     end_log()
-    os._exit(code)
+    end_rank(folder, plan["launcher_pid"], code)
 
 
 def _make_context(plan: dict[str, Any], number: int) -> "ProcessContext":
