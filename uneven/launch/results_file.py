@@ -6,13 +6,12 @@ The ranks are other processes, and the trained states stay in them. No torch in 
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uneven.config import results_of
+from uneven.launch.cleanup import make_private_folder, remove
 
 if TYPE_CHECKING:
     from uneven.results.state import TrainedState
@@ -46,18 +45,22 @@ def tell_result(state: "TrainedState", timeline: "Timeline") -> None:
 
 @contextmanager
 def collected_results() -> Iterator[list[dict[str, Any]]]:
-    """Around a run whose own stdout is not wanted: it goes to stderr, and the list is filled at the end."""
+    """Around a run whose own stdout is not wanted: it goes to stderr, and the list is filled at the end.
+
+    The file is in a private folder, which goes also where a second signal ends this process (launch/cleanup.py).
+    """
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="uneven-results-") as folder:
-        path = Path(folder) / "results"
-        os.environ[VARIABLE] = str(path)
-        try:
-            with stdout_to_stderr():
-                yield results
-        finally:
-            del os.environ[VARIABLE]
-            if path.exists():
-                results += [json.loads(line) for line in path.read_text().splitlines()]
+    folder = make_private_folder()
+    path = folder / "results"
+    os.environ[VARIABLE] = str(path)
+    try:
+        with stdout_to_stderr():
+            yield results
+    finally:
+        del os.environ[VARIABLE]
+        if path.exists():
+            results += [json.loads(line) for line in path.read_text().splitlines()]
+        remove(folder)
 
 
 @contextmanager
