@@ -12,6 +12,7 @@ import pytest
 
 from tests.api.starts import HEAD
 from uneven import InputError, RankError
+from uneven.launch.history import ended_runs
 from uneven.launch.script import run_script
 from uneven.launch.script_imports import uses_uneven
 from uneven.launch.user_frames import show_user_frames, user_place
@@ -101,6 +102,27 @@ def test_the_error_of_a_rank_begins_with_the_users_frame(tmp_path: Path) -> None
     assert frame == f'  File "{tmp_path / "t.py"}", line 8, in <module>'
     assert "runpy" not in str(caught.value)
     assert "/uneven/launch/" not in str(caught.value)
+
+
+TRAINS = """
+import torch
+from uneven import fit
+
+fit(
+    model=lambda: torch.nn.Linear(4, 1), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    step=lambda model, batch: model(batch).square().mean(), dataset=torch.ones(400, 4), batch_size=4, epochs=2,
+)
+"""
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_history_has_all_steps_and_samples_of_a_run(tmp_path: Path) -> None:
+    """It had those of the last heartbeat before the end."""
+    script = tmp_path / "t.py"
+    script.write_text(TRAINS)
+    run_script(script, [], {"devices": "cpu,cpu", "policy": "sync"})
+    (record,) = [run for run in ended_runs() if run["script"] == str(script)]
+    assert (record["result"], record["samples"], record["slot"]) == ("finished", 800, 100)
 
 
 ENDS = """

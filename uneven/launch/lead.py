@@ -219,6 +219,7 @@ class Leader:
                 watch = Watch(ranks, store, folder, members, roster, self._reporter, ranks, ranks.asked)
                 watch.show, listing.on_shown = listing.hear, ranks.tell
                 watch.wait(requests)
+                listing.show_last()
                 return unused_ranks(folder)
         finally:
             listing.on_shown = lambda _: None

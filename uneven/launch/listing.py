@@ -90,6 +90,10 @@ class Listing:
         if time.monotonic() - self._shown_s >= EVERY_S:
             self._show_heard()
 
+    def show_last(self) -> None:
+        """The last of it, whenever the one before was shown: other machines keep it, too."""
+        self._show_heard()
+
     def _show_heard(self) -> None:
         if self._heard is None:
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 from uneven.launch.heartbeat import HeartbeatReport
 from uneven.launch.rank_log import keep_logs_in, rank_file
+from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo, Report
 from uneven.train.worker import Worker
 
@@ -24,11 +25,13 @@ class Shown:
         self._report: Report | None = None
         self._kept = HeartbeatReport("")
         self._last: dict[str, Any] = {}
+        self._result: dict[str, Any] = {}  # what the run came to in the end
         self._logs: tuple[Path, str] | None = None  # the folder of the run, and the name of this rank's log
 
     def keep(self, report: Report, rank_info: RankInfo, out: Path | None) -> Report:
         """A run begins, whose results go to `out`: the report to give to its worker."""
         self._report, self._kept, self.saved = report, HeartbeatReport(str(rank_info.device)), None
+        self._result = {}
         self._logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
         return self
 
@@ -44,7 +47,11 @@ class Shown:
 
     def last(self) -> dict[str, Any]:
         """Of a run that is over: its figures, and where its state is."""
-        return {**self._last, "saved": self.saved}
+        return {**self._last, **self._result, "saved": self.saved}
+
+    def reached(self, state: TrainedState) -> None:
+        """The run has its result, which the history keeps: the figures reported last are a moment older."""
+        self._result = {"samples": state.samples, "reached": state.slot}
 
     def started(self, axis: Any, place: str) -> None:
         assert self._report is not None, "a run has begun"

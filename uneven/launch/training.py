@@ -54,6 +54,7 @@ def train_as_rank(
             return None
         state = worker.finish(lambda: collect(worker.group, result, worker.axis))
         context.close_run()
+        context.shown.reached(state)
         return state
 
     if config.replay is not None and (recorded := read_generations(config.replay)) is not None:
