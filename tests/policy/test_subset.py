@@ -22,6 +22,17 @@ def test_a_small_job_names_the_single_device() -> None:
     assert "use devices='cpu'" in text
 
 
+def test_where_all_together_are_faster_by_too_little_the_single_device_is_named() -> None:
+    """It said: use devices='cpu,cpu', which was what ran."""
+    (text,) = advice(Forecast(102.0, 100.0, 0, 102.0, (0, 1)), ["cpu", "cpu"])
+    assert text.endswith("together ~102 samples/s, cpu alone ~100; use devices='cpu'")
+
+
+def test_where_two_of_three_pay_they_are_named_and_not_a_single_one() -> None:
+    (text,) = advice(Forecast(90.0, 100.0, 0, 180.0, (0, 1)), ["cpu", "cuda:0", "cpu@0.1"])
+    assert text == "fewer devices would be faster (~180 against ~90 samples/s): use devices='cpu,cuda:0'"
+
+
 def test_one_useless_device_among_good_ones_is_named_by_leaving_it_out() -> None:
     found = forecast([Cost(0, 1.0), Cost(0, 1.0), Cost(0, 1.0), Cost(500, 1)], 96, sum_ms=1.0)
     assert found.pays

@@ -67,10 +67,11 @@ def _best(num_ranks: int, speed: Callable[[tuple[int, ...]], float]) -> Forecast
 def advice(found: Forecast, devices: Sequence[str]) -> list[str]:
     """One line if a single device, or fewer devices, would be faster; else none."""
     names = ",".join(devices[rank] for rank in found.subset)
-    if not found.pays:
+    if found.best < WORTH_IT * found.best_single:  # no subset pays, whichever of them is the best by a little
+        single = devices[found.single]
         return [
             f"this job does not gain from several devices: together ~{found.together:,.0f} samples/s, "
-            f"{devices[found.single]} alone ~{found.best_single:,.0f}; use devices={names!r}"
+            f"{single} alone ~{found.best_single:,.0f}; use devices={single!r}"
         ]
     if found.best >= WORTH_IT * found.together:
         return [
