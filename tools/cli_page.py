@@ -89,8 +89,12 @@ def _row(param: Any) -> str:
     flags = [*param.opts, *param.secondary_opts] if is_option else [param.name.upper()]
     names = ", ".join(f"`{flag}`" for flag in flags)
     default = "required" if param.required else _default(param)
-    cells = [cell.replace("|", "\\|") for cell in (names, default, getattr(param, "help", None) or "")]
+    cells = [cell.replace("|", "\\|") for cell in (names, default, _help(param))]
     return f"| {' | '.join(cells)} |\n"
+
+
+def _help(param: Any) -> str:
+    return (getattr(param, "help", None) or "").replace("\\[", "[")  # which is how rich takes a bracket as it is
 
 
 def _default(param: Any) -> str:

@@ -185,7 +185,7 @@ ENGINE_OPTION = Annotated[
     typer.Option(
         "--engine",
         help="ray: one process per GPU of a Ray cluster, or per machine without GPUs. Needs ray (pip install "
-        "'uneven[ray]').",
+        "'uneven\\[ray]').",  # a plain bracket is markup to rich, which prints the help
         metavar="ray",
         rich_help_panel=MACHINES,
     ),
@@ -205,8 +205,8 @@ MACHINE_OPTIONS: dict[str, Any] = {
         Path | None,
         typer.Option(
             "--hosts",
-            help="A TOML file with the other machines ([[hosts]] with address, user, devices, folder, python): starts "
-            "'uneven join' on each over ssh, with keys.",
+            help="A TOML file with the other machines ([\\[hosts]] with address, user, devices, folder, python): "
+            "starts 'uneven join' on each over ssh, with keys.",
             metavar="FILE",
             rich_help_panel=MACHINES,
         ),
