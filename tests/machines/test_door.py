@@ -157,7 +157,9 @@ def test_it_listens_on_one_address_and_within_the_ports() -> None:
     taken = listen("127.0.0.1")
     port = taken.getsockname()[1]
     with closing(taken):
-        with pytest.raises(InputError, match=f"127.0.0.1, ports {port}-{port}"):
+        with pytest.raises(InputError, match=rf"127.0.0.1, port {port} .*; choose another --port, or another address"):
+            listen("127.0.0.1", (port, port), "--port")
+        with pytest.raises(InputError, match=rf"127.0.0.1, port {port} .*; choose other --ports, or another address"):
             listen("127.0.0.1", (port, port))
         with closing(listen("127.0.0.1", (port, min(port + 20, 65535)))) as other:
             assert port < other.getsockname()[1] <= port + 20

@@ -57,7 +57,8 @@ def lead_script(
     address = choose_address(options.bind)
     archive = ship.pack(script.resolve().parent) if options.ship else b""
     reporter = Reporter("lines")
-    door = Door(listen(address, options.door_ports), options.token, is_open=False)
+    option = "--ports" if options.port is None else "--port"
+    door = Door(listen(address, options.door_ports, option), options.token, is_open=False)
     door.handlers["files"] = FileService().handle
     leader = Leader(script, args, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))

@@ -32,8 +32,11 @@ Ports = tuple[int, int]  # first and last
 Handler = Callable[[Connection, dict[str, Any]], None]  # it closes the connection when it is done; on its own thread
 
 
-def listen(address: str, ports: Ports | None = None) -> socket.socket:
-    """A listening socket on one address, on the first free port of a range or on any; InputError without one."""
+def listen(address: str, ports: Ports | None = None, option: str = "--ports") -> socket.socket:
+    """A listening socket on one address, on the first free port of a range or on any; InputError without one.
+
+    `option` is the one that the ports came from.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     first, last = ports or (0, 0)
     error: OSError | None = None
@@ -42,8 +45,11 @@ def listen(address: str, ports: Ports | None = None) -> socket.socket:
             return socket.create_server((address, port), family=family, backlog=128)
         except OSError as found:  # noqa: PERF203  ports are tried one after the other
             error = found
-    where = address if ports is None else f"{address}, ports {first}-{last}"
-    raise InputError(f"cannot listen on {where} ({error}); choose another address by --bind, or other --ports")
+    tried = f", port {first}" if first == last else f", ports {first}-{last}"
+    fix = f"{'another' if option == '--port' else 'other'} {option}"
+    raise InputError(
+        f"cannot listen on {address}{tried if ports else ''} ({error}); choose {fix}, or another address by --bind"
+    )
 
 
 @dataclass
