@@ -350,3 +350,12 @@ def test_a_run_whose_ranks_all_end_with_zero_in_the_middle_of_it_has_failed(clus
     cluster.at = {2: lambda: setattr(cluster, "codes", [0, 0, 0])}
     with pytest.raises(RankError, match=r"^rank 0 \(cpu on pc\) ended with exit code 0 before its run was over"):
         cluster.watch()
+
+
+def test_a_machine_that_is_lost_before_the_first_step_ends_the_run_with_the_reason(cluster: Cluster) -> None:
+    cluster.statuses = [{"slot": 0, "phase": "setup"} for _ in MEMBERS]
+    cluster.at[2] = lambda: cluster.gone.update({2: "mini is lost with rank 2"})
+    with pytest.raises(
+        RankError, match=r"^mini is lost with rank 2; a loss before the first step ends the run on all mach"
+    ):
+        cluster.watch()

@@ -212,7 +212,9 @@ class Watch:
         if refusal is not None or is_common or is_bug or (errors and any(map(is_past, others))):
             if failed:
                 raise self._failure(requests, refusal or "")
-            raise RankError(f"{next(iter(gone.values()))}{because(refusal)}; the run ends on all machines")
+            has_begun = any(map(steps_done, self._statuses()))
+            ends = "the run ends" if has_begun or refusal else "a loss before the first step ends the run"
+            raise RankError(f"{next(iter(gone.values()))}{because(refusal)}; {ends} on all machines")
         causes = [
             f"{self._ranks[number].name(number)} "
             + (f"failed: {describe_error(errors[number])}" if number in errors else describe_exit(code or 0))
