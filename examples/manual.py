@@ -13,8 +13,7 @@ labels = torch.from_numpy(digits.train_labels)
 model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.Adam(model.parameters())
 
-ddp = Ddp.wrap(model)
-ddp.sync_params()
+ddp = Ddp.wrap(model)  # rank 0's params on every rank, as in DDP
 torch.manual_seed(0)  # the same order on every rank
 for _ in range(3):
     for batch in torch.randperm(len(images)).split(64):

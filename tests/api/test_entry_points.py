@@ -34,7 +34,6 @@ loop = ddp.finish()
 
 by_hand = net()
 wrapped = Ddp.wrap(by_hand)
-wrapped.sync_params()
 optimizer = sgd(by_hand.parameters())
 for indices in torch.arange(150).split(40):
     mine = torch.tensor([i for i in indices.tolist() if i % wrapped.world_size == wrapped.rank])

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import ThreadGroup, _Room, on_threads
+from tests.ranks import ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
 from uneven import Ddp, InputError
 from uneven.api.manual import Wrapped
+from uneven.comm.group import Group, SoloGroup
 from uneven.hardware.device import parse_devices
 from uneven.train.rank_info import RankInfo
 
@@ -30,7 +31,7 @@ class BufferNet(nn.Module):
         return self.net(x)
 
 
-def place(group: ThreadGroup) -> RankInfo:
+def place(group: Group) -> RankInfo:
     rank_info = RankInfo(group.rank, parse_devices(["cpu"] * group.world_size))
     rank_info.join(group)
     return rank_info
@@ -38,7 +39,6 @@ def place(group: ThreadGroup) -> RankInfo:
 
 def by_hand(wrapped: Wrapped, pieces: list[torch.Tensor], is_weighted: bool) -> dict[str, torch.Tensor]:
     """Three steps of SGD on this rank's piece of the samples; an empty one has no loss."""
-    wrapped.sync_params()
     optimizer = OPTIMIZERS["sgd"](wrapped.model.parameters())
     mine = pieces[wrapped.rank]
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_the_manual_tier_equals_a_dense_run(sizes: tuple[int, ...], is_weighted:
 
     def rank(group: ThreadGroup) -> dict[str, torch.Tensor]:
         model = BufferNet()
-        if group.rank:  # sync_params makes up for it
+        if group.rank:  # as of a script that does not seed: wrap makes up for it
             with torch.no_grad():
                 model.net.first.weight.fill_(float(group.rank))
         return by_hand(Wrapped(model, place(group), lambda: None), list(everything.split(list(sizes))), is_weighted)
@@ -234,23 +234,42 @@ def test_a_process_alone_has_nothing_to_reduce() -> None:
     wrapped.close()
 
 
+class OneOfTwo(SoloGroup):
+    """The first of two ranks, whose broadcasts nobody has to take."""
+
+    world_size = 2
+
+
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_no_hook_outlives_what_wrap_gave(is_closed: bool) -> None:
     """After close() the model trains as if it had never been wrapped; without close() hooks keep nothing alive."""
 
-    def rank(group: ThreadGroup) -> None:
-        before = len(_global_optimizer_pre_hooks)
-        model = Net(torch.float64)
-        wrapped = Wrapped(model, place(group), lambda: None)
-        forward_backward(wrapped)
-        if is_closed:
-            wrapped.close()
-        left = weakref.ref(wrapped)
-        del wrapped
-        assert left() is None
-        assert len(_global_optimizer_pre_hooks) == before
-        assert not any(param._backward_hooks or param._post_accumulate_grad_hooks for param in model.parameters())
-        model(X[:8].double()).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    before = len(_global_optimizer_pre_hooks)
+    model = Net(torch.float64)
+    wrapped = Wrapped(model, place(OneOfTwo()), lambda: None)
+    forward_backward(wrapped)
+    if is_closed:
+        wrapped.close()
+    left = weakref.ref(wrapped)
+    del wrapped
+    assert left() is None
+    assert len(_global_optimizer_pre_hooks) == before
+    assert not any(param._backward_hooks or param._post_accumulate_grad_hooks for param in model.parameters())
+    model(X[:8].double()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    rank(ThreadGroup(_Room(2), 0))  # one of two; the other never has to come, since nothing is sent
+
+def test_sync_params_repeats_what_wrap_has_done() -> None:
+    def rank(group: ThreadGroup) -> torch.Tensor:
+        model = BufferNet()
+        wrapped = Wrapped(model, place(group), lambda: None)
+        with torch.no_grad():
+            model.net.first.weight.fill_(float(group.rank + 5))
+            model.norm.running_mean.fill_(float(group.rank + 5))
+        wrapped.sync_params()
+        assert torch.equal(model.norm.running_mean, torch.full((6,), 5.0).double())
+        return model.net.first.weight.detach()
+
+    first, second = on_threads(2, rank)
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.full_like(first, 5.0))

@@ -169,10 +169,10 @@ class Ddp:
         rank_info = context.make_rank_info()
         try:
             context.join(model, rank_info)
+            return Wrapped(model, rank_info, context.end_run)
         except BaseException:
             context.end_run()  # its watch over the other ranks is on already
             raise
-        return Wrapped(model, rank_info, context.end_run)
 
     @staticmethod
     def rank() -> int:

@@ -27,11 +27,15 @@ class Wrapped:
     """Made by `Ddp.wrap`: the model, this process's rank, and what ranks do together. `close()` closes the group."""
 
     def __init__(self, model: nn.Module, rank_info: RankInfo, end_run: Callable[[], None]) -> None:
-        """`rank_info` has joined its group, which `end_run` closes."""
+        """`rank_info` has joined its group, which `end_run` closes. A collective: all ranks take rank 0's values.
+
+        As in DDP, and for the same reason: ranks that have drawn their own params would train different models, and
+        nothing later would tell.
+        """
         self.model = model
         self._rank_info = rank_info
         self._end_run = end_run
-        self._buffers = BufferAverage(model)
+        self.sync_params()
         self._weight = 0.0  # samples counted since the buffers were last averaged
         self._has_counted = False
         self._check = None if rank_info.world_size == 1 else ReduceCheck(model)
@@ -48,10 +52,9 @@ class Wrapped:
         return self.model(*inputs, **named)
 
     def sync_params(self) -> None:
-        """Broadcast rank 0's params and buffers to every rank."""
-        if self.world_size == 1:
-            return
-        broadcast_params(self._rank_info.group, (*self.model.parameters(), *self.model.buffers()))
+        """Broadcast rank 0's params and buffers to every rank, as `Ddp.wrap` has done; after a change of them."""
+        if self.world_size > 1:
+            broadcast_params(self._rank_info.group, (*self.model.parameters(), *self.model.buffers()))
         self._buffers = BufferAverage(self.model)
 
     def all_reduce_gradients(self) -> None:
