@@ -58,17 +58,20 @@ class Net(nn.Module):
 def summed(
     orders: list[list[int]], bucket_bytes: int = TINY, on_host: bool = False, **options: Any
 ) -> list[tuple[Any, ...]]:
-    """Per rank: gradients after one step, the rows heard, the sizes sent."""
+    """Per rank: gradients after the second step, the rows heard, the sizes sent; nothing leaves early in the first."""
 
     def rank(group: ThreadGroup) -> tuple[Any, ...]:
         net, watched = Net(), Watched(group, on_host)
         reducer = Reducer(net.parameters(), watched, bucket_bytes, num_stats=2, **options)
-        reducer.prepare()
-        if orders[group.rank]:
-            net(orders[group.rank], 1.0 + group.rank).backward()
-        sent_early = len(watched.sizes)
         own = torch.tensor([10.0 + group.rank], dtype=torch.float64)
-        rows = reducer.finalize(lambda: [group.rank, 0.0], lambda: own)
+        for step in range(2):
+            watched.sizes.clear()
+            reducer.prepare()
+            if orders[group.rank]:
+                net(orders[group.rank], 1.0 + group.rank).backward()
+            sent_early = len(watched.sizes)
+            assert step or not sent_early
+            rows = reducer.finalize(lambda: [group.rank, 0.0], lambda: own)
         grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         return grads, rows, watched.sizes, sent_early
 

@@ -179,12 +179,15 @@ def test_a_full_bucket_leaves_while_backward_computes() -> None:
     def rank(group: ThreadGroup) -> list[int]:
         model = Net("plain", 0)
         strategy = DDPBucketed(model, OPTIMIZERS["sgd"], group, bucket_mb=0)
-        before, seen = group.traffic.collectives, []
+        seen = []
         model.conv.weight.register_hook(lambda _: seen.append(group.traffic.collectives - before))
-        loss_of(strategy.module, batches(Case(2))[0][0], slice(None), 12).backward()
+        for _ in range(2):
+            before = group.traffic.collectives
+            loss_of(strategy.module, batches(Case(2))[0][0], slice(None), 12).backward()
         return seen
 
-    for (sent,) in on_threads(2, rank):
+    for first, sent in on_threads(2, rank):
+        assert first == 0, "the first backward shows whether a param gets more than one gradient"
         assert sent >= 4, "what lies behind the first layer was on its way when backward came to it"
 
 

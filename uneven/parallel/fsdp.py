@@ -21,7 +21,7 @@ from uneven.errors import InputError
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
-from uneven.parallel.hooks import at_the_end_of_backward, running_backward, weakly
+from uneven.parallel.hooks import BackwardPass, running_backward, weakly
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
@@ -79,7 +79,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         ]
         self._unshard_order = UnshardOrder(self._units)
         self._called = 0
-        self._backward: int | None = None
+        self._pass = BackwardPass(self._end_of_backward)
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
         self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
         reduce_group = ranks.new_group()
@@ -166,7 +166,12 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         yield module.register_forward_hook(partial(post_forward, place))
 
     def _pre_forward(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running_backward() is not None:  # recomputed from a checkpoint: unsharded already
+        if running_backward() is not None:  # recomputed from a checkpoint: unsharded already, by its output's gradient
+            if not self._units[place].is_unsharded:
+                raise InputError(
+                    f"strategy='fsdp': a checkpoint with use_reentrant=True recomputes {self._units[place].name}, "
+                    "whose params are not here then; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
             return None
         if place == 0:
             self._unshard_order.reset()  # a forward that had no backward
@@ -209,9 +214,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, place: int) -> None:
-        if self._backward != running_backward():
-            self._backward = running_backward()
-            at_the_end_of_backward(self._end_of_backward)
+        if self._pass.enter():
             self._reducer.begin_backward()
         self._unshard_order.pre_backward(place)
 
@@ -222,7 +225,6 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             unit.reshard()
 
     def _end_of_backward(self) -> None:
-        self._backward = None
         self._unshard_order.finish()
 
 

@@ -1,14 +1,22 @@
 """Autograd hooks for the reducers: before and after each gradient, and at the end of backward.
 
 All hooks hold their object weakly: a strong reference would keep params, hooks and reducer alive for good.
+
+[Note: backward inside backward] A checkpoint with use_reentrant=True runs a backward of its own for its segment, inside
+the one that the user called: with another id, with callbacks that are called at its own end, and with a gradient for
+each param that it used. A BackwardPass is all of them together. A param that several such segments use gets several
+gradients in one pass, and nothing tells which is the last before the pass is over.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from uneven.errors import InputError
 
 
 class GradientHooks:
@@ -44,6 +52,64 @@ def running_backward() -> int | None:
 def at_the_end_of_backward(method: Callable[[], None]) -> None:
     """Call the method when the running backward has computed everything, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(weakly(method))
+
+
+class BackwardPass:
+    """The backward that the user called, with those inside it; `end` is called when it has computed everything.
+
+    Life cycle: `enter` with every gradient. A pass that failed is never resumed: its callbacks die with it, and with
+    them the token by which it is known, so the next backward is a new pass.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = weakly(end)
+        self._number: int | None = None  # of the backward that entered last
+        self._token: Callable[[], object] = lambda: None
+
+    def enter(self) -> bool:
+        """Called inside backward; whether a new pass begins with it."""
+        number = running_backward()
+        if number == self._number:
+            return False
+        self._number = number
+        if self._token() is not None:
+            return False
+        token = _Token()
+        self._token = weakref.ref(token)
+        _queue(partial(_end_of_outermost, self._end, token))
+        return True
+
+
+class _Token:
+    """Held by a callback of a backward: gone when that backward is."""
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _end_of_outermost(end: Callable[[], None], token: _Token) -> None:
+    """At the end of a backward: call `end`, or where it ran inside a node of another one, wait for the end of that."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        end()
+        return
+    # Only what runs in the outer backward can add a callback to it: the node that follows does.
+    following = next(after for after, _ in node.next_functions if after is not None)
+
+    def go_on(_: Any) -> None:
+        handle.remove()
+        _queue(partial(_end_of_outermost, end, token))
+
+    handle = following.register_prehook(go_on)
+
+
+def refuse_repeated() -> InputError:
+    """See [Note: backward inside backward]; to be raised where what has left cannot be added to."""
+    return InputError(
+        "a param had its gradient twice in one backward, after its sum over the ranks had begun: its layer is used by "
+        "several checkpoints with use_reentrant=True; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,10 @@ bucket is sent last of all: it carries one flag per param and the ranks' statist
 the group sums small host tensors at almost no cost, these numbers have a bucket of their own on the host: then neither
 they nor the decision what to do with the step wait for the device.
 
+[Note: repeated gradients] A layer that several reentrant checkpoints use gets several gradients in one backward, see
+[Note: backward inside backward] in hooks.py. Nothing leaves early in the first backward, which shows whether that is
+so; where it is, nothing ever does. A param that repeats only later, after its bucket has left, is refused.
+
 [Note: unused params] A param that no rank used must have no gradient after the sum, as in a single process: weight
 decay and momentum would move it otherwise. The summed flags tell which params these are.
 """
@@ -25,7 +29,7 @@ from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.comm.work import Work
 from uneven.parallel.buckets import Bucket, make_buckets
-from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
+from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_repeated
 
 
 class Reducer:
@@ -64,7 +68,9 @@ class Reducer:
         self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
         self.unused: tuple[int, ...] = ()  # params that had no gradient on any rank in the last sum, likewise
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
-        self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
+        self._ready: set[int] = set()  # params that this backward is through with, likewise
+        self._sends_early = self._is_known = self._has_repeated = False  # see [Note: repeated gradients]
+        self._pass = BackwardPass(self._end_of_backward)  # that is being reduced, where backward ends the reduction
         self._hooks = GradientHooks(
             self._params, None if self._is_manual else self._keep_own_part_of_sum, self._gradient_ready
         )
@@ -240,18 +246,30 @@ class Reducer:
             assert param.grad is not None
             view.copy_(param.grad)
             param.grad = view
-        self._used.add(self._place[param])
+        place = self._place[param]
+        self._used.add(place)
         if not self.require_sync:
             return
-        if not self._is_manual and self._backward != running_backward():
+        if not self._is_manual and self._pass.enter():
             self._begin()
-            at_the_end_of_backward(self._end_of_backward)
+        if place in self._ready:
+            self._note_repeated(param)
+            return
+        self._ready.add(place)
         self._bucket_of[param].pending -= 1
-        while self.overlap and len(self._works) < self._last and self.buckets[len(self._works)].pending <= 0:
+        while self._sends_early and len(self._works) < self._last and self.buckets[len(self._works)].pending <= 0:
             self._send_next()
 
+    def _note_repeated(self, param: nn.Parameter) -> None:
+        """[Note: repeated gradients]"""
+        self._has_repeated, self._sends_early = True, False
+        if any(bucket is self._bucket_of[param] for bucket in self.buckets[: len(self._works)]):
+            raise refuse_repeated()
+
     def _begin(self) -> None:
-        self._backward = running_backward()
+        self._is_known |= bool(self._ready)
+        self._sends_early = self.overlap and self._is_known and not self._has_repeated
+        self._ready.clear()
         self._works = []
         for bucket in self.buckets:
             bucket.pending = len(bucket.params)
@@ -266,7 +284,6 @@ class Reducer:
         own = [float(param.grad is not None) for param in self._views]
         self._extra.copy_(torch.tensor(own, dtype=self._extra.dtype))
         self._send_and_wait()
-        self._backward = None
         # A rank that used all params knows the result; reading the flags would make the host wait for the device.
         flags = own if all(own) else self._extra.tolist()
         for (param, view), flag in zip(self._views.items(), flags, strict=True):

@@ -15,7 +15,7 @@ from uneven.comm.group import Group
 from uneven.comm.work import Work, WorkList
 from uneven.parallel.buckets import split_params
 from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like, ranks_held
-from uneven.parallel.hooks import GradientHooks, at_the_end_of_backward, running_backward
+from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_repeated
 from uneven.parallel.strategy import scale_all, scale_to_norm
 from uneven.policy.redundancy import Copies
 
@@ -104,7 +104,7 @@ class ShardedReducer:
         self._used: set[nn.Parameter] = set()  # by any rank since the sums were zeroed
         self._ready: set[nn.Parameter] = set()  # in this backward
         self._sent = 0
-        self._backward: int | None = None  # the backward that is being reduced; a failed one is never resumed
+        self._pass = BackwardPass(self._end_of_backward)  # that is being reduced
         self._max_bytes = max_bytes
         self._hooks = [GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)]
 
@@ -162,15 +162,13 @@ class ShardedReducer:
 
     def begin_backward(self) -> None:
         """Called by the first gradient, or by a strategy that knows earlier that backward has begun."""
-        if self._backward != running_backward():
-            self._backward = running_backward()
+        if self._pass.enter():
             self._reset()
-            at_the_end_of_backward(self._end_of_backward)
 
     def _before_gradient(self, param: nn.Parameter) -> None:
         self.begin_backward()
         if param in self._ready:
-            raise RuntimeError("a param had its gradient twice in one backward; checkpoint with use_reentrant=False")
+            raise refuse_repeated()
 
     def _reset(self) -> None:
         self._ready.clear()
@@ -227,7 +225,6 @@ class ShardedReducer:
         is_used = own if all(own) else flags.tolist()
         self._used.update(param for param, flag in zip(self._bucket_of, is_used, strict=True) if flag)
         self._reset()
-        self._backward = None
 
 
 def _make_buckets(shards: FlatShards, max_bytes: int) -> list[_ShardedBucket]:

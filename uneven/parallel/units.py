@@ -31,6 +31,10 @@ class Unit:
         self.has_frozen = any(not param.requires_grad for param in params)
         self._works: list[WorkList] | None = None
 
+    @property
+    def is_unsharded(self) -> bool:
+        return self._works is not None
+
     def start_unshard(self) -> None:
         if self._works is None:
             self._works = [shards.unshard(self._group) for shards in self.flat_shards]
