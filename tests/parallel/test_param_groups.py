@@ -118,6 +118,11 @@ def test_params_whose_gradients_nobody_sums_are_refused() -> None:
         strategy = wrap(copy.deepcopy(model), SGD, SoloGroup())
         strategy.module(inputs(0)).sum().backward()
         strategy.optimizer.step()  # what is frozen is in the optimizer, and stays as it is
+        strategy.module[0].requires_grad_(True)
+        strategy.module(inputs(0)).sum().backward()
+        with pytest.raises(InputError, match=r"did not require a gradient .* make strategy and optimizer again"):
+            strategy.optimizer.step()
+    strategy = Zero2(copy.deepcopy(model), SGD, SoloGroup())
     strategy.module[0].requires_grad_(True)
     strategy.module(inputs(0)).sum().backward()
     with pytest.raises(InputError, match=r"has a gradient, but did not .* make strategy and optimizer again"):

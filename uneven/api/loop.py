@@ -227,8 +227,7 @@ class Loop(LoopCalls):
                     if self._is_stopped:
                         return
                     continue
-                self._synchronizer.begin(part)
-                worker.engine.eager.begin()  # the user's forward comes before the step, and may change buffers
+                self._run(partial(self._begin, part))
                 for place in range(len(micros)):
                     self._log.keep()
                     yield self._steps.hand_out(part, micros, place)
@@ -293,6 +292,11 @@ class Loop(LoopCalls):
         if self._stream is None or self._stream_of is not synchronizer:
             self._stream, self._stream_of = self.worker.engine.feed.stream(synchronizer.parts()), synchronizer
         self._taken = next(self._stream)
+
+    def _begin(self, part: Part) -> None:
+        """Before the user's forward, which comes before the step and may change buffers."""
+        self._synchronizer.begin(part)
+        self.worker.engine.eager.begin()
 
     def _go_on(self, lost: GroupLostError) -> bool:
         """Settle with the ranks that are left; returns whether the run is over, because it was stopped before."""

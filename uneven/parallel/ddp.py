@@ -273,15 +273,27 @@ def copied_params(module: nn.Module) -> dict[str, Tensor]:
 def _refuse_late_params(strategy: "weakref.ref[Replicated]") -> Callable[..., None]:
     """A hook on the step: InputError for params that the reducer does not sum, or ranks would silently drift apart."""
     counted = 0
+    frozen: list[nn.Parameter] = []
 
     def hook(optimizer: Optimizer, args: Any, options: Any) -> None:
         nonlocal counted
         del args, options
         alive, count = strategy(), sum(len(settings["params"]) for settings in optimizer.param_groups)
-        if alive is None or count == counted:
+        if alive is None:
+            return
+        for param in frozen:
+            if param.requires_grad:
+                raise InputError(
+                    f"a param of shape {tuple(param.shape)} did not require a gradient when the strategy was made, so "
+                    "its gradients are not summed over the ranks; when params are unfrozen, make strategy and "
+                    "optimizer again"
+                )
+        if count == counted:
             return
         counted = count
-        for param in (param for settings in optimizer.param_groups for param in settings["params"]):
+        params = [param for settings in optimizer.param_groups for param in settings["params"]]
+        frozen[:] = [param for param in params if not param.requires_grad and not alive.reducer.has(param)]
+        for param in params:
             if param.requires_grad and not alive.reducer.has(param):
                 raise InputError(
                     f"a param of shape {tuple(param.shape)} was added to the optimizer, but its gradients are not "

@@ -34,6 +34,7 @@ from uneven.step.loss import read_loss
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
+from uneven.step.trained_params import TrainedParams
 
 # (batches or inputs, the slot's samples) -> the rank's OwnCheck, on its device
 FirstHalf = Callable[[Sequence[tuple[Any, int]], int], Tensor]
@@ -77,6 +78,7 @@ class EagerStep:
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
         self._made_backup: Backup | None = None
+        self._trained: TrainedParams | None = None  # where ranks train together
         self._limit: float | None = None
 
     def __call__(self, batches: Sequence[tuple[Batch, int]], slot_samples: int) -> Fault | None:
@@ -107,6 +109,15 @@ class EagerStep:
         """Before a slot's first forward. The steps call it; for a loop of the user's own the loop does."""
         self._has_begun = True
         self.backup().save()
+
+    def fix_params(self) -> None:
+        """From now on no other params may be trained: the group has formed, and knows these alone."""
+        self._trained = TrainedParams(self.model, self.optimizer)
+
+    def check_params(self) -> None:
+        """Before every step. Not in `begin`: a rank that leaves by this very error still tells the others in a sum."""
+        if self._trained is not None:
+            self._trained.check(self.optimizer)
 
     def accumulate(self, batch: Batch, samples: int, slot_samples: int) -> None:
         """A micro-batch ahead of its step, without any collective."""

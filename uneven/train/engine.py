@@ -192,8 +192,9 @@ class Engine:
         given = self.config.lr_scale
         return lr_scale(default if given is None else given, speeds)
 
-    def set_lr(self, slot: int, scale: float) -> None:
+    def begin_slot(self, slot: int, scale: float) -> None:
         """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
+        self.eager.check_params()
         if scale == 1.0 and self.schedule.is_constant:
             return
         axis, samples = self.axis, self.samples_before(slot)

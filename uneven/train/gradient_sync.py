@@ -159,7 +159,7 @@ class GradientSync:
         return is_stopped
 
     def begin(self, part: Part) -> None:
-        self.engine.set_lr(part.slot.index, self.lr_scale)
+        self.engine.begin_slot(part.slot.index, self.lr_scale)
         if self.guard is not None:
             self.guard.begin(part)
 

@@ -46,8 +46,6 @@ from uneven.train.synchronizer import AfterSlot, EpochEnd, Wish, no_callback, no
 class LocalSGD:
     """Invariant: a rank has at most one round in flight and merges round k before it enters round k + 1."""
 
-    average: BackgroundAverage
-
     def __init__(self, engine: Engine, is_stopping: Callable[[], bool], end_epoch: EpochEnd) -> None:
         self.engine = engine
         self._is_stopping = is_stopping
@@ -179,7 +177,7 @@ class LocalSGD:
         return self.is_stopped
 
     def begin(self, part: Part) -> None:
-        self.engine.set_lr(part.slot.index, self.scale.value)
+        self.engine.begin_slot(part.slot.index, self.scale.value)
 
     def skip_rest(self) -> bool:
         """Rounds follow at once until every rank reports the same; the last of them ends the epoch."""
@@ -227,6 +225,7 @@ class LocalSGD:
         engine, config = self.engine, self.engine.config
         if before is not None:
             return before.in_group(group)
+        engine.eager.fix_params()
         is_whole, is_nccl = config.optimizer_state == "average", config.backend == "nccl"
         return make_average(engine.model, engine.optimizer, self.buffers, group, is_whole, is_nccl, config.verify)
 
@@ -287,7 +286,7 @@ class LocalSGD:
         engine = self.engine
         micros = engine.open(micros)
         began_ns = engine.recorder.enter("compute")
-        engine.set_lr(part.slot.index, self.scale.value)
+        engine.begin_slot(part.slot.index, self.scale.value)
         verdict = engine.local_step(part, micros, self._free_ns)
         engine.after_step(began_ns)
         now_ns = engine.recorder.enter("other")
