@@ -3,6 +3,10 @@
 BatchNorm's running statistics differ between ranks because each saw other samples. Means are averaged; variances
 through E[x^2], because the variance of a mixture is not the mean of the variances. A buffer that changed on no rank (a
 mask, a table of positions) keeps its bits. The payload always has the same layout on every rank.
+
+[Note: assigned buffers] Forward may write into a buffer, or assign another tensor to its name (`self.m = self.m / 2`).
+Whoever holds buffers holds their first tensors, and has the values of assigned ones copied into them before it looks.
+The other way round is wrong: what was assigned may be a batch or an activation, which nobody may overwrite.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +28,40 @@ class AveragedBuffers:
     agreed: Tensor  # all float buffers on the host, with these averages
 
 
+class HeldBuffers:
+    """The buffers of a model as tensors that stay the same; see [Note: assigned buffers].
+
+    `settle` between a backward and the next forward: it writes into tensors that a graph may have saved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owners: list[tuple[str, dict[str, Tensor | None]]] = [(name, m._buffers) for name, m in model.named_modules()]
+        self._places = [
+            (f"{owner}.{key}".lstrip("."), buffers, key, tensor)
+            for owner, buffers in owners
+            for key, tensor in buffers.items()
+            if tensor is not None
+        ]
+
+    @property
+    def assigned(self) -> list[str]:
+        """The names that hold other tensors by now; but for those of another shape, as of a cache that grows."""
+        return [place[0] for place in self._places if _is_assigned(*place[1:])]
+
+    def settle(self) -> None:
+        """Give every name its first tensor again, with the present values. A cache that has grown is left alone."""
+        for _, buffers, key, tensor in self._places:
+            if buffers.get(key) is not tensor and _is_assigned(buffers, key, tensor):
+                with torch.no_grad():
+                    tensor.copy_(buffers[key])  # type: ignore[arg-type]
+                buffers[key] = tensor
+
+
+def _is_assigned(buffers: dict[str, Tensor | None], key: str, tensor: Tensor) -> bool:
+    value = buffers.get(key)
+    return value is not tensor and value is not None and value.shape == tensor.shape
+
+
 class BufferAverage:
     """`run` averages the buffers of all ranks, and remembers them to see next time which have changed.
 
@@ -33,6 +71,7 @@ class BufferAverage:
 
     def __init__(self, model: nn.Module, equal: Collection[str] = ()) -> None:
         """`equal` names buffers that are the same on all ranks anyway; they are skipped."""
+        self._held = HeldBuffers(model)
         named = [(name, b) for name, b in model.named_buffers() if name not in equal]
         floats = {name: b for name, b in named if b.dtype.is_floating_point}
         self._floats = list(floats.values())
@@ -70,6 +109,7 @@ class BufferAverage:
 
     def snapshot_async(self) -> Callable[[], Tensor]:
         """Copy the float buffers to one host tensor; the function returned waits for the copy."""
+        self._held.settle()
         if not self._floats:
             return lambda: torch.zeros(0, dtype=torch.float64)
         copied = copy_to_host_async(torch.cat([b.detach().flatten() for b in self._floats]))
@@ -107,6 +147,7 @@ class BufferAverage:
     @torch.no_grad()
     def load(self, averaged: AveragedBuffers) -> None:
         """Overwrite the buffers that have changed on some rank."""
+        self._held.settle()
         averages = averaged.averages
         chosen = [average is not None for average in averages]
         if any(chosen):
@@ -130,6 +171,7 @@ class BufferAverage:
     @torch.no_grad()
     def take_integers(self, agreed: Sequence[Tensor]) -> None:
         """Load another rank's `agreed_integers`, of a maximum that this rank could not take."""
+        self._held.settle()
         for buffer, value in zip(self._integers, agreed, strict=True):
             buffer.copy_(value)
         self._last_integers = [b.detach().clone() for b in self._integers]
@@ -161,6 +203,7 @@ class BufferAverage:
         """The maxima over all ranks; None for buffers that have changed on no rank. Changes nothing."""
         if not self._integers:
             return []
+        self._held.settle()
         pairs = zip(self._integers, self._last_integers, strict=True)
         flags = torch.tensor([int(not (self._are_integers_known and torch.equal(b, old))) for b, old in pairs])
         group.all_reduce_max(flags).wait()

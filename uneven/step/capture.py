@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from uneven.average.buffers import HeldBuffers
 from uneven.data.feed import Inputs
 from uneven.errors import InputError
 
@@ -24,6 +25,15 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 def can_capture(device: torch.device) -> bool:
     """Whether this device has CUDA graphs; a CPU rank beside CUDA ranks runs eagerly."""
     return device.type == "cuda"
+
+
+def refuse_assigned(held: HeldBuffers) -> None:
+    """InputError where forward has assigned buffers: every replay would compute them from the same first values."""
+    if names := held.assigned:
+        raise InputError(
+            f"compile='graph': forward assigns another tensor to the buffer {names[0]}, which a CUDA graph cannot "
+            "hold; write into it (copy_, mul_, add_), or use compile='off'"
+        )
 
 
 class Capture:

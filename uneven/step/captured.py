@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from uneven.average.buffers import HeldBuffers
 from uneven.comm.group import SoloGroup
 from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
@@ -23,7 +24,7 @@ from uneven.errors import InputError
 from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.buckets import UNLIMITED, Bucket
 from uneven.parallel.reducer import Reducer
-from uneven.step.capture import Capture, InputMicros
+from uneven.step.capture import Capture, InputMicros, refuse_assigned
 from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
@@ -55,6 +56,7 @@ class CapturedBackward:
         self._graphs: dict[Sizes, _Graph] = {}  # the least recently used first
         self._buckets: list[Bucket] | None = None  # that the graphs add gradients into
         self._seen: set[tuple[int, ...]] = set()  # sizes
+        self._held = HeldBuffers(eager.model)
         self._update = make_captured_update(eager, eager.precision.device)
         self.is_replayed = False  # whether the last call was a replay and nothing else
         self.whole: WholeStep | None = None  # takes the steps that it has captured, with the sum between both halves
@@ -160,8 +162,10 @@ class CapturedBackward:
 
     def _record(self, inputs: InputMicros, slot_samples: int) -> _Graph:
         capture = Capture(inputs)
+        self._held.settle()
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
+        refuse_assigned(self._held)
         return _Graph(capture, self._reducer.used, check)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from uneven.average.buffers import HeldBuffers
+
 JOINED = 1 << 16  # elements: see `select`
 SMALL = 1 << 20  # elements: larger buffers are masks or tables, and a copy of them in every step would cost
 
@@ -184,6 +186,7 @@ class Backup:
     """
 
     def __init__(self, model: nn.Module, totals: Tensor) -> None:
+        self._held = HeldBuffers(model)
         self._live = [totals, *(b.detach() for b in model.buffers() if _can_be_kept(b))]
         self._saved = [torch.empty_like(tensor) for tensor in self._live]
         self._by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -194,10 +197,12 @@ class Backup:
             pairs[1].append(live)
 
     def save(self) -> None:
+        self._held.settle()
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(saved, live)
 
     def restore(self) -> None:
+        self._held.settle()
         for saved, live in self._by_dtype.values():
             torch._foreach_copy_(live, saved)
 

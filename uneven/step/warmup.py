@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from uneven.average.buffers import HeldBuffers
+from uneven.step.capture import refuse_assigned
 from uneven.step.eager import EagerStep
 
 
@@ -25,6 +27,7 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     Tensors that existed before keep their addresses, which a captured graph may hold. With `keep_optimizer_tensors`,
     before a capture, new optimizer state is zeroed and kept; for optimizers that can be captured that is a fresh start.
     """
+    held = HeldBuffers(step.model)
     tensors = [*step.model.parameters(), *step.model.buffers()]
     saved = [t.detach().clone() for t in tensors]
     optimizers = list(_with_inner(step.optimizer))
@@ -36,7 +39,10 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
+        if keep_optimizer_tensors:
+            refuse_assigned(held)
     finally:
+        held.settle()
         with torch.no_grad():
             for tensor, old in zip(tensors, saved, strict=True):
                 tensor.copy_(old)
