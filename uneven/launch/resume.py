@@ -5,7 +5,7 @@ by itself (train/resume.py). The data order, the samples of a slot and the seed 
 their number, policy and strategy may be others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     config = replace(config, out=out)
     is_whole_run = config.resumes_newest or config.resume == run  # not one checkpoint of it, to train again from there
     if is_whole_run and out.resolve() == run.resolve() and (finished := _finished(run, config, check)):
-        return ResumePlan(replace(config, resume=None), [f"  {run} is finished: nothing to train"], finished)
+        return ResumePlan(replace(config, resume=None), [_why_ended(run, finished)], finished)
     if not candidates and config.resumes_newest:
         why = "yet" if not _result_files(run) else "to train on from (that run finished without save_every=...)"
         return ResumePlan(replace(config, resume=None), [f"  resume: no checkpoint in {run} {why}, a new run begins"])
@@ -99,12 +99,12 @@ def go_on_in_folder(out: Path, checkpoint: Path) -> list[str]:
 
 
 def _result_files(out: Path) -> list[Path]:
-    """The result in a run's folder, where that run went to its end; `state.json`, without which it is none, first."""
+    """The result in a run's folder, where that run has ended; `state.json`, without which it is none, first."""
     try:
-        is_finished = bool(read_record(out).get("finished"))
+        has_ended = _has_ended(read_record(out))
     except InputError:
         return []
-    return [path for path in map(out.joinpath, RESULT_FILES) if is_finished and path.exists()]
+    return [path for path in map(out.joinpath, RESULT_FILES) if has_ended and path.exists()]
 
 
 def check_data(config: RunConfig, axis: Axis, order: EpochOrder) -> None:
@@ -211,18 +211,35 @@ def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:
 
 
 def _finished(run: Path, config: RunConfig, check: Callable[[Checkpoint], None]) -> TrainedState | None:
-    """The result of a run that has trained all that is asked for; InputError where it is of another model."""
+    """The result of a run that has trained all that is asked for, or that a callback has ended; InputError where it is
+    of another model."""
     try:
         record, state = read_record(run), TrainedState.load(run)
     except InputError:
         return None  # none yet, or damaged: a checkpoint is trained on
     saved, own = record.get("config", {}), config.to_json()
+    epochs, limit = saved.get("epochs", 0), own["max_steps"]
     same = all(saved.get(name) == own[name] for name in ("max_steps", *FROZEN))
-    if own["max_steps"] is None:
-        same = same and saved.get("epochs") == own["epochs"]
-    else:  # the record has the epochs that it leaves
-        same = same and saved.get("epochs", 0) <= own["epochs"]
-    if not (record.get("finished") and same):
+    if state.stopped is not None and limit is not None:  # the record has the epochs that max_steps leaves
+        same = same and epochs <= own["epochs"]
+    else:  # a run that max_steps has not ended was ended by its epochs
+        same = same and (epochs == own["epochs"] or (limit is not None and state.slot >= limit))
+    if not (same and _has_ended(record)):
         return None
     check(Checkpoint(run, record, {**state.params, **state.buffers}, []))
     return state
+
+
+def _has_ended(record: Mapping[str, Any]) -> bool:
+    """Whether a result is that of a run that nobody interrupted: it went to its end, or a callback ended it."""
+    return bool(record.get("finished")) or record.get("stopped") is not None
+
+
+def _why_ended(run: Path, state: TrainedState) -> str:
+    if state.finished:
+        return f"  {run} is finished: nothing to train"
+    more = "epochs" if state.config.get("max_steps") is None else "max_steps"
+    return (
+        f"  {run} was ended after {state.slot:,} steps by a callback ({state.stopped}): nothing to train; it goes on "
+        f"with more {more}, or from a checkpoint that resume=... names"
+    )
