@@ -158,11 +158,45 @@ def test_done_epochs_have_no_batches_and_random_numbers_go_on(save_every: str, t
     assert passes == [5, 5, 5]
     name, rest = ("step-8", [0, 2, 5]) if "steps" in save_every else ("epoch-2", [0, 0, 5])
     ddp = set_up(tmp_path / "again", tmp_path / "whole" / name, save_every=save_every)
-    assert (ddp.epoch, ddp.global_step) == ((1, 8) if "steps" in save_every else (2, 10))
+    assert (ddp.epoch, ddp.global_step) == ((1, 8) if "steps" in save_every else (1, 10))  # its own code is due
     again, passes = train_plainly(ddp)
     assert passes == rest
     assert_same(again, whole)
     assert (ddp.global_step, ddp.samples, ddp.epoch) == (15, 210, 3)
+
+
+class KilledError(Exception):
+    """Where a test ends a loop as a kill would."""
+
+
+@pytest.mark.parametrize("kill_at", [9, 10, 13, 15])
+@pytest.mark.parametrize("save_every", ["1 epoch", "3 steps"])
+def test_a_loop_that_begins_with_ddp_epoch_runs_the_code_after_every_epoch_once(
+    kill_at: int, save_every: str, tmp_path: Path
+) -> None:
+    def train(out: Path, kill_at: int = -1) -> tuple[TrainedState, list[int]]:
+        seen: list[int] = []
+        with set_up(out, "auto", save_every=save_every, scheduler=plateau) as ddp:
+            for epoch in range(ddp.epoch, ddp.epochs):
+                for x, y in ddp.batches(epoch):
+                    ddp.step(F.cross_entropy(ddp(x), y))
+                    if ddp.global_step == kill_at:
+                        ddp.worker.saves.finish()
+                        raise KilledError
+                seen.append(epoch)
+                assert ddp.epoch == epoch + 1
+                ddp.log(val=1.0)
+                ddp.scheduler_step(1.0)  # never better: the rate is halved with every epoch
+        return ddp.finish(), seen
+
+    whole, _ = train(tmp_path / "whole")
+    with pytest.raises(KilledError):
+        train(tmp_path / "run", kill_at)
+    again, seen = train(tmp_path / "run")
+    assert seen[-1] == 2
+    assert metrics(again) == metrics(whole)
+    assert [entry["val"] for entry in again.history] == [1.0] * 3
+    assert_same(again, whole)
 
 
 @pytest.mark.parametrize("where", [(1, 3), (1, -1)])

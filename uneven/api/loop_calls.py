@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from uneven.api.epoch_log import EpochLog, common_metric
-from uneven.api.loop_resume import CheckpointCalls, LoopResume
+from uneven.api.loop_resume import CheckpointCalls
 from uneven.api.loop_survival import LoopSurvival
 from uneven.comm.group import SoloGroup
 from uneven.config import EvalStep
@@ -19,7 +19,6 @@ class LoopCalls(CheckpointCalls):
 
     _iterated: int | None
     _log: EpochLog
-    _resume: LoopResume
     _survival: LoopSurvival
 
     def log(self, **values: Any) -> None:

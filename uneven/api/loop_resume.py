@@ -86,6 +86,11 @@ class LoopResume:
             return self._epoch >= self.passed
         return self._calls[call] > self._done.get(call, 0)
 
+    def done_epochs(self, trained: int) -> int:
+        """Of so many trained epochs those whose code after them has run, too, or is running."""
+        is_code_due = not self._is_after_calls and trained == self.passed > self._epoch + 1
+        return trained - 1 if is_code_due else trained
+
     def state_dict(self, is_between: bool) -> dict[str, Any]:
         """For a checkpoint, as JSON; a collective. `is_between`: it is taken in the user's code between epochs."""
         worker = self._worker
@@ -99,6 +104,17 @@ class CheckpointCalls(LoopLeaving):
     """The part of Loop (api/loop.py) by which the user says what is saved, and when."""
 
     _is_stopped: bool
+    _resume: LoopResume
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done: `for epoch in range(ddp.epoch, ddp.epochs)` passes over those before a checkpoint.
+
+        One at whose end the checkpoint was taken comes once more, without batches: the code after it has not run.
+        """
+        if self._state is not None:
+            return self.worker.axis.epochs
+        return self._resume.done_epochs(self._synchronizer.epoch)
 
     def register(self, name: str, value: Any) -> Any:
         """Keep `value` in every checkpoint under this name; returns it, with its saved state in a resumed run.

@@ -60,11 +60,6 @@ class LoopView:
         return self.worker.config.epochs
 
     @property
-    def epoch(self) -> int:
-        """Epochs that are done: `for epoch in range(ddp.epoch, ddp.epochs)` passes over those before a checkpoint."""
-        return self.worker.axis.epochs if self._state is not None else self._synchronizer.epoch
-
-    @property
     def global_step(self) -> int:
         """Optimizer steps of the whole run until here; in cadence and async this rank's place on the axis."""
         return self.worker.engine.trained - self.worker.engine.skipped_slots
