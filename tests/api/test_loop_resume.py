@@ -234,6 +234,39 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert (more.finished, more.samples, passes) == (True, 280, [0, 0, 0, 5])
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_finished_loop_has_its_registered_values_and_optimizer_state(
+    is_kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> tuple[Loop, list[Any]]:
+        ddp = set_up(tmp_path, "auto", save_every="1 epoch" if is_kept else None, progress="lines")
+        best, total = ddp.register("best", {"epoch": -1}), ddp.register("total", torch.zeros(1))
+        count = ddp.register("count", 0)
+        for epoch in range(ddp.epoch, ddp.epochs):
+            for x, y in ddp.batches(epoch):
+                total += 1
+                ddp.step(F.cross_entropy(ddp(x), y))
+            best["epoch"] = epoch  # after the checkpoint of the epoch's end
+            count = ddp.register("count", count + 1)
+        ddp.finish()
+        return ddp, [best["epoch"], float(total), count]
+
+    first, values = train()
+    assert values == [2, 15.0, 3]
+    capsys.readouterr()
+    again, found = train()
+    state, wanted = again.optimizer.state_dict(), first.optimizer.state_dict()
+    said = "no checkpoint of the end of" in capsys.readouterr().err
+    if is_kept:
+        assert (found, said) == (values, False)
+        assert all(
+            torch.equal(state["state"][place]["exp_avg"], own["exp_avg"]) for place, own in wanted["state"].items()
+        )
+        assert len(state["state"]) == len(wanted["state"]) > 0
+    else:
+        assert (found, said, state["state"]) == ([-1, 0.0, 0], True, {})
+
+
 def test_registered_objects_come_back_in_place(tmp_path: Path) -> None:
     def kept() -> dict[str, Any]:
         return {

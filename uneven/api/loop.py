@@ -178,6 +178,7 @@ class Loop(LoopCalls):
     def _end(self) -> TrainedState | None:
         try:
             self._end_together()
+            self.worker.events.save_end_of_loop()
             return self._complete(was_interrupted=False)
         except GroupLostError as lost:
             self._go_on(lost)
@@ -339,8 +340,9 @@ class Loop(LoopCalls):
         self._user_since_ns = self.worker.recorder.enter("user")
 
     def _show_finished(self, state: TrainedState) -> None:
-        """All is trained: the model is given its params, there are no batches, and `finish` returns the result."""
+        """All is trained: model and optimizer are as at the end, there are no batches, `finish` returns the result."""
         state.load_into(self.model)
+        self._load_end(state)
         self.worker.engine.restore_left_out(state.skipped, 0)
         self.worker.engine.reach_slot(state.slot)
         self._state, self._is_stopped = state, True

@@ -12,6 +12,8 @@ from uneven.api.epoch_log import EpochLog
 from uneven.api.loop_leave import LoopLeaving
 from uneven.comm.gather import gather_bytes
 from uneven.errors import InputError
+from uneven.results.state import TrainedState
+from uneven.train.resume import Resumed, find_end
 from uneven.train.user_state import register
 from uneven.train.worker import Worker
 
@@ -105,6 +107,7 @@ class CheckpointCalls(LoopLeaving):
 
     _is_stopped: bool
     _resume: LoopResume
+    _at_end: Resumed | None = None  # the last checkpoint of a run that was over before this process began
 
     @property
     def epoch(self) -> int:
@@ -123,11 +126,22 @@ class CheckpointCalls(LoopLeaving):
         is given its state in place; a plain number comes back as it was saved, and is kept anew by another call.
         Steps save from inside: what belongs to a batch is changed before its `ddp.step`.
         """
-        if self._is_stopped:
+        if self._is_stopped and self._at_end is None:
             return value
-        self._check_usable()
-        resumed = self.worker.resumed
+        if not self._is_stopped:
+            self._check_usable()
+        resumed = self._at_end or self.worker.resumed
         return register(self.worker.run, name, value, dict if resumed is None else resumed.user_state)
+
+    def _load_end(self, state: TrainedState) -> None:
+        """Of a run that was over before this process began: what its result does not hold is in its last checkpoint."""
+        assert state.folder is not None, "it was read from there"
+        self._at_end = find_end(state.folder, state.slot, self.worker.rank_info)
+        if self._at_end is not None:
+            self._at_end.restore_optimizer(self.worker.engine)
+            return
+        missing = f"  no checkpoint of the end of {state.folder} is here: optimizer state and registered values are"
+        self.worker.report.say([f"{missing} as at the beginning; a run keeps them with save_every=..."])
 
     def checkpoint(self) -> None:
         """Ask for a checkpoint: it is taken at the next slot where all ranks can meet. Any rank may ask."""

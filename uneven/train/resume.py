@@ -20,6 +20,7 @@ from uneven.policy.axis import Axis
 from uneven.policy.ledger import Ledger
 from uneven.policy.stream_axis import StreamAxis
 from uneven.results.checkpoint import Checkpoint, RankPart, read_checkpoint
+from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
 from uneven.results.state_tree import join_tree
 from uneven.train.callbacks import CallbackRunner
 from uneven.train.engine import Engine
@@ -76,6 +77,10 @@ class Resumed:
             }
             run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
 
+    def restore_optimizer(self, engine: Engine) -> None:
+        """Give a plain optimizer its whole state."""
+        engine.optimizer.load_state_dict(self._optimizer_state(engine))
+
     def logs(self, first: int) -> list[dict[str, Any]]:
         """What ranks of earlier segments have trained, and those of the checkpoint from this one on."""
         gone = [*self.record["earlier_logs"], *(part.record for part in self.checkpoint.ranks[first:])]
@@ -91,7 +96,7 @@ class Resumed:
         learn_sizes(engine.axis, record)
         self._load_model(engine)
         if not self._is_late(engine):
-            engine.optimizer.load_state_dict(self._optimizer_state(engine))
+            self.restore_optimizer(engine)
         scaler = engine.eager.precision.scaler
         if scaler.is_enabled() and own["scaler"]:
             scaler.load_state_dict(own["scaler"])
@@ -184,6 +189,13 @@ class Resumed:
             "state": {place: state[name] for place, name in enumerate(names) if name in state},
             "param_groups": merged,
         }
+
+
+def find_end(run: Path, slot: int, rank_info: RankInfo) -> Resumed | None:
+    """The checkpoint of the end of a run that has trained so many slots; None where it is not there, or not whole."""
+    at_end = [folder for folder in find_checkpoints(run) if slot_of(folder) == slot]
+    found, _ = first_whole(at_end, lambda folder: Resumed(folder, rank_info))
+    return found
 
 
 def learn_sizes(axis: Axis, record: Mapping[str, Any]) -> None:

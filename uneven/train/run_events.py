@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.step.evaluation import monitored, name_clash
 from uneven.timeline.record import Recorder
@@ -241,6 +242,19 @@ class RunEvents:
         ledger = self.synchronizer.ledger()
         self._saves.save(folder, cause, ledger, state, self._callbacks.state_dict(), self._callbacks.stopped)
         self._wishes.saved(self._recorder.clock())
+
+    def save_end_of_loop(self) -> None:
+        """After the last epoch of the user's own loop, on all ranks: its checkpoint once more, where values are
+        registered. The one before was taken inside the last step, and the code after that epoch may have changed them.
+        """
+        slot, out = self._engine.trained, self._saves.out
+        is_saved = slot == self._engine.axis.total and self._engine.events.saves(slot) and self._saves.why_not is None
+        if out is None or not is_saved:
+            return
+        rows = gather_rows(self._engine.rank_info.group, (float(bool(self._run.user)),))
+        if any(row[0] for row in rows):  # a script may register on one rank alone
+            self._recorder.enter("checkpoint")
+            self._save(out / self._saves.name_at(slot), "interval")
 
     def save_stopped(self) -> None:
         """Where the run was asked to stop, on all ranks: a checkpoint to go on from, with a local policy's gaps."""
