@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from uneven.config import RunConfig, Task
 from uneven.data.epoch_order import EpochOrder, random_states_preserved
@@ -23,6 +24,8 @@ from uneven.results.checkpoint import Checkpoint, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, set_aside
 from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
+from uneven.train.built import checked_model, checked_optimizer
+from uneven.train.optimizer_tree import check_optimizer
 from uneven.train.resume import check_model, learn_sizes
 
 RESULT_FILES = (
@@ -169,14 +172,18 @@ def _choose(
 
 
 def _model_check(task: Task) -> Callable[[Checkpoint], None]:
-    """Compares a checkpoint with the model, which is made only where there is a checkpoint to compare."""
-    made: list[nn.Module] = []
+    """Compares a checkpoint with model and optimizer, which are made only where there is a checkpoint to compare."""
+    made: list[tuple[nn.Module, Optimizer]] = []
 
     def check(checkpoint: Checkpoint) -> None:
         if not made:
             with random_states_preserved():
-                made.append(task.make_model())
-        check_model(checkpoint, made[0].state_dict(), read_structure(made[0]))
+                model = checked_model(task.make_model())
+                made.append((model, checked_optimizer(task.make_optimizer(model.parameters()), model)))
+        ((model, optimizer),) = made
+        check_model(checkpoint, model.state_dict(), read_structure(model))
+        if checkpoint.ranks:  # a result has none
+            check_optimizer(checkpoint.ranks[0].record["optimizer"], optimizer, f"checkpoint {checkpoint.folder}")
 
     return check
 

@@ -7,6 +7,7 @@ checksum of the others). `state.json` is written last: where it exists, the othe
 (results/checkpoint.py) is loaded in the same way, with the optimizer state of rank 0.
 """
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,8 @@ def join_state(
 ) -> dict[str, Any]:
     """The same for a sharded model, whose full state was gathered: as `state_dict` of model and optimizer give it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {params[place]: found for place, found in whole_optimizer["state"].items()}
+    # A key that is no place is the optimizer's own, such as "global".
+    state = {params[k] if isinstance(k, int) else k: found for k, found in whole_optimizer["state"].items()}
     fields, first_name = model_fields(model, whole_model, optimizer)
     for kind in ("params", "buffers"):
         fields[kind] = {name: _clone(tensor) for name, tensor in fields[kind].items()}
@@ -292,11 +294,12 @@ def _flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, state
 
 
-def _optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], names: dict[Tensor, str]) -> dict[str, Tensor]:
+def _optimizer_tensors(states: Mapping[Any, Any], names: dict[Tensor, str]) -> dict[str, Tensor]:
     tensors = {}
     for param, state in states.items():
+        name = names.get(param, "unnamed") if isinstance(param, Tensor) else str(param)
         for key, value in _flat(state):
-            tensors[f"{names.get(param, 'unnamed')}.{key}"] = _clone(torch.as_tensor(value))
+            tensors[f"{name}.{key}" if key else name] = _clone(torch.as_tensor(value))
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
@@ -304,11 +307,19 @@ def _optimizer_tensors(states: Mapping[Tensor, Mapping[str, Any]], names: dict[T
 
 
 def _plain_group(group: dict[str, Any], names: dict[Tensor, str]) -> dict[str, Any]:
-    plain = {key: value for key, value in group.items() if key != "params"}
+    plain = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
     return {
-        **{key: float(value) if isinstance(value, Tensor) else value for key, value in plain.items()},
+        **{key: copy.deepcopy(value) for key, value in plain.items() if key != "params" and _is_json(value)},
         "params": [names.get(param, "unnamed") for param in group["params"]],
     }
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _clone(tensor: Tensor) -> Tensor:

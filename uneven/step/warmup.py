@@ -33,6 +33,7 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     optimizers = list(_with_inner(step.optimizer))
     optimizer_states = [{p: copy.deepcopy(values) for p, values in one.state.items()} for one in optimizers]
     settings = [[_settings(group) for group in one.param_groups] for one in optimizers]
+    counters = [_counters(one) for one in optimizers]
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
     python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -47,8 +48,10 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
             for tensor, old in zip(tensors, saved, strict=True):
                 tensor.copy_(old)
         step.optimizer.zero_grad(set_to_none=True)
-        for one, old_state, old_settings in zip(optimizers, optimizer_states, settings, strict=True):
+        befores = zip(optimizers, optimizer_states, settings, counters, strict=True)
+        for one, old_state, old_settings, old_counters in befores:
             _restore_state(one, old_state, keep_optimizer_tensors)
+            vars(one).update(old_counters)
             for group, before in zip(one.param_groups, old_settings, strict=True):
                 _restore_settings(group, before)
         if scaler_state:
@@ -66,6 +69,13 @@ def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     yield optimizer
     for inner in getattr(optimizer, "inner_optimizers", ()):
         yield from _with_inner(inner)
+
+
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
+    """Numbers that an optimizer keeps as attributes, such as a count of its steps."""
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float)}
+    found.pop("_opt_called", None)  # a torch scheduler warns where it has not seen a step
+    return found
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,12 @@ from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slo
 from uneven.results.state_tree import join_tree
 from uneven.train.callbacks import CallbackRunner
 from uneven.train.engine import Engine
+from uneven.train.optimizer_tree import join_optimizer
 from uneven.train.random_state import restore_random
 from uneven.train.rank_info import RankInfo
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import param_names
 from uneven.train.synchronizer import Synchronizer
-
-# Settings of a param group that say how this device computes, not what.
-DEVICE_KEYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Resumed:
@@ -163,32 +161,11 @@ class Resumed:
         engine.model.load_state_dict(self._model_state(engine))
 
     def _optimizer_state(self, engine: Engine) -> dict[str, Any]:
-        """As `load_state_dict` takes it: state by place, and the saved groups with this device's own switches."""
+        """As `load_state_dict` takes it."""
         is_own = self.record["is_local"] and engine.config.is_local and self._is_known
         part = self.own if is_own else self.checkpoint.ranks[0]
-        saved = part.record["optimizer"]
-        state, groups = join_tree(saved["state"], part.tensors), join_tree(saved["param_groups"], part.tensors)
-        names = param_names(engine)
-        own_groups = engine.optimizer.param_groups
-        saved_names = [name for group in groups for name in group["params"]]
-        if saved_names != names or [len(g["params"]) for g in groups] != [len(g["params"]) for g in own_groups]:
-            raise InputError(
-                f"checkpoint {self.checkpoint.folder}: its optimizer has {len(groups)} groups of other params than "
-                f"this one's {len(own_groups)}; make the optimizer as that run did"
-            )
-        places = iter(range(len(names)))
-        merged = [
-            {
-                **{key: value for key, value in own.items() if key not in saved_group or key in DEVICE_KEYS},
-                **{key: value for key, value in saved_group.items() if key not in DEVICE_KEYS},
-                "params": [next(places) for _ in saved_group["params"]],
-            }
-            for saved_group, own in zip(groups, own_groups, strict=True)
-        ]
-        return {
-            "state": {place: state[name] for place, name in enumerate(names) if name in state},
-            "param_groups": merged,
-        }
+        what = f"checkpoint {self.checkpoint.folder}"
+        return join_optimizer(part.record["optimizer"], part.tensors, param_names(engine), engine.optimizer, what)
 
 
 def find_end(run: Path, slot: int, rank_info: RankInfo) -> Resumed | None:

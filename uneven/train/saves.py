@@ -35,6 +35,7 @@ from uneven.results.state import TrainedState, capture_state, join_state, model_
 from uneven.results.state_tree import split_tree
 from uneven.train.copies import Copies
 from uneven.train.engine import Engine
+from uneven.train.optimizer_tree import split_optimizer
 from uneven.train.random_state import capture_random
 from uneven.train.run_record import RunRecord
 from uneven.train.shared_folder import open_to_machines
@@ -318,16 +319,7 @@ class Saves:
         is_own = engine.config.is_local and engine.rank_info.world_size > 1
         if engine.rank_info.rank > 0 and not is_own:
             return None, {}
-        names = param_names(engine)
-        by_name = {names[int(place)]: values for place, values in state["state"].items()}
-        groups = [
-            {**{key: value for key, value in group.items() if _is_kept(value)}, "params": [names[p] for p in places]}
-            for group in state["param_groups"]
-            for places in [group["params"]]
-        ]
-        skeleton, tensors = split_tree(by_name, "optimizer")
-        group_skeleton, group_tensors = split_tree(groups, "param_groups")
-        return {"state": skeleton, "param_groups": group_skeleton}, {**tensors, **group_tensors}
+        return split_optimizer(state, param_names(engine), engine.optimizer_kind)
 
     @property
     def _copies_late(self) -> bool:
@@ -368,7 +360,3 @@ def best_of(metric: str, mode: MonitorMode) -> str:
     if mode != "auto":
         return mode
     return "min" if any(part in metric.lower() for part in ("loss", "error", "perplexity", "mse", "mae")) else "max"
-
-
-def _is_kept(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | Tensor | list | tuple)

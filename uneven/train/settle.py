@@ -312,7 +312,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[int, Any]) -> None:
     replaces, learning rates among them.
     """
     groups, before = optimizer.param_groups, {param: dict(values) for param, values in optimizer.state.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     optimizer.param_groups = groups
     with torch.no_grad():
         for param, values in before.items():

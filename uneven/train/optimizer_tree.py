@@ -1,0 +1,99 @@
+"""An optimizer's state as a checkpoint holds it: by param name, with whatever else its `state_dict` has; and back.
+
+Used by train/saves.py and train/resume.py; launch/resume.py compares the optimizer before a rank starts. Checkpoints of
+earlier versions have neither the class of the optimizer nor entries of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from uneven.errors import InputError
+from uneven.results.state_tree import join_tree, split_tree
+from uneven.step.several import OptimizerGroup
+
+# Settings of a param group that say how this device computes, not what.
+DEVICE_KEYS = ("foreach", "fused", "capturable", "differentiable")
+STANDARD = ("state", "param_groups")
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The class of an optimizer as the user made it; of several, that of each."""
+    members = optimizer.members.values() if isinstance(optimizer, OptimizerGroup) else [optimizer]
+    return ", ".join(type(member).__name__ for member in members)
+
+
+def split_optimizer(state: Mapping[str, Any], names: Sequence[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """(what JSON holds, tensors) of a `state_dict`; InputError names what cannot be kept.
+
+    Of a param group's settings, functions and other objects are left out: the script makes them anew.
+    """
+    by_name = {names[place]: values for place, values in state["state"].items() if isinstance(place, int)}
+    groups = [
+        {**{key: value for key, value in group.items() if _is_kept(value)}, "params": [names[p] for p in places]}
+        for group in state["param_groups"]
+        for places in [group["params"]]
+    ]
+    # An optimizer may keep state that is no param's, in `optimizer.state` or beside it.
+    own = {key: value for key, value in state.items() if key not in STANDARD}
+    own_state = {key: values for key, values in state["state"].items() if not isinstance(key, int)}
+    parts = {"state": (by_name, "optimizer"), "param_groups": (groups, "param_groups")}
+    parts |= {"own": (own, "optimizer_own"), "own_state": (own_state, "optimizer_own_state")}
+    skeletons: dict[str, Any] = {"class": kind}
+    tensors: dict[str, Tensor] = {}
+    for name, (value, path) in parts.items():
+        skeletons[name], found = split_tree(value, path)
+        tensors |= found
+    return skeletons, tensors
+
+
+def join_optimizer(
+    saved: Mapping[str, Any], tensors: Mapping[str, Tensor], names: Sequence[str], optimizer: Optimizer, what: str
+) -> dict[str, Any]:
+    """As `load_state_dict` takes it: state by place, and the saved groups with this device's own switches."""
+    state, groups = join_tree(saved["state"], tensors), join_tree(saved["param_groups"], tensors)
+    own_groups = optimizer.param_groups
+    saved_names = [name for group in groups for name in group["params"]]
+    if saved_names != names or [len(g["params"]) for g in groups] != [len(g["params"]) for g in own_groups]:
+        raise InputError(
+            f"{what}: its optimizer has {len(groups)} groups of other params than this one's {len(own_groups)}; make "
+            "the optimizer as that run did"
+        )
+    places = iter(range(len(names)))
+    merged = [
+        {
+            **{key: value for key, value in own.items() if key not in saved_group or key in DEVICE_KEYS},
+            **{key: value for key, value in saved_group.items() if key not in DEVICE_KEYS},
+            "params": [next(places) for _ in saved_group["params"]],
+        }
+        for saved_group, own in zip(groups, own_groups, strict=True)
+    ]
+    by_place = {place: state[name] for place, name in enumerate(names) if name in state}
+    return {
+        **join_tree(saved.get("own", {}), tensors),
+        "state": {**by_place, **join_tree(saved.get("own_state", {}), tensors)},
+        "param_groups": merged,
+    }
+
+
+def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, what: str) -> None:
+    """InputError where a checkpoint is of another optimizer: its state would mean something else, or nothing."""
+    own = kind_of(optimizer)
+    if (kind := saved.get("class")) is not None:
+        is_other = kind != own
+    else:  # neither's settings are among the other's; a version of torch, or a scheduler, may add some
+        kind = "another one"
+        pairs = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+        is_other = any(not (theirs.keys() <= ours.keys() or ours.keys() <= theirs.keys()) for theirs, ours in pairs)
+    if is_other:
+        raise InputError(f"{what}: its optimizer is {kind}, this run's is {own}; make the optimizer as that run did")
+
+
+def _is_kept(value: Any) -> bool:
+    try:
+        split_tree(value, "")
+    except InputError:
+        return False
+    return True
