@@ -186,8 +186,12 @@ def full_model_state(module: nn.Module, gather: Callable[[nn.Parameter], Tensor]
 
 
 def tensors_by_name(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's own tensors; ValueError if the state has other names."""
-    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    if tensors.keys() != state.keys():
-        raise ValueError(f"the state and the model differ in these names: {sorted(tensors.keys() ^ state.keys())}")
+    """The module's own tensors, without `get_extra_state`; ValueError if the state has other names."""
+    tensors: dict[str, Tensor] = _without_extra(module.state_dict(keep_vars=True))
+    if differing := tensors.keys() ^ _without_extra(state).keys():
+        raise ValueError(f"the state and the model differ in these names: {sorted(differing)}")
     return tensors
+
+
+def _without_extra(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if not name.endswith("_extra_state")}

@@ -18,6 +18,7 @@ from uneven.files import NO_STATE, folder_error, sync_folder
 from uneven.results.checkpoint import STATE, read_checkpoint
 from uneven.results.checkpoint_folders import find_checkpoints, first_whole, slot_of
 from uneven.results.record import RECORD, check_files, read_record
+from uneven.results.state_tree import join_tree
 from uneven.results.tensor_file import open_tensors, write_tensors
 
 RESULT = "result"
@@ -47,7 +48,8 @@ def open_state(folder: Path) -> SavedState:
         return SavedState(folder, "checkpoint", found.record, found.tensors, [part.tensors for part in found.ranks])
     check_files(folder, record, what)
     optimizer = open_tensors(folder / "optimizer.safetensors", what)
-    renamed = {name if name.startswith("random.") else f"optimizer.{name}": name for name in optimizer}
+    plain = ("random.", "extra.")
+    renamed = {name if name.startswith(plain) else f"optimizer.{name}": name for name in optimizer}
     own = {name: optimizer[stored] for name, stored in renamed.items()}
     return SavedState(folder, RESULT, record, open_tensors(folder / STATE, what), [own])
 
@@ -92,12 +94,17 @@ def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
     tensors = {name: state.tensors[name] for name in names if name in state.tensors}
     tensors |= {name: state.tensors[name] for name in state.tensors if name not in tensors}
     tied = {name: source for name, source in state.record.get("tied", {}).items() if source in tensors}
+    extra = join_tree(state.record.get("extra", {}), state.ranks[0])
+    tensors |= {name: entry for name, entry in extra.items() if isinstance(entry, Tensor)}
+    other = next((name for name in extra if name not in tensors), None)
+    if other is not None and to.suffix == ".safetensors":
+        raise InputError(f"--to {to}: the model's {other} is no tensor, which such a file must hold; name a .pt file")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=to.parent, prefix=f".{to.name}.")
         os.close(handle)
         try:
-            _write(Path(temporary), to.suffix, tensors, tied)
+            _write(Path(temporary), to.suffix, tensors, tied, extra)
             os.chmod(temporary, 0o644)  # mkstemp makes it private
             os.replace(temporary, to)
         except BaseException:
@@ -109,11 +116,13 @@ def export_model(state: SavedState, to: Path, overwrite: bool = False) -> int:
     return to.stat().st_size
 
 
-def _write(path: Path, suffix: str, tensors: dict[str, Tensor], tied: Mapping[str, str]) -> None:
+def _write(
+    path: Path, suffix: str, tensors: dict[str, Tensor], tied: Mapping[str, str], extra: Mapping[str, Any]
+) -> None:
     if suffix == ".safetensors":
         write_tensors(path, tensors, tied)
         return
     with path.open("wb") as file:
-        torch.save({**tensors, **{name: tensors[source] for name, source in tied.items()}}, file)
+        torch.save({**tensors, **{name: tensors[source] for name, source in tied.items()}, **extra}, file)
         file.flush()
         os.fsync(file.fileno())

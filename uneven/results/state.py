@@ -28,7 +28,7 @@ from uneven.files import folder_error, sync_folder
 from uneven.policy.axis import Axis
 from uneven.results.checkpoint_folders import find_checkpoints
 from uneven.results.record import RECORD, check_files, encode, read_record, record_head
-from uneven.results.state_tree import join_tree
+from uneven.results.state_tree import join_tree, split_tree
 from uneven.results.tensor_file import FileSum, open_tensors, write_pieces, write_tensors
 from uneven.timeline.timeline import Timeline
 
@@ -63,6 +63,8 @@ class TrainedState:
     segments: list[dict[str, Any]] = field(default_factory=list)
     members: list[str | None] = field(default_factory=list)  # the name of each rank in `log`, where it is known
     folder: Path | None = None
+    # What else the model's state_dict has, by its name there: what `get_extra_state` of a module gives
+    extra: dict[str, Any] = field(default_factory=dict)
     structure: str | None = None  # of a model that describes what it computes, line by line
 
     @property
@@ -86,10 +88,10 @@ class TrainedState:
         check_structure = getattr(model, "check_structure", None)
         if self.structure is not None and callable(check_structure):
             check_structure(self.structure, "the state")
-        tensors = {**self.params, **self.buffers}
-        tensors.update({name: self.params[source] for name, source in self.tied.items()})
+        entries = {**self.params, **self.buffers, **self.extra}
+        entries.update({name: self.params[source] for name, source in self.tied.items()})
         try:
-            model.load_state_dict(tensors)
+            model.load_state_dict(entries)
         except RuntimeError as error:
             faults = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
             raise InputError(f"the state does not fit {type(model).__name__}: {faults or error}") from error
@@ -134,6 +136,7 @@ class TrainedState:
             "dataset_samples": self.dataset_samples,
             "params": list(self.params),  # in the model's order, which safetensors does not keep
             "buffers": list(self.buffers),
+            "extra": split_tree(self.extra, "extra")[0],
             "tied": self.tied,
             "param_groups": self.param_groups,
             "history": self.history,
@@ -153,7 +156,7 @@ class TrainedState:
                 work = Path(hidden)
                 for name, tensors in (
                     ("state.safetensors", {**self.params, **self.buffers}),
-                    ("optimizer.safetensors", self.optimizer),
+                    ("optimizer.safetensors", {**self.optimizer, **split_tree(self.extra, "extra")[1]}),
                 ):
                     files[name] = write_tensors(work / name, tensors)
                 if self.log:
@@ -185,12 +188,16 @@ class TrainedState:
         tensors = open_tensors(folder / "state.safetensors", what)
         is_checkpoint = record.get("kind") == "checkpoint"
         optimizer = open_tensors(folder / ("rank-0.safetensors" if is_checkpoint else "optimizer.safetensors"), what)
+        extra = {name: optimizer[name] for name in optimizer if name.startswith("extra.")}
         try:
             return cls(
                 params={name: tensors[name] for name in record.get("params", set(tensors) - set(record["buffers"]))},
                 buffers={name: tensors[name] for name in record["buffers"]},
+                extra=join_tree(record.get("extra", {}), extra),
                 tied=record["tied"],
-                optimizer=_rank_0_optimizer(folder, optimizer) if is_checkpoint else dict(optimizer),
+                optimizer=_rank_0_optimizer(folder, optimizer)
+                if is_checkpoint
+                else {name: optimizer[name] for name in optimizer if name not in extra},
                 param_groups=record["param_groups"],
                 history=record["history"],
                 config=record["config"],
@@ -275,10 +282,16 @@ def model_fields(
             tied[name] = first_name[param]
         else:
             first_name[param] = name
-    persistent = model.state_dict().keys()
+    entries, names = model.state_dict(), set(first_name.values())
+    buffers = {name: values[name].detach() for name, _ in model.named_buffers() if name in entries}
     fields = {
         "params": {name: values[name].detach() for name in first_name.values()},
-        "buffers": {name: values[name].detach() for name, _ in model.named_buffers() if name in persistent},
+        "buffers": buffers,
+        "extra": {
+            name: copy.deepcopy(entry)
+            for name, entry in entries.items()
+            if name not in buffers and name not in tied and name not in names
+        },
         "tied": tied,
         "param_groups": [_plain_group(group, first_name) for group in optimizer.param_groups],
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.average.buffers import HeldBuffers
@@ -36,6 +36,7 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
     counters = [_counters(one) for one in optimizers]
     scaler_state = copy.deepcopy(step.precision.scaler.state_dict())
     totals = step.meter.totals.clone()
+    extra = [(module, copy.deepcopy(module.get_extra_state())) for module in _with_extra_state(step.model)]
     python_random, numpy_random, cpu_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -57,6 +58,8 @@ def no_trace(step: EagerStep, device: torch.device, *, keep_optimizer_tensors: b
         if scaler_state:
             step.precision.scaler.load_state_dict(scaler_state)
         step.meter.totals.copy_(totals)
+        for module, state in extra:
+            module.set_extra_state(state)
         random.setstate(python_random)
         np.random.set_state(numpy_random)
         torch.set_rng_state(cpu_random)
@@ -69,6 +72,12 @@ def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     yield optimizer
     for inner in getattr(optimizer, "inner_optimizers", ()):
         yield from _with_inner(inner)
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that keep more than tensors, such as a count of their steps."""
+    plain = nn.Module.get_extra_state
+    return (module for module in model.modules() if type(module).get_extra_state is not plain)
 
 
 def _counters(optimizer: Optimizer) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.parallel.activations import Activations
+from uneven.results.state_tree import split_tree
 from uneven.step.schedule import Schedule
 
 # Wrappers that share out samples or params themselves, by class name: importing torch.distributed is comm's alone.
@@ -57,6 +58,14 @@ def checked_model(model: Any) -> nn.Module:
         reason = "requires_grad is False for all of them: set it to True for those to train" if named else "it has none"
         raise InputError(f"{name} has no param to train: {reason}")
     return model
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """InputError where the model's state_dict has what no result can keep: nothing is pickled."""
+    tensors = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    for name, entry in model.state_dict().items():
+        if name not in tensors:
+            split_tree(entry, f"{name} of the model's state_dict")
 
 
 def checked_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
@@ -104,6 +113,7 @@ def build_model(task: Task, config: RunConfig, device: torch.device, world_size:
     Made on the CPU and then moved: the same seed gives the same params on every kind of device.
     """
     model = checked_model(task.make_model()).to(device)
+    check_extra_state(model)
     if not model.training:  # else a part of it that is in eval mode, as a frozen BatchNorm, is so on purpose
         model.train()
     is_sharded_later = config.is_model_parallel and world_size > 1  # activations are for the layers made then

@@ -73,6 +73,7 @@ class Resumed:
                 kind: {name.removeprefix(f"{kind}."): t for name, t in best.items() if name.startswith(f"{kind}.")}
                 for kind in ("params", "buffers", "optimizer")
             }
+            fields["extra"] = join_tree(kept.get("extra", {}), best)
             run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
 
     def restore_optimizer(self, engine: Engine) -> None:
@@ -151,14 +152,20 @@ class Resumed:
         """Whether the optimizer is made anew when the group has formed."""
         return engine.is_replaced_by_strategy
 
-    def _model_state(self, engine: Engine) -> dict[str, Tensor]:
-        tensors = dict(self.checkpoint.tensors)
-        tensors.update({name: tensors[source] for name, source in self.record["tied"].items()})
-        return {name: tensors[name] for name in engine.model.state_dict() if name in tensors}
+    def _model_state(self, engine: Engine) -> dict[str, Any]:
+        entries = dict(self.checkpoint.tensors)
+        entries.update({name: entries[source] for name, source in self.record["tied"].items()})
+        entries.update(join_tree(self.record.get("extra", {}), self.checkpoint.ranks[0].tensors))
+        return {name: entries[name] for name in engine.model.state_dict() if name in entries}
 
     def _load_model(self, engine: Engine) -> None:
         check_model(self.checkpoint, dict(engine.model.state_dict()), engine.structure)
         engine.model.load_state_dict(self._model_state(engine))
+        saved = self.checkpoint.ranks[0].tensors
+        for name, buffer in engine.model.named_buffers():
+            found = saved.get(f"buffer.{name}")  # None: it is in the state_dict, or the checkpoint is an older one
+            if found is not None and found.shape == buffer.shape:
+                buffer.copy_(found)
 
     def _optimizer_state(self, engine: Engine) -> dict[str, Any]:
         """As `load_state_dict` takes it."""
@@ -182,20 +189,34 @@ def learn_sizes(axis: Axis, record: Mapping[str, Any]) -> None:
             axis.learn(epoch, samples)
 
 
-def check_model(checkpoint: Checkpoint, model: Mapping[str, Tensor], structure: str | None) -> None:
+def check_model(checkpoint: Checkpoint, model: Mapping[str, Any], structure: str | None) -> None:
     """InputError in one line where the checkpoint is of another model."""
-    tied, saved = checkpoint.record["tied"], checkpoint.tensors
-    known = {
+    tied, saved, extra = checkpoint.record["tied"], checkpoint.tensors, checkpoint.record.get("extra")
+    if extra is None and (lost := next((name for name in model if name.endswith("_extra_state")), None)):
+        raise InputError(
+            f"checkpoint {checkpoint.folder}: it is of an earlier version, which did not keep {lost} of the model "
+            "(get_extra_state); train anew"
+        )
+    known: dict[str, tuple[int, ...] | None] = {
         **{name: tuple(t.shape) for name, t in saved.items()},
         **{n: tuple(saved[s].shape) for n, s in tied.items()},
     }
-    own = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    own = {name: None if name in (extra or {}) else _shape(value) for name, value in model.items()}
+    known.update(dict.fromkeys(extra or {}, None))
     for name in [*own, *known]:
-        if known.get(name) != own.get(name):
-            theirs = "no such tensor" if name not in known else f"shape {known[name]}"
-            ours = "no such tensor" if name not in own else f"shape {own[name]}"
+        if name not in known or name not in own or known[name] != own[name]:
+            theirs = "no such tensor" if name not in known else _describe(known[name])
+            ours = "no such tensor" if name not in own else _describe(own[name])
             raise InputError(
                 f"checkpoint {checkpoint.folder} is of another model: {name} has {theirs} there and {ours} here"
             )
     if structure is not None and checkpoint.record["structure"] not in (None, structure):
         raise InputError(f"checkpoint {checkpoint.folder} is of another model: its graph computes something else")
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "something else than a tensor" if shape is None else f"shape {shape}"
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.average.replica import is_finite
@@ -163,6 +163,8 @@ class Saves:
         }
         late = self._snapshot(optimizer_tensors)
         early = {name: tensor.clone() for name, tensor in {**random_tensors, **user_tensors}.items()}
+        if is_lead:
+            early |= unsaved_buffers(engine.model) | split_tree(fields["extra"], "extra")[1]
         whole = self._whole(fields, cause, ledger, state, stopped) if is_lead else None
 
         def take() -> tuple[RankPart, Whole | None]:
@@ -227,7 +229,9 @@ class Saves:
                 for kind in ("params", "buffers", "optimizer")
                 for name, tensor in kept[kind].items()
             }
-            record["kept"] = {"entry": entry, "tied": kept["tied"], "param_groups": kept["param_groups"]}
+            extra, extra_tensors = split_tree(kept["extra"], "extra")
+            best |= extra_tensors
+            record["kept"] = {"entry": entry, "extra": extra, **{name: kept[name] for name in ("tied", "param_groups")}}
         return lambda: Whole({**params(), **buffers}, record, best)
 
     def _first_needed(self, ledger: Ledger) -> int:
@@ -353,6 +357,13 @@ def param_names(engine: Engine) -> list[str]:
     optimizer: Optimizer = engine.optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [names.get(param, f"unnamed.{place}") for place, param in enumerate(params)]
+
+
+def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers that are in no state_dict (persistent=False): forward may have changed them."""
+    entries = model.state_dict()
+    found = {name: tensor for name, tensor in model.named_buffers() if name not in entries}
+    return {f"buffer.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
 
 
 def best_of(metric: str, mode: MonitorMode) -> str:
