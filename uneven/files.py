@@ -136,7 +136,8 @@ def mark_as_run(folder: Path, made: int = 0, run_id: str = "") -> None:
     `run_id` is of the run whose copies are in it.
     """
     copies = {"copies": run_id} if run_id else {}
-    write_atomically(folder / MARK, json.dumps({"written by": "uneven", "made": made, **copies}).encode())
+    content = {"written by": "uneven", "pid": os.getpid(), "made": made, **copies}
+    write_atomically(folder / MARK, json.dumps(content).encode())
 
 
 def mark_of_run(folder: Path) -> str | None:

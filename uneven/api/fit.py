@@ -188,6 +188,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
         first, *unused = usable_devices()
         config = replace(config, devices=str(first))
     prepared = prepare(task, config, context)
+    start.held = prepared.held
     config, devices, reporter = prepared.config, prepared.devices, prepared.reporter
     check_loop(config, len(devices), optimizer)
     reporter.say(choice.notes)
@@ -229,6 +230,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
 
     def end_run() -> None:
         reporter.close()
+        start.release_folder()
         context.end_run()
         start.end_listing(ended.get("state"), None)
         SIGNALS.discard(stoppable)

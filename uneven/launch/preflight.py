@@ -7,6 +7,8 @@ prints and writes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from uneven.comm.group import has_nccl
 from uneven.comm.segment import why_impossible
@@ -27,6 +29,7 @@ from uneven.hardware.preflight import check_device, refuse_unsupported
 from uneven.hardware.system import read_system
 from uneven.hardware.torchbuild import read_torch
 from uneven.launch.context import ProcessContext
+from uneven.launch.folder_lock import HeldFolder, hold_folder
 from uneven.launch.parity import (
     Among,
     DeviceFormat,
@@ -56,6 +59,7 @@ class Prepared:
     devices: tuple[Device, ...]
     reporter: Reporter
     finished: TrainedState | None = None  # the result of a run that was to be resumed, where nothing is left to train
+    held: HeldFolder | None = None  # `out`, until the run is over
 
 
 def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str = "train") -> Prepared:
@@ -103,17 +107,24 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         check_count(devices, available_cores())
         try_functions(task, config, axis.schedule_length)
     is_lead = context.rank == 0
+    held = None
     if config.out is not None and is_lead and finished is None:
-        if config.resume is not None and config.resume.resolve().parent == config.out.resolve():
-            notes += go_on_in_folder(config.out, config.resume)
-        elif (moved := make_out_folder(config.out, config.overwrite)) is not None:
-            notes.append(f"  the files of an earlier run in {config.out} were moved to {moved}")
+        lines, held = hold_folder(config.out, partial(_open_folder, config.out, config))
+        notes += lines
     reporter = Reporter(config.progress if is_lead else "off", title)
     if is_lead:
         found = describe_devices(devices, _visible_gpus(local), _advice(config), is_one_machine)
         reporter.say([*describe(axis, config, devices, found), *notes])
     reporter.say(context.notes)
-    return Prepared(config, devices, reporter, finished)
+    return Prepared(config, devices, reporter, finished, held)
+
+
+def _open_folder(out: Path, config: RunConfig) -> list[str]:
+    """Make the run's folder, or go on in that of the run that is resumed; lines to print."""
+    if config.resume is not None and config.resume.resolve().parent == out.resolve():
+        return go_on_in_folder(out, config.resume)
+    moved = make_out_folder(out, config.overwrite)
+    return [] if moved is None else [f"  the files of an earlier run in {out} were moved to {moved}"]
 
 
 def _prepare_newcomer(task: Task, config: RunConfig, context: ProcessContext) -> Prepared:

@@ -224,6 +224,7 @@ class Run:
                 release_out_folder(self._config.out)
         finally:
             self._reporter.close()
+            self._start.release_folder()
             self._context.end_saving(self._requests)
             self._start.end_listing(self._state, self._error)
             SIGNALS.discard(self._stoppable, is_joined=self._is_joined)
@@ -267,6 +268,7 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
         yield start
     except BaseException as error:
         SIGNALS.discard(start.stoppable)
+        start.release_folder()
         if start.listing is not None:
             start.listing.close(*describe_result(error))
         if context.leader is not None:
@@ -294,6 +296,7 @@ def _launch(
     requests.on_rank_terminated = lambda: None if SIGNALS.receive() else requests.stop.set()
     task, notes = rebuild_instances(task)
     prepared = prepare(task, config, context, title)
+    start.held = prepared.held
     prepared.reporter.say([*chosen, *notes])
     prepared.reporter.listeners += [partial(_at_epoch_end, callback) for callback in on_epoch]
     devices = prepared.devices

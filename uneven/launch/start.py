@@ -8,6 +8,7 @@ from pathlib import Path
 
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
+from uneven.launch.folder_lock import HeldFolder
 from uneven.launch.listing import FINISHED, STOPPED, Listing, describe_result
 from uneven.launch.live_status import describe
 from uneven.launch.requests import Requests
@@ -24,6 +25,7 @@ class Start:
     stoppable: Stoppable
     has_begun: bool = False
     keeps: bool = True  # a page and logs in its folder, and a line in the history
+    held: HeldFolder | None = None  # the run's folder, on the rank that writes there
     listing: Listing | None = None  # of a process alone; a launcher's ranks are in its own
 
     def list_run(self, context: ProcessContext, reporter: Reporter, devices: tuple[Device, ...] | None) -> None:
@@ -44,6 +46,11 @@ class Start:
         context.shown.saved = None if folder is None else str(folder.resolve())
         if self.listing is not None:
             self.listing.saved = context.shown.saved
+
+    def release_folder(self) -> None:
+        """Nothing is written there any more."""
+        if self.held is not None:
+            self.held.release()
 
     def end_listing(self, state: TrainedState | None, error: BaseException | None) -> None:
         """The run has ended and is saved, or has failed."""
