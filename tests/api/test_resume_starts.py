@@ -94,6 +94,39 @@ state = fit(
     assert f"{run} is finished: nothing to train" in done.output
 
 
+def test_of_several_runs_of_a_script_only_the_named_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
+    monkeypatch.setattr(sys, "argv", ["uneven"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + f"""
+for stage in ("pre", "fine"):
+    out = Path({str(tmp_path)!r}) / stage
+    fit(
+        model=net, optimizer=sgd, step=loss_of, dataset=TensorData(X, Y), batch_size=32, seed=3, out=out,
+        save_every="3 steps", resume="auto" if stage == "fine" else None
+    )
+"""
+    )
+    command = ["run", str(tmp_path / "train.py"), "--devices", "cpu", "--epochs"]
+    pre, fine = tmp_path / "pre", tmp_path / "fine"
+    assert CliRunner().invoke(app, [*command, "1"]).exit_code == 0
+    for named, from_step in ((pre, 5), (pre / "step-3", 3)):
+        capfd.readouterr()
+        done = CliRunner().invoke(app, [*command, "2", "--resume", str(named)])
+        assert done.exit_code == 0, done.output
+        assert f"resumes from {pre}/step-{from_step}" in done.output
+        assert f"--resume {named} is not the run of out={str(fine)!r}, which begins as without it" in done.output
+    assert [TrainedState.load(out).slot for out in (pre, fine)] == [10, 10]
+    done = CliRunner().invoke(app, [*command, "3", "--resume", str(fine)])
+    assert f"resumes from {fine}/step-10" in done.output
+    assert TrainedState.load(tmp_path / "pre.1").slot == 10  # as every start without the flag does
+    assert [TrainedState.load(out).slot for out in (pre, fine)] == [15, 15]
+
+
 def test_the_builder_has_a_method_for_each(tmp_path: Path) -> None:
     data = TensorData(torch.zeros(8, 1), torch.zeros(8, 1))
 

@@ -3,18 +3,22 @@
 `fit` is the same in one call. The methods of single settings are in api/settings.py, made from the fields of RunConfig.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, read_every, resolve
 from uneven.config.every import ALLOWED
+from uneven.config.resolve import by_name
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
 from uneven.launch.context import command_line_settings, process_context
 from uneven.launch.run import Run, launch
 from uneven.plan.choose import choose
+from uneven.results.checkpoint_folders import is_checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,4 +125,21 @@ def resolve_here(settings: Mapping[str, Any]) -> RunConfig:
     """The settings that the script passes, checked; those that `uneven run` was given take precedence."""
     context = process_context()
     context.visitor.see_settings(settings)
-    return resolve(settings, context.settings)
+    overrides = dict(context.settings)
+    if _names_other_run(settings, overrides):
+        if context.rank == 0:
+            run, out = overrides["resume"], str(by_name(settings)["out"])
+            line = f"uneven: --resume {run} is not the run of out={out!r}, which begins as without it"
+            print(f"{line}; --out goes on in another folder", file=sys.stderr, flush=True)
+        del overrides["resume"]
+    return resolve(settings, overrides)
+
+
+def _names_other_run(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Whether `uneven run --resume FOLDER` means another run than this call's: a script may train several, and all of
+    them would go on from the checkpoints of one."""
+    resume, own = overrides.get("resume"), by_name(settings).get("out")
+    if resume in (None, "auto") or own is None or "out" in overrides:
+        return False
+    named, out = Path(str(resume)).resolve(), Path(own).resolve()
+    return out != (named.parent if is_checkpoint(named) else named)
