@@ -1,5 +1,6 @@
 """Resume under `uneven run` and torchrun: all ranks go on from one checkpoint, and one of them says so."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.api.starts import BIN, HEAD, assert_close, start
+from tests.cli.documents import check_document
 from uneven import Ddp, TrainedState, fit
 from uneven.cli.main import app
 from uneven.data.tensors import TensorData
@@ -125,6 +127,32 @@ for stage in ("pre", "fine"):
     assert f"resumes from {fine}/step-10" in done.output
     assert TrainedState.load(tmp_path / "pre.1").slot == 10  # as every start without the flag does
     assert [TrainedState.load(out).slot for out in (pre, fine)] == [15, 15]
+
+
+def test_json_tells_a_run_that_is_finished_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.launch.context._contexts", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(
+        HEAD
+        + """
+settings = {"dataset": TensorData(X, Y), "batch_size": 32, "epochs": 1, "seed": 3, "resume": "auto"}
+out = Path(__file__).parent
+fit(model=net, optimizer=sgd, step=loss_of, out=out / "fit", **settings)
+model = net()
+with Ddp.setup(model, sgd(model.parameters()), out=out / "loop", **settings) as ddp:
+    for batch in ddp.batches(0):
+        ddp.step(loss_of(ddp, batch))
+"""
+    )
+    documents = []
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["run", str(tmp_path / "train.py"), "--devices", "cpu", "--json"])
+        assert done.exit_code == 0, done.output
+        check_document("run", document := json.loads(done.stdout))
+        documents.append(document["runs"])
+    for first, again in zip(*documents, strict=True):
+        assert again == {**first, "train_seconds": 0.0, "rank_samples": []}
+        assert (again["finished"], again["steps"]) == (True, 5)
 
 
 def test_the_builder_has_a_method_for_each(tmp_path: Path) -> None:

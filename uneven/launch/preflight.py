@@ -40,6 +40,7 @@ from uneven.launch.parity import (
     check_links,
     exchange_devices,
 )
+from uneven.launch.results_file import tell_result
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.resume_machines import plan_over_machines
 from uneven.launch.streams import check_streams
@@ -116,6 +117,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
         found = describe_devices(devices, _visible_gpus(local), _advice(config), is_one_machine)
         reporter.say([*describe(axis, config, devices, found), *notes])
     reporter.say(context.notes)
+    if finished is not None and is_lead:
+        tell_result(finished, None)  # what follows trains nothing, and has no end to tell of
     return Prepared(config, devices, reporter, finished, held)
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 VARIABLE = "UNEVEN_RESULTS_FILE"
 
 
-def tell_result(state: "TrainedState", timeline: "Timeline") -> None:
-    """Called by the first rank at the end of each run, a stopped one too."""
+def tell_result(state: "TrainedState", timeline: "Timeline | None") -> None:
+    """Called by the first rank at the end of each run, a stopped one too; without a timeline it was over before."""
     if (path := os.environ.get(VARIABLE)) is None:
         return
-    seconds = max(account.training_s for account in timeline.accounts)
+    seconds = 0.0 if timeline is None else max(account.training_s for account in timeline.accounts)
     last = state.history[-1] if state.history else {}
     result = {
         "policy": state.config.get("policy"),
