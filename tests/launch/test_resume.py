@@ -105,6 +105,7 @@ def test_a_damaged_checkpoint_is_refused_and_auto_takes_the_one_before_it(
         assert "\n" not in str(refused.value)
         assert words in str(refused.value)
         assert "step-9" in str(refused.value)
+        assert (f"{run / 'step-6'} is whole, and can be named instead" in str(refused.value)) == (named == run)
     assert content(run) == before
     capsys.readouterr()
     state = train(out=run, resume="auto", save_every="3 steps")
@@ -149,6 +150,7 @@ def test_all_checkpoints_damaged_or_of_another_model_is_one_line(run: Path) -> N
         ({"resume": "run", "samples": 32}, "its data set had 40 samples an epoch, this one has 32"),
         ({"resume": "run", "epochs": 1}, "9 steps are trained, and this run has only 5"),
         ({"resume": "run", "out": "run", "overwrite": True}, "leave overwrite out"),
+        ({"resume": "run", "overwrite": True}, "leave overwrite out"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
@@ -246,4 +248,5 @@ def test_uneven_run_refuses_with_exit_code_2(run: Path, tmp_path: Path) -> None:
     passed = run_forked([*command, "--resume", "auto", "--out", str(run)], cwd=tmp_path)
     assert passed.returncode == 0, passed.stderr
     assert f"resumes from {run / 'step-6'}" in passed.stderr
+    assert "it was saved by 1 device and goes on with 2" in passed.stderr
     assert TrainedState.load(run).finished

@@ -11,7 +11,7 @@ from uneven.errors import InputError
 
 def check_conflicts(config: Any) -> None:
     """InputError for the first pair of settings of this RunConfig that cannot be had together."""
-    if config.overwrite and config.out is None:
+    if config.overwrite and config.out is None and config.resume is None:  # which it does not go with, see below
         raise InputError("overwrite=True without out=...: nothing is written; add out='runs/my-run', or leave it out")
     if config.replay is not None and config.shares is not None:
         raise InputError("replay=... with shares=...: a replay takes its shares from the log; leave shares out")

@@ -72,7 +72,8 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     left = f", {sum(stop - first for first, stop in gaps)} steps before it come first" if gaps else ""
     notes.append(f"  resumes from {checkpoint.folder}: {trained:,} steps are trained{left}")
     if (world_size := checkpoint.record["world_size"]) != ranks:
-        notes.append(f"  it was saved by {world_size} devices and goes on with {ranks}; order and step size stay")
+        saved_by = f"{world_size} device{'s' if world_size > 1 else ''}"
+        notes.append(f"  it was saved by {saved_by} and goes on with {ranks}; order and step size stay")
     return ResumePlan(replace(config, resume=checkpoint.folder), notes)
 
 
@@ -146,16 +147,19 @@ def check_length(what: str, samples: int, axis: Axis) -> None:
 
 
 def _named(path: Path) -> tuple[Path, list[Path]]:
-    """(run folder, the checkpoint meant) of a path that the user named; no checkpoint where a run has none."""
+    """(run folder, checkpoints) of a path that the user named; the first is meant, and none where a run has none."""
     check_resumed_folder(path)
     found = find_checkpoints(path)
-    return (path.parent if found == [path] else path), found[:1]
+    return (path.parent if found == [path] else path), found
 
 
 def _choose(
     candidates: list[Path], check: Callable[[Checkpoint], None], passes_over: bool
 ) -> tuple[Checkpoint, list[str]]:
-    """The first of the candidates that is whole and of this model, and lines about those passed over."""
+    """The first of the candidates that is whole and of this model, and lines about those passed over.
+
+    Without `passes_over` it is the first or none: who names a run by its folder decides about a damaged checkpoint.
+    """
 
     def read(folder: Path) -> Checkpoint:
         checkpoint = read_checkpoint(folder)
@@ -163,7 +167,12 @@ def _choose(
         return checkpoint
 
     if not passes_over:
-        return read(candidates[0]), []
+        try:
+            return read(candidates[0]), []
+        except InputError as error:
+            other, _ = first_whole(candidates[1:], read)
+            hint = "" if other is None else f"; {other.folder} is whole, and can be named instead"
+            raise InputError(f"{error}{hint}") from error
     found, faults = first_whole(candidates, read)
     notes = [f"  passed over: {fault}" for fault in faults]
     if found is None:
