@@ -5,6 +5,8 @@ command line prints it and exits with `exit_code` (docs/settings.md has the tabl
 uneven or of the user's own code, and keeps its traceback.
 """
 
+from typing import Any
+
 STOPPED = 130  # exit code after Ctrl-C, as a shell reports it: 128 + SIGINT
 TERMINATED = 143  # after SIGTERM: 128 + SIGTERM
 
@@ -34,9 +36,13 @@ class InputError(ValueError):
 
 
 class MachineError(RuntimeError):
-    """The input is right but this machine or cluster cannot do it: no space, no data, no driver, unsupported system."""
+    """The input is right but this machine or cluster cannot do it: no space, no data, no driver, unsupported system.
+
+    Where a run was trained and only its result could not be written, `state` is the TrainedState; else None.
+    """
 
     exit_code = 3
+    state: Any = None
 
 
 class TorchMissingError(MachineError, ImportError):

@@ -1,13 +1,16 @@
 """Runs that have ended and are started again: which of them are over, and which go on."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launch.test_resume import content, train
+from tests.launch.test_resume import assert_equal, content, train
 from uneven import Callback, CallbackInfo, EarlyStopping, TensorData, TrainedState
+from uneven.errors import MachineError
 
 TEST_SET = TensorData(torch.ones(4, 4), torch.ones(4, 1))
 
@@ -69,3 +72,36 @@ def test_with_max_steps_the_epochs_that_it_leaves_are_those_of_the_record(tmp_pa
     assert train(callbacks=[Stops()], **options).slot == 3
     assert train(resume="auto", **options).slot == 3
     assert train(resume="auto", **{**options, "max_steps": 8}).slot == 8
+
+
+def test_a_result_that_cannot_be_written_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wanted = train(out=tmp_path / "whole")
+    monkeypatch.setattr("uneven.results.state.write_tensors", write)
+    with pytest.raises(MachineError) as full:
+        train(out=tmp_path / "run", save_every="5 steps")
+    assert "no space left" in str(full.value)
+    assert "step-10 is the last checkpoint" in str(full.value)
+    assert (full.value.state.slot, full.value.state.finished) == (10, True)
+    monkeypatch.undo()
+    assert_equal(full.value.state, tmp_path / "whole")
+    full.value.state.save(tmp_path / "elsewhere")
+    assert_equal(wanted, tmp_path / "elsewhere")
+    assert_equal(train(out=tmp_path / "run", resume="auto"), tmp_path / "whole")  # nothing is trained again
+
+
+def test_a_resumed_run_keeps_the_last_ones_from_its_start_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(out=run, save_every="1 steps")
+    (run / "state.json").unlink()
+    seen: list[list[str]] = []
+
+    class Looks(Callback):
+        def on_start(self, info: CallbackInfo) -> None:
+            seen.append(sorted(path.name for path in run.glob("step-*")))
+
+    train(out=run, resume="auto", save_every="1 steps", keep_last=2, epochs=3, callbacks=[Looks()])
+    assert seen == [["step-10", "step-9"]]
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-14", "step-15"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.config import RunConfig
+from uneven.errors import MachineError
 from uneven.files import folder_error
 from uneven.hardware.interference import Interference
 from uneven.launch.predicted import record_outcome
@@ -43,15 +44,29 @@ def save_results(
     if config.out is None or not is_lead:
         reporter.say(record_outcome(plan, state, state.timeline, None))
         return state
-    state.save(config.out)
     try:
-        reporter.say(record_outcome(plan, state, state.timeline, config.out))
-        save_timeline(state.timeline, config.out)
-    except OSError as error:
-        raise folder_error(config.out, error) from error
+        _write(state, state.timeline, config.out, plan, reporter)
+    except MachineError as error:
+        # A full disk at the end: hours of training are in memory alone.
+        last = "" if state.checkpoint is None else f", and {state.checkpoint} is the last checkpoint"
+        unwritten = MachineError(f"{error}; `state` of this error holds what was trained{last}")
+        unwritten.state = state
+        raise unwritten from error
     reporter.say(leave_page(state, state.timeline, config, config.out) if has_page else [])
     reporter.say([f"state and timeline are in {config.out}"])
     return replace(state, folder=config.out)
+
+
+def _write(
+    state: TrainedState, timeline: Timeline, out: Path, plan: Mapping[str, Any] | None, reporter: Reporter
+) -> None:
+    """The result and what belongs to it; MachineError where it cannot be written."""
+    state.save(out)
+    try:
+        reporter.say(record_outcome(plan, state, timeline, out))
+        save_timeline(timeline, out)
+    except OSError as error:
+        raise folder_error(out, error) from error
 
 
 def save_interrupted(state: TrainedState, reporter: Reporter) -> Path:

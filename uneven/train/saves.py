@@ -72,6 +72,8 @@ class Saves:
         self._saver = Saver(info.rank, info.world_size, self._token, places=info.places, leader=leader)
         if self.out is not None and info.rank == 0:
             remove_partial(self.out)
+            if self._engine.config.resume is not None:
+                self._prune(self.out)  # a disk that is full, or a larger keep_last before: room for the next one
         if self.out is not None and (why_not := self._open(self.out)) is not None:
             if (save_every := self._engine.config.save_every) is not None:
                 raise InputError(f"save_every={save_every!r}: {why_not}")
