@@ -105,3 +105,16 @@ def test_a_resumed_run_keeps_the_last_ones_from_its_start_on(tmp_path: Path) -> 
     train(out=run, resume="auto", save_every="1 steps", keep_last=2, epochs=3, callbacks=[Looks()])
     assert seen == [["step-10", "step-9"]]
     assert sorted(path.name for path in run.glob("step-*")) == ["step-14", "step-15"]
+
+
+@pytest.mark.parametrize("first", [7, 10])
+def test_an_epoch_that_goes_on_has_one_end_in_the_history(first: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"out": tmp_path / "run", "save_every": "5 steps", "epochs": 9}
+    train(max_steps=first, **options)
+    state = train(max_steps=15, resume="auto", **options)
+    ends = [(entry["epoch"], entry["step"]) for entry in state.history if not entry.get("is_inside_epoch")]
+    assert ends == [(1, 5), (2, 10), (3, 15)]
+    inside = [(entry["epoch"], entry["step"]) for entry in state.history if entry.get("is_inside_epoch")]
+    assert inside == ([(2, 7)] if first == 7 else [])
+    again = train(max_steps=15, resume="auto", **options)
+    assert [entry["step"] for entry in again.history] == [entry["step"] for entry in state.history]

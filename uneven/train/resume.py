@@ -56,10 +56,11 @@ class Resumed:
         """This rank's part; a rank that the checkpoint does not have takes rank 0's."""
         return self.checkpoint.ranks[self._rank if self._is_known else 0]
 
-    def restore_record(self, run: RunRecord) -> None:
+    def restore_record(self, run: RunRecord, axis: Axis) -> None:
         """What the run knows of its past."""
         record = self.record
         run.history[:] = record["history"]
+        self._reopen_epoch(run.history, axis)
         run.saves, run.stop_rounds = list(record["saves"]), list(record["stop_rounds"])
         here = {"slot": self.ledger.trained, "samples": record["samples"], "devices": self._devices}
         run.segments = [*record["segments"], here]
@@ -75,6 +76,13 @@ class Resumed:
             }
             fields["extra"] = join_tree(kept.get("extra", {}), best)
             run.kept = {**fields, "tied": kept["tied"], "param_groups": kept["param_groups"]}, kept["entry"]
+
+    def _reopen_epoch(self, history: list[dict[str, Any]], axis: Axis) -> None:
+        """Where a smaller max_steps had ended the run inside an epoch that goes on now, its entry is no end of it."""
+        learn_sizes(axis, self.record)
+        trained = self.ledger.trained
+        if history and history[-1]["step"] == trained < axis.total and not axis.ends_epoch(trained):
+            history[-1] = {**history[-1], "is_inside_epoch": True}
 
     def restore_optimizer(self, engine: Engine) -> None:
         """Give a plain optimizer its whole state."""

@@ -81,7 +81,7 @@ def go_back(engine: Engine, run: RunRecord, events: RunEvents, found: Found) -> 
     engine.rolled_back = found.which
     leave_shards(engine)
     run.kept, run.generations, run.lost_logs = None, [], []
-    resumed.restore_record(run)
+    resumed.restore_record(run, engine.axis)
     run.train_seconds = seconds  # this process has spent them, whatever became of its work
     resumed.restore_engine(engine)
     # Every rank knows what all of them had trained: whoever is lost next has nothing of its own before this.

@@ -106,7 +106,7 @@ class Worker:
             self.run.segments.append({"slot": 0, "samples": 0, "devices": [*map(str, self.rank_info.devices)]})
             return
         self.resumed = Resumed(self.config.resume, self.rank_info)
-        self.resumed.restore_record(self.run)
+        self.resumed.restore_record(self.run, self.axis)
         self.resumed.restore_engine(self.engine)
 
     @property
