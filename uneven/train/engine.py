@@ -93,11 +93,7 @@ class Engine:
         self.graph: GraphStep | None = None
         self.captured: CapturedBackward | None = None
         self.feed: Feed = make_feed(
-            task.dataset,
-            self.device,
-            config.seed,
-            config.batch_size,
-            config.num_workers,
+            *(task.dataset, self.device, config.seed, config.batch_size, config.num_workers),
             is_rank=needs_ranks(rank_info.devices),
             loading=task.loading,
             order=self.order,
