@@ -5,6 +5,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from uneven.results.progress import Reporter
 
 @pytest.fixture
 def default() -> Iterator[None]:
-    """SIGTERM acts by default; the thread of an earlier run's handlers, told to end, has ended."""
+    """SIGTERM acts by default; earlier runs are over, and the thread of their handlers, told to end, has ended."""
+    end = time.monotonic() + 100
+    while SIGNALS._stoppables and time.monotonic() < end:  # one on a thread of its own may still be saving
+        time.sleep(0.05)
+    assert SIGNALS._stoppables == [], "a run that is on would keep these tests from ending, or end this very process"
+    SIGNALS.restore()
     for thread in _threads():
         thread.join(100)
     assert _threads() == []
