@@ -250,3 +250,24 @@ def test_uneven_run_refuses_with_exit_code_2(run: Path, tmp_path: Path) -> None:
     assert f"resumes from {run / 'step-6'}" in passed.stderr
     assert "it was saved by 1 device and goes on with 2" in passed.stderr
     assert TrainedState.load(run).finished
+
+
+def test_settings_that_are_kept_from_the_checkpoint_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def other_adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.02, betas=(0.5, 0.999), weight_decay=0.1)
+
+    train(resume=run / "step-6", out=run.parent / "same", save_every="3 steps")
+    said = capsys.readouterr().err
+    assert "kept from the checkpoint" not in said
+    assert "a step keeps" not in said
+    data = TensorData(X, Y)
+    fit(
+        model=make, optimizer=other_adam, step=step, dataset=data, batch_size=16, epochs=2, seed=5, devices="cpu",
+        progress="lines", resume=run / "step-6", out=run.parent / "other",
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert "the optimizer's betas=[0.9, 0.999] is kept from the checkpoint; [0.5, 0.999] has no effect" in said
+    assert "the optimizer's weight_decay=0 is kept from the checkpoint; 0.1 has no effect" in said
+    assert said.count("has no effect") == 2  # a new lr has one
+    assert "a step keeps the 8 samples of the checkpoint; with this run's batch_size it had 16" in said
+    assert "  batch 8   precision" in said

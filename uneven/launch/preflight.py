@@ -176,6 +176,8 @@ def _look_at(devices: tuple[Device, ...], among: Among | None, crowded: bool) ->
 def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: str) -> Sequence[str]:
     """The resolved configuration as it is printed at the start; `found` is the sentence about the devices."""
     batch = f"{config.batch_size}" + (f" x {config.accumulate} accumulated" if config.accumulate > 1 else "")
+    if len(devices) == 1 and config.slot_size(1) != config.batch_size * config.accumulate:
+        batch = f"{config.slot_size(1)}"  # given as global_batch_size, or kept from a checkpoint
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"

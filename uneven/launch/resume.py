@@ -25,7 +25,7 @@ from uneven.results.checkpoint_folders import find_checkpoints, first_whole, set
 from uneven.results.record import RECORD, crc32_of, read_record
 from uneven.results.state import TrainedState, read_structure
 from uneven.train.built import checked_model, checked_optimizer
-from uneven.train.optimizer_tree import check_optimizer
+from uneven.train.optimizer_tree import check_optimizer, kept_settings
 from uneven.train.resume import check_model, learn_sizes
 
 RESULT_FILES = (
@@ -48,7 +48,7 @@ class ResumePlan:
 def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     """Settle `config.resume`; InputError in one line where no checkpoint fits."""
     assert config.resume is not None, "called for resumed runs"
-    check = _model_check(task)
+    check = _Fits(task)
     if config.resumes_newest:
         assert config.out is not None, "checked with the settings"
         run, candidates = config.out, find_checkpoints(config.out)
@@ -67,6 +67,7 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
             f"resume={str(run)!r}: no checkpoint in it; a run writes them with save_every=... and when stopped"
         )
     checkpoint, notes = _choose(candidates, check, config.resumes_newest)
+    own_size = None if config.global_batch_size == "auto" else config.slot_size(ranks)
     config = _freeze(config, checkpoint, ranks)
     trained, gaps = checkpoint.record["ledger"]["trained"], checkpoint.record["ledger"]["gaps"]
     left = f", {sum(stop - first for first, stop in gaps)} steps before it come first" if gaps else ""
@@ -74,13 +75,18 @@ def plan_resume(task: Task, config: RunConfig, ranks: int) -> ResumePlan:
     if (world_size := checkpoint.record["world_size"]) != ranks:
         saved_by = f"{world_size} device{'s' if world_size > 1 else ''}"
         notes.append(f"  it was saved by {saved_by} and goes on with {ranks}; order and step size stay")
+    elif own_size not in (None, size := checkpoint.record["slot_size"]):
+        notes.append(
+            f"  a step keeps the {size} samples of the checkpoint; with this run's batch_size it had {own_size}"
+        )
+    notes += check.kept_settings(checkpoint)
     return ResumePlan(replace(config, resume=checkpoint.folder), notes)
 
 
 def follow_plan(task: Task, config: RunConfig, ranks: int, rank: int, folder: Path) -> RunConfig:
     """The settings of another rank than 0, for a checkpoint that rank 0 has chosen, or a copy of it."""
     checkpoint = read_checkpoint(folder, rank)
-    _model_check(task)(checkpoint)
+    _Fits(task)(checkpoint)
     return replace(_freeze(config, checkpoint, ranks), resume=folder)
 
 
@@ -180,21 +186,30 @@ def _choose(
     return found, notes
 
 
-def _model_check(task: Task) -> Callable[[Checkpoint], None]:
-    """Compares a checkpoint with model and optimizer, which are made only where there is a checkpoint to compare."""
-    made: list[tuple[nn.Module, Optimizer]] = []
+class _Fits:
+    """Compares checkpoints with model and optimizer, which are made only where there is a checkpoint to compare."""
 
-    def check(checkpoint: Checkpoint) -> None:
-        if not made:
-            with random_states_preserved():
-                model = checked_model(task.make_model())
-                made.append((model, checked_optimizer(task.make_optimizer(model.parameters()), model)))
-        ((model, optimizer),) = made
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._made: tuple[nn.Module, Optimizer] | None = None
+
+    def __call__(self, checkpoint: Checkpoint) -> None:
+        """InputError in one line where it is of another model or optimizer."""
+        model, optimizer = self._make()
         check_model(checkpoint, model.state_dict(), read_structure(model))
         if checkpoint.ranks:  # a result has none
             check_optimizer(checkpoint.ranks[0].record["optimizer"], optimizer, f"checkpoint {checkpoint.folder}")
 
-    return check
+    def kept_settings(self, checkpoint: Checkpoint) -> list[str]:
+        """Lines about settings of the optimizer that were given otherwise and have no effect."""
+        return kept_settings(checkpoint.ranks[0].record["optimizer"], self._make()[1])
+
+    def _make(self) -> tuple[nn.Module, Optimizer]:
+        if self._made is None:
+            with random_states_preserved():
+                model = checked_model(self._task.make_model())
+                self._made = model, checked_optimizer(self._task.make_optimizer(model.parameters()), model)
+        return self._made
 
 
 def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:

@@ -48,7 +48,7 @@ from uneven.timeline.record import Recorder
 from uneven.train.built import build_model, check_schedule, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.loaded_feed import LoadedFeed
-from uneven.train.optimizer_tree import kind_of
+from uneven.train.optimizer_tree import describe_made
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo
 
@@ -74,7 +74,7 @@ class Engine:
             synchronise(self.model) if config.sync_batchnorm and rank_info.world_size > 1 else BatchNormSync()
         )
         self.optimizer = checked_optimizer(task.make_optimizer(self.model.parameters()), self.model)
-        self.optimizer_kind = kind_of(self.optimizer)  # before a strategy puts its own in its place
+        self.optimizer_made = describe_made(self.optimizer)  # before a strategy puts its own in its place
         self.is_own_loop = is_own_loop
         self.settle_axis(config)
         self.meter = LossMeter(self.device)

@@ -25,8 +25,32 @@ def kind_of(optimizer: Optimizer) -> str:
     return ", ".join(type(member).__name__ for member in members)
 
 
-def split_optimizer(state: Mapping[str, Any], names: Sequence[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """(what JSON holds, tensors) of a `state_dict`; InputError names what cannot be kept.
+def describe_made(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer as the user has made it: its class, and the settings of its groups but for learning rates, which
+    are a schedule's. To be asked before anything is trained: training may change what a group holds."""
+    passed = ("params", "lr", "initial_lr", *DEVICE_KEYS)
+    groups = [{key: value for key, value in group.items() if key not in passed} for group in optimizer.param_groups]
+    settings = [{key: _plain(value) for key, value in group.items() if _is_plain(value)} for group in groups]
+    return {"class": kind_of(optimizer), "settings": settings}
+
+
+def kept_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
+    """A line for each setting of this run's optimizer that has no effect, because the checkpoint's is kept."""
+    own, lines = describe_made(optimizer)["settings"], []
+    for number, (theirs, ours) in enumerate(zip(saved.get("settings", ()), own, strict=False)):
+        place = f" in param group {number}" if len(own) > 1 else ""
+        lines += [
+            f"  the optimizer's {key}={theirs[key]!r}{place} is kept from the checkpoint; {value!r} has no effect"
+            for key, value in ours.items()
+            if key in theirs and theirs[key] != value
+        ]
+    return lines
+
+
+def split_optimizer(
+    state: Mapping[str, Any], names: Sequence[str], made: Mapping[str, Any]
+) -> tuple[Any, dict[str, Tensor]]:
+    """(what JSON holds, tensors) of a `state_dict`; InputError names what cannot be kept. `made`: `describe_made`.
 
     Of a param group's settings, functions and other objects are left out: the script makes them anew.
     """
@@ -41,7 +65,7 @@ def split_optimizer(state: Mapping[str, Any], names: Sequence[str], kind: str) -
     own_state = {key: values for key, values in state["state"].items() if not isinstance(key, int)}
     parts = {"state": (by_name, "optimizer"), "param_groups": (groups, "param_groups")}
     parts |= {"own": (own, "optimizer_own"), "own_state": (own_state, "optimizer_own_state")}
-    skeletons: dict[str, Any] = {"class": kind}
+    skeletons = dict(made)
     tensors: dict[str, Tensor] = {}
     for name, (value, path) in parts.items():
         skeletons[name], found = split_tree(value, path)
@@ -89,6 +113,17 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, what: str) -
         is_other = any(not (theirs.keys() <= ours.keys() or ours.keys() <= theirs.keys()) for theirs, ours in pairs)
     if is_other:
         raise InputError(f"{what}: its optimizer is {kind}, this run's is {own}; make the optimizer as that run did")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _is_kept(value: Any) -> bool:

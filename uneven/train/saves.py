@@ -325,7 +325,7 @@ class Saves:
         is_own = engine.config.is_local and engine.rank_info.world_size > 1
         if engine.rank_info.rank > 0 and not is_own:
             return None, {}
-        return split_optimizer(state, param_names(engine), engine.optimizer_kind)
+        return split_optimizer(state, param_names(engine), engine.optimizer_made)
 
     @property
     def _copies_late(self) -> bool:
