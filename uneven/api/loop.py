@@ -183,6 +183,10 @@ class Loop(LoopCalls):
         except GroupLostError as lost:
             self._go_on(lost)
             return self._state
+        except InputError as error:  # found by all ranks together, as that their params differ
+            self._broken = str(error)
+            self._leave()
+            raise
         except BaseException:
             self._open.close()
             raise

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from uneven.average.buffers import BufferAverage
-from uneven.comm.collectives import broadcast_params
 from uneven.comm.group import Group
 from uneven.data.feed import Micros
 from uneven.parallel.batchnorm import describe_batchnorm, synced_buffers
@@ -27,6 +26,7 @@ from uneven.train.dummy_batches import DummyBatches
 from uneven.train.engine import Engine
 from uneven.train.events import request
 from uneven.train.exact_policy import advise, make_exact_policy
+from uneven.train.same_replicas import check_replicas, take_first
 from uneven.train.status import RankStatus, check_agreement, check_status
 from uneven.train.step_guard import StepGuard
 from uneven.train.step_stats import StepStats, is_leaving, record_wait
@@ -236,14 +236,12 @@ class GradientSync:
 
     def average_buffers(self) -> None:
         """Make all replicas equal, buffers included; a collective."""
-        info = self.engine.rank_info
-        if info.world_size > 1 and info.has_cuda and self.engine.config.is_replicated:
-            # A GPU and a CPU, or two kinds of GPU, round differently: evaluate and save one model, rank 0's.
-            self.before_change()
-            model, equal = self.engine.model, synced_buffers(self.engine.model)
-            broadcast_params(
-                self.group, (*model.parameters(), *(b for name, b in model.named_buffers() if name in equal))
-            )
+        engine, info = self.engine, self.engine.rank_info
+        if info.world_size > 1 and engine.config.is_replicated:
+            check_replicas(self.group, engine.model, engine.optimizer)
+            if info.has_cuda:
+                self.before_change()
+                take_first(self.group, engine.model)
         self.buffers.run(self.group, self.weight)
         self.weight = 0
 
