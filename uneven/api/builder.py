@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from uneven.api.settings import SettingMethods
 from uneven.config import EvalStep, Loading, RunConfig, Task, TrainStep, read_every, resolve
@@ -15,7 +16,7 @@ from uneven.config.every import ALLOWED
 from uneven.config.resolve import by_name
 from uneven.data.user_loader import take_apart, take_test_set
 from uneven.errors import InputError
-from uneven.launch.context import command_line_settings, process_context
+from uneven.launch.context import ProcessContext, command_line_settings, process_context
 from uneven.launch.run import Run, launch
 from uneven.plan.choose import choose
 from uneven.results.checkpoint_folders import is_checkpoint
@@ -126,20 +127,33 @@ def resolve_here(settings: Mapping[str, Any]) -> RunConfig:
     context = process_context()
     context.visitor.see_settings(settings)
     overrides = dict(context.settings)
-    if _names_other_run(settings, overrides):
+    if not _takes_resume(settings, overrides, context):
         if context.rank == 0:
             run, out = overrides["resume"], str(by_name(settings)["out"])
             line = f"uneven: --resume {run} is not the run of out={out!r}, which begins as without it"
-            print(f"{line}; --out goes on in another folder", file=sys.stderr, flush=True)
+            print(f"{line}; --resume auto is for all runs of a script", file=sys.stderr, flush=True)
         del overrides["resume"]
     return resolve(settings, overrides)
 
 
-def _names_other_run(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
-    """Whether `uneven run --resume FOLDER` means another run than this call's: a script may train several, and all of
-    them would go on from the checkpoints of one."""
+def _takes_resume(settings: Mapping[str, Any], overrides: Mapping[str, Any], context: ProcessContext) -> bool:
+    """Whether `uneven run --resume FOLDER` is for this call: a script may train several runs, and all of them would go
+    on from the checkpoints of one. It is for the one that writes there, else for the first.
+
+    No file is looked at: all ranks come to the same answer.
+    """
     resume, own = overrides.get("resume"), by_name(settings).get("out")
     if resume in (None, "auto") or own is None or "out" in overrides:
-        return False
+        return True
     named, out = Path(str(resume)).resolve(), Path(own).resolve()
-    return out != (named.parent if is_checkpoint(named) else named)
+    is_named = out == (named.parent if is_checkpoint(named) else named)
+    taken = _RESUMED.setdefault(context, out)
+    if is_named and taken != out:
+        raise InputError(
+            f"--resume {resume}: the script's first run, out={str(taken)!r}, has gone on from it already; "
+            "--resume auto lets each of its runs go on from its own"
+        )
+    return taken == out
+
+
+_RESUMED: "WeakKeyDictionary[ProcessContext, Path]" = WeakKeyDictionary()  # the run that `uneven run --resume` was for
