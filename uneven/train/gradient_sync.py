@@ -238,7 +238,8 @@ class GradientSync:
         """Make all replicas equal, buffers included; a collective."""
         engine, info = self.engine, self.engine.rank_info
         if info.world_size > 1 and engine.config.is_replicated:
-            check_replicas(self.group, engine.model, engine.optimizer)
+            has_own_rates = self.lr_scale == 1.0 and engine.schedule.is_constant
+            check_replicas(self.group, engine.model, engine.optimizer, has_own_rates=has_own_rates)
             if info.has_cuda:
                 self.before_change()
                 take_first(self.group, engine.model)

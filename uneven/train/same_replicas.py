@@ -29,17 +29,21 @@ ADVICE = (
 )
 
 
-def check_replicas(group: Group, model: nn.Module, optimizer: Optimizer) -> None:
-    """InputError on every rank where one differs from rank 0; a collective."""
+def check_replicas(group: Group, model: nn.Module, optimizer: Optimizer, *, has_own_rates: bool = True) -> None:
+    """InputError on every rank where one differs from rank 0; a collective.
+
+    Without `has_own_rates` this rank's are not compared: a schedule sets them before every step, and ranks may have
+    begun another number of steps than they have taken.
+    """
     named = [
         (name, p) for name, p in model.named_parameters() if p.numel() and (p.is_floating_point() or p.is_complex())
     ]
-    rates = [float(settings.get("lr", 0.0)) for settings in optimizer.param_groups]
+    rates = [float(settings.get("lr", 0.0)) if has_own_rates else math.nan for settings in optimizer.param_groups]
     params = [param.detach() for _, param in named]
     rows = gather_rows(group, [*rates, *_sizes(params)])
     for rank, row in enumerate(rows):
         for first, own in zip(rows[0][: len(rates)], row[: len(rates)], strict=True):
-            if not math.isclose(first, own, rel_tol=1e-9):
+            if math.isfinite(first + own) and not math.isclose(first, own, rel_tol=1e-9):
                 raise InputError(f"rank {rank} has the learning rate {own:.6g}, rank 0 has {first:.6g}: {ADVICE}")
         if (place := _difference(rows[0][len(rates) :], row[len(rates) :], params)) is not None:
             raise InputError(f"rank {rank} has other values in {named[place][0]} than rank 0: {ADVICE}")
