@@ -12,12 +12,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any
+
+READING_S = 5.0  # for a loader process that is inside a function of the user's, before it is killed
+AGAIN_S = 0.1
 
 
 class _LoaderProcess(ForkServerProcess):
@@ -93,9 +97,15 @@ def end_loaders_at_exit() -> None:
 
 
 def _end_loaders() -> None:
-    for process in multiprocessing.active_children():
-        if isinstance(process, _LoaderProcess | _ForkedProcess):
+    loaders = [one for one in multiprocessing.active_children() if isinstance(one, _LoaderProcess | _ForkedProcess)]
+    end_s = time.monotonic() + READING_S
+    while loaders and time.monotonic() < end_s:
+        for process in loaders:
             process.terminate()
+        loaders[0].join(AGAIN_S)  # two signals at once would be one: a process learns of the second after the first
+        loaders = [process for process in loaders if process.is_alive()]
+    for process in loaders:
+        process.kill()
 
 
 @contextmanager
