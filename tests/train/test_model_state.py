@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.launch.test_resume import step
+from tests.train.test_optimizer_tree import X, train_saving
 from tests.train.test_resume import assert_same
-from uneven import InputError, KeepBest, TensorData, TrainedState, fit
+from uneven import InputError, KeepBest, TensorData, TrainedState
 from uneven.results.record import RECORD, encode, read_record
 from uneven.results.saved_state import export_model, newest_state, open_state
-
-X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-DATA = TensorData(X, X.sum(1, keepdim=True))  # 5 slots an epoch
 
 
 class Counting(nn.Module):
@@ -64,8 +61,7 @@ class Drifting(nn.Module):
 
 
 def train(model: Any, **options: Any) -> TrainedState:
-    given = {"batch_size": 8, "epochs": 2, "devices": "cpu", "progress": "off", "save_every": "3 steps", **options}
-    return fit(model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.02), step=step, dataset=DATA, **given)
+    return train_saving(model, lambda params: torch.optim.SGD(params, lr=0.02), **options)
 
 
 @pytest.mark.parametrize("model", [Counting, CountingInTensor, Drifting])

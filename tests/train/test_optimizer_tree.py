@@ -68,9 +68,13 @@ class Grouped(SGD):
         return super().step(closure)
 
 
-def train(optimizer: Any, **options: Any) -> TrainedState:
+def train_saving(model: Any, optimizer: Any, **options: Any) -> TrainedState:
     given = {"batch_size": 8, "epochs": 2, "devices": "cpu", "progress": "off", "save_every": "3 steps", **options}
-    return fit(model=make, optimizer=lambda params: optimizer(params, lr=0.05), step=step, dataset=DATA, **given)
+    return fit(model=model, optimizer=optimizer, step=step, dataset=DATA, **given)
+
+
+def train(optimizer: Any, **options: Any) -> TrainedState:
+    return train_saving(make, lambda params: optimizer(params, lr=0.05), **options)
 
 
 @pytest.mark.parametrize("optimizer", [Counting, Global, Grouped])

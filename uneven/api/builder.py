@@ -24,6 +24,8 @@ from uneven.results.checkpoint_folders import is_checkpoint
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_RESUMED: "WeakKeyDictionary[ProcessContext, Path]" = WeakKeyDictionary()  # the run that `uneven run --resume` was for
+
 
 class Builder(SettingMethods):
     """Life cycle: made from the factories, filled by its methods in any order, `run()` at the end.
@@ -154,6 +156,3 @@ def _takes_resume(settings: Mapping[str, Any], overrides: Mapping[str, Any], con
             "--resume auto lets each of its runs go on from its own"
         )
     return taken == out
-
-
-_RESUMED: "WeakKeyDictionary[ProcessContext, Path]" = WeakKeyDictionary()  # the run that `uneven run --resume` was for

@@ -51,7 +51,7 @@ class HeldBuffers:
     def settle(self) -> None:
         """Give every name its first tensor again, with the present values. A cache that has grown is left alone."""
         for _, buffers, key, tensor in self._places:
-            if buffers.get(key) is not tensor and _is_assigned(buffers, key, tensor):
+            if _is_assigned(buffers, key, tensor):
                 with torch.no_grad():
                     tensor.copy_(buffers[key])  # type: ignore[arg-type]
                 buffers[key] = tensor

@@ -274,15 +274,15 @@ class EagerStep:
         """Divide the gradients by the count and clip them; returns their norm where it was computed."""
         if not self._is_prepared_by(counts):
             return None  # listing the params of a model takes as long as ten operations on them
+        scaler = self.precision.scaler  # it unscales the optimizer's gradients alone
+        if scaler.is_enabled() and (outside := [param.grad for param in self._outside if param.grad is not None]):
+            torch._foreach_div_(outside, scaler.get_scale())
         return self._prepare(self.optimizer, list(self.model.parameters()), counts)
 
     def _prepare(self, optimizer: Optimizer, params: list[nn.Parameter], counts: Tensor | None) -> Tensor | None:
         """Divide the gradients by the count, show them to the user's function, clip those of `params`."""
-        scaler = self.precision.scaler
         if self._is_prepared_by(counts):
-            scaler.unscale_(optimizer)
-        if scaler.is_enabled() and (outside := [param.grad for param in self._outside if param.grad is not None]):
-            torch._foreach_div_(outside, scaler.get_scale())
+            self.precision.scaler.unscale_(optimizer)
         grads = [param.grad for param in params if param.grad is not None]
         if counts is not None and grads:
             torch._foreach_div_(grads, counts.to(grads[0].dtype))

@@ -47,18 +47,6 @@ def apply_strategy(
     whether it says that the rank takes no part in the step. `speeds`: of the ranks, by which they share work that is
     not samples.
     """
-    lines = _apply(engine, group, num_stats, speeds, is_leaving)
-    engine.eager.fix_params()
-    return lines
-
-
-def _apply(
-    engine: Engine,
-    group: Group,
-    num_stats: int,
-    speeds: Sequence[float],
-    is_leaving: Callable[[Sequence[float]], bool],
-) -> list[str]:
     config = engine.config
     if isinstance(engine.eager, SeveralSteps):
         engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)

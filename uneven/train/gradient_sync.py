@@ -103,6 +103,7 @@ class GradientSync:
         speeds = alone if is_measured else [float(share) for share in shares]
         num_stats = len(StepStats._fields) + len(OwnCheck._fields)
         self.notes += apply_strategy(engine, self.group, num_stats, speeds, is_leaving)
+        engine.eager.fix_params()
         use_whole_steps(engine, self.group)
         self._capture_ahead()
         if is_measured:

@@ -20,7 +20,7 @@ from uneven.comm.group import Group
 from uneven.errors import InputError
 from uneven.parallel.batchnorm import synced_buffers
 
-TOLERANCE = 1e-4  # of a param's size; a million roundings in fp32 are below it
+TOLERANCE = 1e-4  # of a param's size; fp32 rounds by 6e-8 a step, in either direction
 ROUNDINGS = 8  # that a type with fewer digits may be apart, in its own precision
 ADVICE = (
     "a rank without samples in a step has no batch, so what a script does for every batch beside its loss does not "
