@@ -1,6 +1,7 @@
 """The verbs about many runs, as a user types them; what they compute is tested in tests/bench."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def test_what_is_wrong_is_told(words: tuple[object, ...], error: type[Exception]
 def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", lambda arguments: Ended(3, "", "uneven: no space left"))
+    ended = Ended(3, "", "uneven: no space left")
+    monkeypatch.setattr("uneven.bench.sweep.run.run_many", lambda commands, *_, **__: ((0, ended) for _ in commands))
     monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert isinstance(done.exception, RankError)
@@ -75,11 +77,12 @@ def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
 
 
 def test_a_disturbed_run_of_a_sweep_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(arguments: list[str]) -> Ended:
-        make_run(tmp_path, "lenet", "solo-0", 0, 0.9, is_disturbed=True)
-        return Ended(0, "{}", "")
+    def run(commands: Iterable[list[str]], *_: object, **__: object) -> Iterator[tuple[int, Ended]]:
+        for _ in commands:
+            make_run(tmp_path, "lenet", "solo-0", 0, 0.9, is_disturbed=True)
+            yield 0, Ended(0, "{}", "")
 
-    monkeypatch.setattr("uneven.bench.sweep.run.run_uneven", run)
+    monkeypatch.setattr("uneven.bench.sweep.run.run_many", run)
     monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
     done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -13,7 +13,7 @@ import pytest
 from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware import mps, mps_supervisor
 from uneven.hardware.device import parse_devices
-from uneven.hardware.mps import check_slices, oversubscribed, sliced
+from uneven.hardware.mps import check_slices, oversubscribed, shared_daemon, sliced
 from uneven.hardware.mps_supervisor import end_daemon, processes_of, start_daemon
 
 from .fake_mps import FakeMps, folders_of
@@ -47,7 +47,25 @@ def test_every_slice_gets_its_variables_and_the_daemon_ends_by_its_own_quit(
     assert fake_mps.left() == []
 
 
+def test_launchers_in_a_shared_block_use_its_daemon_and_leave_it(
+    fake_mps: FakeMps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared_daemon(PAIR) as shared:
+        (home,) = fake_mps.homes()
+        for name, value in shared.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(2):
+            with sliced(PAIR) as variables, shared_daemon(PAIR) as inner:
+                assert [each["CUDA_MPS_PIPE_DIRECTORY"] for each in variables] == [f"{home}/pipe"] * 2
+                assert inner == {}
+        assert len(processes_of(home)) == 2
+    assert len(fake_mps.starts()) == fake_mps.quits() == 1
+    assert fake_mps.left() == []
+
+
 def test_without_slices_nothing_starts(fake_mps: FakeMps) -> None:
+    with shared_daemon(parse_devices("cuda:0,cpu@0.4")) as shared:
+        assert shared == {}
     with sliced(parse_devices("cuda:0,cpu@0.4")) as variables:
         assert variables == [{}, {}]
     assert fake_mps.starts() == []

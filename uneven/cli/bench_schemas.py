@@ -76,6 +76,7 @@ _SUMMARY = {
     "machine": {"processor": "text|a processor", "torch": "text|2.13.0", "uneven": "text|0.1.0"},
     "interference?": INTERFERENCE,
     "is_disturbed?": "bool|false",
+    "runs_at_once?": "whole|4",
 }
 _POINT = {
     "ranks": "whole|2",

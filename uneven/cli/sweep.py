@@ -40,6 +40,9 @@ def sweep(
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="On GPUs: seeds after the first run N at a time, for their quality only.")
+    ] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +55,8 @@ def sweep(
       uneven bench sweep --models logistic,mlp,lenet --global-batch-size 64 --efficiency --out runs/mnist
 
       uneven bench sweep --models resnet-20 --devices cuda:0%60,cuda:0%24 --compile graph --seeds 3
+
+      uneven bench sweep --models gpt-nano --devices cuda:0%60,cuda:0%24 --compile graph --jobs 4
     """
     from uneven.bench.sweep.plan import SweepOrder
     from uneven.bench.sweep.run import provide
@@ -77,6 +82,7 @@ def sweep(
         has_equal_time=equal_time,
         out=out,
         is_forced=force,
+        jobs=jobs,
         command=shlex.join(["uneven", *sys.argv[1:]]),
     )
     if dry:

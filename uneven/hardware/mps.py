@@ -3,6 +3,9 @@
 A launcher enters `sliced`: inside the block an MPS daemon of our own runs, with its own folders, and every process for
 a slice is started with the variables that `sliced` yields. They take effect only if they are set before CUDA is
 initialised. The daemon has a supervisor process (mps_supervisor.py), which ends it even if the launcher is killed.
+
+Runs on one GPU at the same time need one daemon for all of them, since two would take turns on the GPU: whoever starts
+such runs enters `shared_daemon` and passes on its variable.
 """
 
 import json
@@ -22,6 +25,7 @@ from uneven.hardware.mps_supervisor import CONTROL, END_S, daemon_variables, end
 from uneven.hardware.torchbuild import read_torch
 
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+SHARED = "UNEVEN_MPS_HOME"  # the folder of a daemon that this launcher uses and does not end
 
 
 def check_slices(devices: Sequence[Device]) -> None:
@@ -70,7 +74,7 @@ def sliced(devices: Sequence[Device]) -> Iterator[list[dict[str, str]]]:
     if first is None:
         yield [{} for _ in devices]
         return
-    daemon = _Daemon(first)
+    daemon = _Daemon(first, os.environ.get(SHARED))
     try:
         yield [daemon.variables(device) for device in devices]
     except (RankError, MachineError) as error:
@@ -83,13 +87,33 @@ def sliced(devices: Sequence[Device]) -> Iterator[list[dict[str, str]]]:
         daemon.end()
 
 
-class _Daemon:
-    """An MPS daemon and its supervisor, from construction to `end()`; if this process dies the supervisor ends it."""
+@contextmanager
+def shared_daemon(devices: Sequence[Device]) -> Iterator[dict[str, str]]:
+    """Yield the variable by which all launchers inside the block use one daemon; empty if no device is a slice."""
+    first = next((device for device in devices if device.percent is not None), None)
+    if first is None or SHARED in os.environ:
+        yield {}
+        return
+    daemon = _Daemon(first)
+    try:
+        yield {SHARED: str(daemon.home)}
+    finally:
+        daemon.end()
 
-    def __init__(self, device: Device) -> None:
+
+class _Daemon:
+    """An MPS daemon and its supervisor, from construction to `end()`; if this process dies the supervisor ends it.
+
+    With `home` it is somebody else's daemon, which is only used.
+    """
+
+    def __init__(self, device: Device, home: str | None = None) -> None:
         require_mps(device)
-        self._home: Path | None = None
+        self._home = None if home is None else Path(home)
         self._visible = _visible_by_uuid()
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        if self._home is not None:
+            return
         # The supervisor must import the same package; "" in sys.path is the current folder.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._supervisor = subprocess.Popen(
@@ -111,6 +135,11 @@ class _Daemon:
             raise
         self._home = Path(answer["home"])
 
+    @property
+    def home(self) -> Path:
+        assert self._home is not None, "it listens"
+        return self._home
+
     def variables(self, device: Device) -> dict[str, str]:
         """The environment variables of a process that trains on this device; empty if it is not a slice."""
         if device.percent is None or self._home is None:
@@ -126,6 +155,8 @@ class _Daemon:
 
     def end(self) -> None:
         """End the daemon and delete its folder, even if the supervisor hangs or was killed."""
+        if self._supervisor is None:
+            return
         assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
         with suppress(OSError):

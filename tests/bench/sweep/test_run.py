@@ -1,5 +1,6 @@
 import json
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ class Machine:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.asked: list[list[str]] = []
+        self.at_once: list[int] = []  # of each run
+        self.repeats: list[bool] = []  # whether it is made again if it was disturbed
         self.fails: set[str] = set()  # modes
         self.speeds: dict[str, float] = {}  # samples/s of a mode, where it is not 1000
         self.interrupts_at: int | None = None
 
-    def run(self, arguments: list[str]) -> Ended:
-        words = arguments[1:-1]  # without "bench" and "--json"
+    def run_many(
+        self, commands: Iterable[list[str]], at_once: int = 1, variables: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[int, Ended]]:
+        for position, arguments in enumerate(commands):
+            self.at_once.append(at_once)
+            self.repeats.append("--no-repeat" not in arguments)
+            yield position, self._run(arguments)
+
+    def _run(self, arguments: list[str]) -> Ended:
+        words = [word for word in arguments[1:-1] if word != "--no-repeat"]  # without "bench" and "--json"
         given = dict(zip(words[1::2], words[2::2], strict=True))
         if self.interrupts_at == len(self.asked):
             raise KeyboardInterrupt
@@ -50,7 +61,7 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(tmp_path / "runs")
-    monkeypatch.setattr(module, "run_uneven", machine.run)
+    monkeypatch.setattr(module, "run_many", machine.run_many)
     return machine
 
 
@@ -123,11 +134,26 @@ def test_learning_rates_are_scaled_where_batches_are_larger() -> None:
         ({"modes": ("solo-2",)}, "there are 2 devices"),
         ({"modes": ("solo-\u00b2",)}, "solo-N means the N-th device"),
         ({"modes": ("nccl-async",)}, "NCCL joins CUDA devices only"),
+        ({"jobs": 2}, "runs at once would share cores"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_sweep(SweepOrder(**{"models": ("lenet",), **changes}))
+
+
+def test_further_seeds_run_several_at_once_and_give_no_speed(machine: Machine) -> None:
+    """The first seed of a mode runs alone: all speeds are its own."""
+    given = {"seeds": 3, "jobs": 2, "devices": "cuda:0,cuda:1"}
+    outcome = sweep(order(machine, **given), quiet)
+    assert machine.at_once == [1, 1, 2, 2, 2, 2]
+    assert machine.repeats == [True, True, False, False, False, False]
+    assert outcome.disturbed == []  # by other programs
+    (model,) = build_report(machine.out).models
+    for row in model.rows:
+        assert (row.seeds, row.is_disturbed) == (3, False)
+        assert [(run["is_disturbed"], run["runs_at_once"]) for run in row.runs] == [(False, 1), (True, 2), (True, 2)]
+    assert not sweep(order(machine, **given), quiet).done
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(machine: Machine) -> None:

@@ -293,7 +293,7 @@ def _row(
         efficiency_half=paired["half_width"] if paired and has_speed else None,
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
         efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
-        **mode_times(runs, alone),
+        **mode_times(timed, alone),
         sample_shares=_sample_shares(runs),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=statistics.median(when_reached) if when_reached and has_speed and not is_for_speed else None,
@@ -320,6 +320,7 @@ def _facts(run: RunRecord, is_for_speed: bool) -> dict[str, Any]:
         "train_s": run.summary["train_seconds"],
         "is_disturbed": run.is_disturbed,
         "interference": run.summary.get("interference"),
+        "runs_at_once": run.summary.get("runs_at_once") or 1,
     }
 
 

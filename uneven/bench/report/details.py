@@ -68,6 +68,7 @@ def gpus(model: ModelReport) -> Table | None:
 
 def every_run(model: ModelReport) -> Table:
     """Each run's quality and seconds, and beside them what other programs took meanwhile."""
+    has_several = any(run["runs_at_once"] > 1 for row in model.rows for run in row.runs)
     rows = [
         [
             row.mode,
@@ -76,11 +77,13 @@ def every_run(model: ModelReport) -> Table:
             value(model.metric, run["quality"]),
             mark(number(run["train_s"], ".2f"), run["is_disturbed"]) if row.has_speed else "(takes turns)",
             *_interference(run["interference"] or {}),
+            *([str(run["runs_at_once"])] if has_several else []),
         ]
         for row in model.rows
         for run in row.runs
     ]
-    return Table.of(["mode", "seed", "epochs", model.metric, "train s", "stolen", "others' cores", "pressure"], rows)
+    head = ["mode", "seed", "epochs", model.metric, "train s", "stolen", "others' cores", "pressure"]
+    return Table.of([*head, *(["runs at once"] if has_several else [])], rows)
 
 
 def _interference(found: Mapping[str, Any]) -> list[str]:

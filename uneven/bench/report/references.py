@@ -18,7 +18,14 @@ from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.pack import changes
 from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way, longer_than
-from uneven.bench.single.folders import RunRecord, nothing_found, read_equal_time, read_runs, single_device
+from uneven.bench.single.folders import (
+    RunRecord,
+    for_speed,
+    nothing_found,
+    read_equal_time,
+    read_runs,
+    single_device,
+)
 
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
@@ -111,16 +118,17 @@ def _against_published(recipe: Recipe, quality: float, worst: float | None) -> l
 
 
 def _at_equal_time(
-    recipe: Recipe, mode: str, runs: list[RunRecord], solo: list[RunRecord], *, is_made_for_it: bool
+    recipe: Recipe, mode: str, runs: Sequence[RunRecord], solo: Sequence[RunRecord], *, is_made_for_it: bool
 ) -> tuple[float | None, str | None]:
     """The quality when the single device has finished, and what is wrong with it.
 
     An exact mode that is slower than the single device is in the middle of its schedule then, so it is held to this
     only by runs that were made for it.
     """
+    runs = for_speed(runs)
     found, _ = at_time(recipe, runs, solo)
     is_timed = (_is_local(mode) or is_made_for_it) and not runs[0].takes_turns
-    if found is None or not is_timed or any(run.is_disturbed for run in [*runs, *solo]):
+    if found is None or not is_timed or any(run.is_disturbed for run in [*runs, *for_speed(solo)]):
         return found, None
     (_, half), (other, other_half) = (interval([run.quality for run in group]) for group in (runs, solo))
     slack = _slack(recipe, half, other_half)

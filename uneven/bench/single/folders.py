@@ -302,7 +302,9 @@ def _wrong_extras(summary: Mapping[str, Any]) -> list[str]:
     """What a run need not tell, and has told in a way that nobody can read."""
     records = {name: summary.get(name) for name in ("asked", "machine", "interference")}
     wrong = [name for name, record in records.items() if not (record is None or isinstance(record, dict))]
-    wrong += [name for name in ("peak_memory_bytes", "eval_samples") if not _is_optional(summary.get(name))]
+    wrong += [
+        name for name in ("peak_memory_bytes", "eval_samples", "runs_at_once") if not _is_optional(summary.get(name))
+    ]
     shares = summary.get("sample_shares")
     if not (shares is None or (isinstance(shares, list) and all(map(is_number, shares)))):
         wrong.append("sample_shares")

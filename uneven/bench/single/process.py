@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from uneven.errors import STOPPED, TERMINATED
 from uneven.launch.lifeline import LIFELINE
 
 END_S = 10.0  # given to a run to save and exit after Ctrl-C
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,31 +39,85 @@ class Ended:
 
 def run_uneven(arguments: Sequence[str], cores: Sequence[int] | None = None) -> Ended:
     """Run `uneven` with these arguments, pinned to `cores`; KeyboardInterrupt also if the run was interrupted."""
-    lifeline, held = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "uneven", *arguments],
-        stdin=lifeline,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1", LIFELINE: "1"},
-        preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
-    )
-    os.close(lifeline)
+    ((_, ended),) = run_many([arguments], cores=cores)
+    return ended
+
+
+def run_many(
+    commands: Iterable[Sequence[str]],
+    at_once: int = 1,
+    cores: Sequence[int] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[int, Ended]]:
+    """Run `uneven` with each list of arguments, `at_once` at a time; yields (position, result) as they end.
+
+    `commands` is read only as far as processes are started. After Ctrl-C, or when one of the runs was interrupted, the
+    others end too, and KeyboardInterrupt is raised.
+    """
+    waiting = enumerate(commands)
+    running: dict[int, _Process] = {}
     try:
-        stdout, stderr = process.communicate()
+        while True:
+            for position, arguments in islice(waiting, at_once - len(running)):
+                running[position] = _Process(arguments, cores, variables or {})
+            if not running:
+                return
+            ended = [position for position, process in running.items() if process.wait(POLL_S / len(running))]
+            for position in ended:
+                yield position, running.pop(position).result()
     except KeyboardInterrupt:
-        # Ctrl-C reached the run as well: it saves and exits by itself, unless it hangs.
-        try:
-            process.communicate(timeout=END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        # Ctrl-C in a terminal reached the runs as well: they save and exit by themselves, unless one hangs.
+        end_s = time.monotonic() + END_S
+        for process in running.values():
+            process.wait(max(0.0, end_s - time.monotonic()))
         raise
     finally:
-        os.close(held)
-    if process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
-        raise KeyboardInterrupt
-    return Ended(process.returncode, stdout, stderr)
+        for process in running.values():
+            process.end()
+
+
+class _Process:
+    """A run of `uneven` in a process of its own, with its output in files: nothing has to read it meanwhile."""
+
+    def __init__(self, arguments: Sequence[str], cores: Sequence[int] | None, variables: Mapping[str, str]) -> None:
+        self._files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(2)]  # noqa: SIM115
+        lifeline, self._held = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "uneven", *arguments],
+            stdin=lifeline,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            env={**os.environ, **variables, "NO_COLOR": "1", LIFELINE: "1"},
+            preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
+        )
+        os.close(lifeline)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after waiting for up to these seconds."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def result(self) -> Ended:
+        """Of a process that has ended; KeyboardInterrupt if it was interrupted."""
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+        self.end()
+        if self._process.returncode in (STOPPED, -signal.SIGINT, TERMINATED, -signal.SIGTERM):
+            raise KeyboardInterrupt
+        return Ended(self._process.returncode, *texts)
+
+    def end(self) -> None:
+        """Kill it if it still runs, and close what belongs to it."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._held)
+        for file in self._files:
+            file.close()
 
 
 def flags(given: Mapping[str, Any]) -> list[str]:

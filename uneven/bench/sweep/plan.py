@@ -6,6 +6,10 @@ one, so its solo run is for its speed only: one seed and one epoch, of a slice o
 [Note: runs at equal time] A joint run is faster than one device alone, so at the end of its epochs time is left. What
 it reaches in the single device's time is told by another run, with as many epochs as fit and a schedule that ends with
 them. Their number follows from the seconds of finished runs, so these runs are planned last.
+
+[Note: several runs at once] Most of a short run on a GPU is its start, so seeds cost more than their training. With
+`jobs` the first seed of every mode runs alone, for its speed, and the others beside each other, for their quality:
+their speeds are marked as those of disturbed runs, and no figure of speed is made of them.
 """
 
 import statistics
@@ -51,6 +55,7 @@ class SweepOrder:
     has_equal_time: bool = False  # [Note: runs at equal time]
     out: Path = Path("runs")
     is_forced: bool = False
+    jobs: int = 1  # of [Note: several runs at once]
     command: str = ""  # as it was typed, for the report
 
 
@@ -79,6 +84,11 @@ class Cell:
         return not self.is_equal_time and not self.is_for_speed
 
     @property
+    def is_for_quality(self) -> bool:
+        """A further seed, which may run beside others."""
+        return self.result is None and self.seed > 0
+
+    @property
     def data(self) -> str:
         """The name of its data set."""
         return str(self.asked["data"] or models.get(self.model).data)
@@ -104,6 +114,10 @@ def plan_sweep(order: SweepOrder) -> tuple[list[Cell], list[Skipped]]:
     names = order.models or (QUICK_MODELS if order.is_quick else models.NAMES)
     for name in names:
         models.get(name)
+    if order.jobs > 1 and any(device.kind == "cpu" for device in devices):
+        raise InputError(
+            f"--jobs {order.jobs} on {order.devices!r}: runs at once would share cores; it is for GPUs only"
+        )
     wanted = order.modes or _all_modes(devices)
     skipped = [
         Skipped(mode, reason) for mode in wanted if (reason := _reason_to_skip(mode, devices, order)) is not None

@@ -13,13 +13,16 @@ from typing import Any
 
 from uneven.bench import models
 from uneven.bench.single.folders import FAILURE, SWEEP, BrokenRun, RunRecord, digest, read_run, read_runs
-from uneven.bench.single.process import run_uneven
+from uneven.bench.single.process import Ended, run_many
+from uneven.bench.single.run import write_summary
 from uneven.bench.sweep.plan import Cell, Skipped, SweepOrder, plan_equal_time, plan_sweep
 from uneven.bench.undisturbed import is_disturbed
 from uneven.data import datasets
 from uneven.data.datasets import Event
 from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
+from uneven.hardware.device import parse_devices
+from uneven.hardware.mps import shared_daemon
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
 # Settings of all runs of a model in a folder.
@@ -98,25 +101,50 @@ def sweep(order: SweepOrder, report: Callable[[str, int, int, float], None]) -> 
     missing = find_missing(order, cells)
     outcome = Outcome([], [cell.name for cell in cells if cell not in missing], {}, skipped)
     _write_record(order, skipped)
-    _run_all(missing, outcome, report)
+    _run_all(order, missing, outcome, report)
     longer = plan_equal_time(order, cells)
     missing = find_missing(order, longer)
     outcome.kept += [cell.name for cell in longer if cell not in missing]
-    _run_all(missing, outcome, report)
+    _run_all(order, missing, outcome, report)
     return outcome
 
 
-def _run_all(missing: Sequence[Cell], outcome: Outcome, report: Callable[[str, int, int, float], None]) -> None:
+def _run_all(
+    order: SweepOrder, missing: Sequence[Cell], outcome: Outcome, report: Callable[[str, int, int, float], None]
+) -> None:
+    """Each in a fresh process: first those that run alone, then several at once ([Note: several runs at once])."""
     began = time.monotonic()
-    for number, cell in enumerate(missing):
-        report(cell.name, number, len(missing), time.monotonic() - began)
-        reason = _run(cell)
-        if reason is None:
-            outcome.done.append(cell.name)
-            if is_disturbed(read_json(cell.result or cell.folder / "summary.json")):
-                outcome.disturbed.append(cell.name)
-        else:
-            outcome.failed[cell.name] = reason
+    beside = [cell for cell in missing if order.jobs > 1 and cell.is_for_quality]
+    alone = [cell for cell in missing if cell not in beside]
+    numbers = iter(range(len(missing)))
+
+    def start(cell: Cell) -> list[str]:
+        report(cell.name, next(numbers), len(missing), time.monotonic() - began)
+        return _arguments(cell, cell in beside)
+
+    for position, ended in run_many(map(start, alone)):
+        _settle(alone[position], ended, outcome)
+    with shared_daemon(parse_devices(order.devices) if beside else []) as variables:
+        for position, ended in run_many(map(start, beside), order.jobs, variables=variables):
+            _settle(beside[position], ended, outcome, order.jobs)
+
+
+def _arguments(cell: Cell, is_beside: bool) -> list[str]:
+    return ["bench", *cell.arguments, *(["--no-repeat"] if is_beside else []), "--json"]
+
+
+def _settle(cell: Cell, ended: Ended, outcome: Outcome, at_once: int = 1) -> None:
+    """Take a run that has ended into the outcome."""
+    reason = _failure(cell, ended, at_once > 1)
+    if reason is not None:
+        outcome.failed[cell.name] = reason
+        return
+    if at_once > 1:
+        summary = read_json(cell.folder / "summary.json")
+        write_summary(cell.folder, {**summary, "is_disturbed": True, "runs_at_once": at_once})
+    outcome.done.append(cell.name)
+    if at_once == 1 and is_disturbed(read_json(cell.result or cell.folder / "summary.json")):
+        outcome.disturbed.append(cell.name)
 
 
 def find_missing(order: SweepOrder, cells: Sequence[Cell]) -> list[Cell]:
@@ -193,10 +221,8 @@ def _compare_settings(cell: Cell, place: Path, before: Mapping[str, Any], keys: 
             )
 
 
-def _run(cell: Cell) -> str | None:
-    """Make one run in a fresh process; returns the reason if it failed, else None."""
-    arguments = ["bench", *cell.arguments, "--json"]
-    ended = run_uneven(arguments)
+def _failure(cell: Cell, ended: Ended, is_beside: bool) -> str | None:
+    """The reason if the run failed, which is recorded in its folder; None if its result is there."""
     if ended.code == 0 and cell.result is not None:
         cell.result.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(cell.result, ended.stdout.encode())
@@ -206,7 +232,8 @@ def _run(cell: Cell) -> str | None:
     reason = ended.message if ended.code else _why_broken(cell)
     cell.folder.mkdir(parents=True, exist_ok=True)
     mark_as_run(cell.folder)  # or the next attempt would take it for a folder of somebody else's
-    record = {"reason": reason, "exit_code": ended.code, "command": arguments, "stderr": ended.stderr[-TAIL:]}
+    command = _arguments(cell, is_beside)
+    record = {"reason": reason, "exit_code": ended.code, "command": command, "stderr": ended.stderr[-TAIL:]}
     write_atomically(cell.folder / FAILURE, json.dumps(record, indent=1).encode())
     return reason
 
