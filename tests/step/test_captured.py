@@ -30,6 +30,7 @@ from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.timeline.record import Recorder
 from uneven.train.engine import Engine
+from uneven.train.memory_cap import find_cap
 from uneven.train.rank_info import RankInfo, RankResult
 from uneven.train.worker import Worker
 
@@ -368,11 +369,12 @@ def test_a_whole_run_of_one_of_two_ranks_is_the_same_captured(options: dict[str,
 @pytest.mark.cuda
 @pytest.mark.parametrize("compile", ["off", "graph"])
 def test_a_rank_measures_its_speed_and_its_memory(compile: str) -> None:
-    config = resolve({"batch_size": 16, "epochs": 1, "compile": compile})
+    config = resolve({"batch_size": 16, "epochs": 1, "compile": compile, "policy": "balanced"})
     data = TensorData(torch.randn(70, 6).double(), torch.arange(70) % 3)
     task = Task(lambda: Net(torch.float64), lambda params: torch.optim.SGD(params, lr=0.1), mean_loss, data)
     engine = Engine(task, config, RankInfo(0, parse_devices("cuda:0,cuda:0")), Recorder(0))
     before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    find_cap(engine)
     engine.warm_up()
     cost = engine.measure()
     assert cost.cap == 32, "the whole slot fits"

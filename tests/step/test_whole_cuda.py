@@ -24,6 +24,7 @@ from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.reducer import Reducer
 from uneven.step.captured import CapturedBackward
 from uneven.step.eager import EagerStep
+from uneven.step.finite import OwnCheck
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.warmup import no_trace
@@ -177,7 +178,7 @@ def counted(group: Group) -> list[int]:
     step: Any = lambda model, batch: model(batch).square().mean()  # noqa: E731
     eager = EagerStep(model, optimizer, step, Precision("fp32", CUDA), LossMeter(CUDA), None)
     captured = CapturedBackward(eager, lambda inputs: inputs)
-    eager.reducer = Reducer(model.parameters(), group, UNLIMITED, overlap=False, num_stats=6)
+    eager.reducer = Reducer(model.parameters(), group, UNLIMITED, overlap=False, num_stats=len(OwnCheck._fields) + 2)
     captured.make_whole()
     whole = captured.whole
     assert whole is not None

@@ -26,6 +26,7 @@ from uneven.bench.single.folders import (
     read_runs,
     single_device,
 )
+from uneven.bench.single.modes import OWN_LOOP
 
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
@@ -207,10 +208,15 @@ def _global_batch(run: RunRecord) -> int:
 
 
 def _is_whole(run: RunRecord) -> bool:
-    """Whether a published figure may be held against it: the recipe's data and epochs, and the whole test set."""
+    """Whether a published figure may be held against it: the recipe's data and epochs, and the whole test set.
+
+    One that is the best on the way is not held against a loop of the user's own, which is evaluated only at the end.
+    """
     recipe, summary = models.get(run.model), run.summary
     asked = summary.get("asked") or {}
     is_cut = asked.get("samples") or summary.get("eval_samples")
+    if recipe.published is not None and recipe.published.is_best and run.mode in OWN_LOOP:
+        return False
     return not is_cut and summary.get("data") == recipe.data and summary.get("epochs", 0) >= recipe.epochs
 
 
