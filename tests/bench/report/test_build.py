@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench.report.build import build_report
-from uneven.bench.report.page import render_page
+from uneven.bench.report.page import curve, render_page
 from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
 
@@ -53,6 +53,7 @@ def test_speed_is_that_of_undisturbed_seeds(tmp_path: Path) -> None:
     (model,) = build_report(tmp_path).models
     (solo,) = model.rows
     assert (solo.samples_per_s, solo.seeds, solo.is_disturbed) == (1000.0, 2, False)
+    assert [seconds for seconds, _ in curve(solo, "train_seconds", "accuracy")] == [1.0, 2.0]
 
 
 def test_disturbed_speeds_are_marked_and_nothing_is_derived_from_them(tmp_path: Path) -> None:

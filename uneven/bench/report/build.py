@@ -87,6 +87,12 @@ class ModeReport:
     folders: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)  # each seed's quality, seconds and interference
 
+    @property
+    def timed(self) -> list[int]:
+        """The places in `trajectories` of the undisturbed runs, whose seconds count; all if there is none."""
+        places = range(len(self.trajectories))
+        return [place for place in places if not self.runs[place]["is_disturbed"]] or list(places)
+
 
 @dataclass(frozen=True)
 class ModelReport:

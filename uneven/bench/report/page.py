@@ -106,16 +106,16 @@ def _charts(model: ModelReport) -> Iterator[tuple[str, "Chart"]]:
             lines = {
                 row.mode: points
                 for row in _drawn(model)
-                if (row.has_speed or along == "samples") and (points := _curve(row, along, key))
+                if (row.has_speed or along == "samples") and (points := curve(row, along, key))
             }
             if any(len(points) > 1 for points in lines.values()):
                 yield f"{title} over {label}", _chart(model, f"{model.model}-{key}-{along}", label, lines)
 
 
-def _curve(row: ModeReport, along: str, key: str) -> Curve:
-    """One point per epoch that all seeds have evaluated: median of `along` and mean of `key` over the seeds."""
+def curve(row: ModeReport, along: str, key: str) -> Curve:
+    """One point per epoch that all seeds have evaluated: mean of `key`, median of `along` over undisturbed seeds."""
     return [
-        (statistics.median(entry[along] for entry in entries), statistics.mean(entry[key] for entry in entries))
+        (statistics.median(entries[place][along] for place in row.timed), statistics.mean(e[key] for e in entries))
         for entries in zip(*row.trajectories, strict=False)
         if all(isinstance(entry.get(key), int | float) and along in entry for entry in entries)
     ]
