@@ -58,8 +58,12 @@ def unfreeze(loop: Loop) -> None:
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: options["policy"])
 def test_unfreezing_between_two_epochs_is_refused(options: dict[str, Any]) -> None:
     options = options if options["policy"] == "balanced" else {**options, "global_batch_size": None}
-    for words in said(unfreeze, **options):
-        assert "first.weight was unfrozen while the run is on" in words
+    found = said(unfreeze, **options)
+    # A rank of a local policy may hear that its peer has left before it comes to a step of its own.
+    is_heard = options["policy"] in ("cadence", "async")
+    named = ["first.weight was unfrozen while the run is on" in words for words in found]
+    assert any(named)
+    assert all(own or (is_heard and "left its epoch" in words) for own, words in zip(named, found, strict=True))
 
 
 def test_a_param_that_is_added_is_refused_and_one_that_rests_is_not() -> None:
