@@ -1,6 +1,7 @@
 """The arithmetic of a step, every parameter against hand-written PyTorch."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_a_wrong_return_of_the_train_step_is_named(result: Any) -> None:
     step = make_step(lambda model, batch: result, "sgd")
     with pytest.raises(InputError, match="mean loss as one scalar tensor"):
         step(batches([4]), 4)
+
+
+def test_an_accuracy_that_stands_for_a_count_is_told_once() -> None:
+    step = make_step(lambda model, batch: (mean_loss(model, batch), torch.tensor(0.25)), "sgd")
+    with pytest.warns(UserWarning, match=r"returned \(loss, 0.25\), which is read as \(loss_sum, count\)"):
+        step(batches([8]), 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(batches([8]), 8)
+        make_step(loss_and_count, "sgd")(batches([8]), 8)
 
 
 @pytest.mark.parametrize("train_step", [mean_loss, loss_and_count])

@@ -30,7 +30,7 @@ from uneven.step.finite import (
     largest_unless_finite,
     total_count,
 )
-from uneven.step.loss import read_loss
+from uneven.step.loss import read_loss, warn_of_fraction
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.schedule import required_arguments
@@ -74,6 +74,7 @@ class EagerStep:
         self.before_step = before_step
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
+        self._has_counted = False  # the first count is looked at: later ones are left where they are, on the device
         self._is_zeroed = False  # the gradients, for the step that has begun
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
@@ -250,6 +251,9 @@ class EagerStep:
         loss, units = read_loss(result)
         if units is not None:
             # (loss_sum, count), of tokens for instance: the count of all ranks is known only after the sum.
+            if samples and not self._has_counted and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+                warn_of_fraction(units)
+                self._has_counted = True
             loss, units = (loss, units) if samples else (loss * 0, 0)
             count = _on_device(0 if self.is_further_loss else units, loss.device)
             self.meter.add(loss.detach(), count)

@@ -1,5 +1,6 @@
 """What a train step may return: the batch's mean loss, or (loss_sum, count). Anything else is refused in one line."""
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,16 @@ def read_loss(result: Any) -> tuple[Tensor, Any]:
             "trained params): return the loss as the model's forward gave it, before detach or backward"
         )
     return loss, count
+
+
+def warn_of_fraction(count: Any) -> None:
+    """A count between 0 and 1 is most likely an accuracy: the losses would be divided by it, without an error."""
+    if 0 < float(count) < 1:
+        warnings.warn(
+            f"the train step returned (loss, {float(count):g}), which is read as (loss_sum, count): the losses are "
+            "divided by the count; return the loss alone if the second is a metric",
+            stacklevel=2,
+        )
 
 
 def is_number(value: Any) -> bool:
