@@ -76,6 +76,17 @@ def test_a_sweep_with_a_failed_run_ends_with_an_error_and_names_it(
     assert "failed: lenet solo-0 seed 0: no space left" in done.output
 
 
+def test_a_stopped_sweep_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> Iterator[tuple[int, Ended]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uneven.bench.sweep.run.run_many", stop)
+    monkeypatch.setattr("uneven.bench.sweep.run._ensure_data", lambda name, report: True)
+    done = call("sweep", "--models", "lenet", "--modes", "solo-0", "--seeds", 1, "--out", tmp_path)
+    assert done.exit_code == 130
+    assert f"stopped; finished runs are kept in {tmp_path}, the same command goes on" in done.output
+
+
 def test_a_disturbed_run_of_a_sweep_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(commands: Iterable[list[str]], *_: object, **__: object) -> Iterator[tuple[int, Ended]]:
         for _ in commands:

@@ -40,9 +40,7 @@ def sweep(
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="On GPUs: seeds after the first run N at a time, for their quality only.")
-    ] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="GPUs: run seeds after the first N at a time, for quality.")] = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -88,9 +86,13 @@ def sweep(
     if dry:
         _print_plan(order, as_json)
         return
-    with _Bar(is_quiet=as_json) as bar:
-        order = provide(order, bar.print_line)
-        outcome = run_sweep(order, bar.show_run)
+    try:
+        with _Bar(is_quiet=as_json) as bar:
+            order = provide(order, bar.print_line)
+            outcome = run_sweep(order, bar.show_run)
+    except KeyboardInterrupt:
+        print(f"uneven: stopped; finished runs are kept in {out}, the same command goes on", file=sys.stderr)
+        raise
     _print_outcome(order, outcome, as_json)
     if outcome.failed:
         raise RankError(f"{len(outcome.failed)} of {len(outcome.failed) + len(outcome.done)} runs failed")
