@@ -22,6 +22,26 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(path, b"page")
+        assert path.is_fifo()
+        assert os.read(reader, 10) == b"page"
+    finally:
+        os.close(reader)
+
+
+def test_what_is_in_dev_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise AssertionError(f"would replace {names}")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    write_atomically(Path("/dev/null"), b"page")
+
+
 def test_an_earlier_runs_files_are_moved_aside_and_no_others(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for number in range(3):

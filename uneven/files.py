@@ -41,8 +41,12 @@ def read_json(path: Path) -> Any:
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:
     """Replace a file's content: afterwards it holds all of the new one, or, after a failure, still the old one.
 
-    The unfinished file is in `work` (default: the same folder), which must be on the same file system.
+    The unfinished file is in `work` (default: the same folder), which must be on the same file system. A device or a
+    pipe, such as /dev/stdout, is written into and stays what it is.
     """
+    if _is_special(path):
+        path.write_bytes(content)
+        return
     handle, temporary = tempfile.mkstemp(dir=work or path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -56,6 +60,12 @@ def write_atomically(path: Path, content: bytes, work: Path | None = None) -> No
         raise
     with suppress(FileNotFoundError):  # renamed by who waited for this file, and syncs what it renames
         sync_folder(path.parent)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether renaming a file to this path would replace a device or a pipe; root may do that even to /dev/null."""
+    # /dev/stdout is a link, which a shell may have led to a plain file.
+    return path.parent == Path("/dev") or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def sync_folder(folder: Path) -> None:

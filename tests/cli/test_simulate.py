@@ -132,3 +132,12 @@ def test_what_is_wrong_ends_with_a_line_and_code_2(
     code, out, err = call(monkeypatch, capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_a_page_that_cannot_be_written_names_its_own_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(monkeypatch, capsys, PAIR, "--hours", "0.003", "--page", "/dev/full")
+    assert code == 3
+    assert "efficiency" in out
+    assert err == "uneven: cannot write to /dev: no space left; choose another folder with --page FILE\n"

@@ -51,7 +51,7 @@ def write_simulated_page(path: Path, title: str, cluster: Cluster, found: Sequen
     try:
         write_atomically(path, content.encode())
     except OSError as error:
-        raise folder_error(path.parent, error) from error
+        raise folder_error(path.parent, error, "--page FILE") from error
 
 
 def _policies(found: Sequence[Simulated]) -> str:
