@@ -99,6 +99,13 @@ def _raising(error: BaseException) -> Callable[[], None]:
     return fail
 
 
+@pytest.mark.parametrize("kind", ["EOFError", "BrokenPipeError"])
+def test_an_error_of_the_script_that_typer_would_swallow_is_raised(kind: str, call: Call, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(f"import uneven\nraise {kind}(32, 'of the script')\n")
+    with pytest.raises((EOFError, BrokenPipeError), match="of the script"):
+        call("run", "--devices", "cpu", "fails.py")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Scripts and finished runs that the calls below name."""

@@ -3,6 +3,7 @@
 `uneven.cli.main` runs it; tests and tools/cli_page.py read the commands from it.
 """
 
+import select
 import sys
 from collections.abc import Iterator, MutableMapping
 from importlib import import_module
@@ -74,6 +75,25 @@ def _join_lines(command: Any) -> None:
         _join_lines(child)
 
 
+class Carried(Exception):  # noqa: N818
+    """Takes an error of a script past typer, which would end EOFError as "Aborted." and a broken pipe without a word.
+
+    `uneven.cli.main` raises what it carries.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _is_output_closed() -> bool:
+    """Whether the reader of stdout or stderr is gone, as after `| head -1`."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 class Root(TyperGroup):
     """`uneven` itself: its help is the first screen, without loading a verb or rich."""
 
@@ -87,6 +107,17 @@ class Root(TyperGroup):
             typer.echo(first_screen(is_colored(sys.stdout)))
             ctx.exit(InputError.exit_code)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """A script's own EOFError or broken pipe keeps its traceback: a truncated file, a worker that died."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise Carried(error) from None
+        except BrokenPipeError as error:
+            if _is_output_closed():
+                raise
+            raise Carried(error) from None
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx

@@ -36,13 +36,16 @@ def main() -> None:
 
 
 def _run() -> None:
-    from uneven.cli.app import app
+    from uneven.cli.app import Carried, app
     from uneven.install.switch import switch_to_build
     from uneven.launch.lifeline import end_with_parent
 
     switch_to_build()
     end_with_parent()
-    app()
+    try:
+        app()
+    except Carried as carried:
+        raise carried.error from None
 
 
 def _end_if_torch_is_missing(error: ModuleNotFoundError) -> None:
