@@ -334,7 +334,9 @@ SCRIPTS = {
     "broken.py": "def loss():\n    raise ValueError('boom')\n\nloss()\n",
 }
 LINES: list[tuple[str, int, str]] = [
-    ("run absent.py", 2, "absent.py.*there is no such file; type: uneven run"),
+    ("run absent.py", 2, "absent.py.*there is no such file; give its path"),
+    ("run .", 2, r"script '\.' is a folder; name the script in it, as in train.py"),
+    ("plan absent.py", 2, "there is no such file; give its path"),
     ("run plain.py --devices cpu,cpu", 2, "plain.py never imports uneven.*2 times.*call fit or Ddp.setup in it"),
     ("run beside.py --devices cpu,cpu@0.4", 2, "beside.py never imports uneven.*start it by: python beside.py"),
     ("bench policies plain.py", 2, "plain.py never imports uneven.*4 times, once per policy"),

@@ -54,16 +54,15 @@ def preflight(
 
 
 def _check_here(script: Path | None, devices: str, as_json: bool) -> None:
-    from uneven.errors import InputError
     from uneven.hardware.preflight import refuse_unsupported
     from uneven.launch.local_ranks import own_devices
-    from uneven.launch.script import refuse_plain_script
+    from uneven.launch.script import refuse_no_file, refuse_plain_script
     from uneven.machines import table
     from uneven.machines.facts import collect_facts
 
     refuse_unsupported()
-    if script is not None and not script.is_file():
-        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven preflight [script.py]")
+    if script is not None:
+        refuse_no_file(script)
     facts = collect_facts(script, [name.strip() for name in devices.split(",")])
     found = own_devices(facts)
     if script is not None and len(found) > 1:

@@ -67,11 +67,18 @@ def run_script(
 def check_script(script: Path, settings: Mapping[str, Any]) -> None:
     """InputError or MachineError for what is wrong whatever the devices are; loads no torch."""
     refuse_unsupported()
-    if not script.is_file():
-        raise InputError(f"script {str(script)!r}: there is no such file; type: uneven run [settings] script.py")
+    refuse_no_file(script)
     check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
     if (resume := settings.get("resume")) not in (None, "auto"):
         check_resumed_folder(Path(resume))
+
+
+def refuse_no_file(script: Path) -> None:
+    """InputError for a script that is not there, or is a folder."""
+    if script.is_dir():
+        raise InputError(f"script {str(script)!r} is a folder; name the script in it, as in {script / 'train.py'}")
+    if not script.is_file():
+        raise InputError(f"script {str(script)!r}: there is no such file; give its path, as in ./train.py")
 
 
 def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
