@@ -16,7 +16,9 @@ from uneven.bench.undisturbed import measure_undisturbed, to_marks
 from uneven.config import ENTRY_KEYS, POLICIES
 from uneven.errors import InputError
 from uneven.files import read_json
-from uneven.launch.script import refuse_plain_script
+from uneven.hardware.device import parse_devices
+from uneven.hardware.preflight import check_device
+from uneven.launch.script import refuse_no_file, refuse_plain_script
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
@@ -74,9 +76,10 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
     for policy in order.policies:
         if policy not in ALL:
             raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
-    if not order.script.is_file():
-        raise InputError(f"there is no script {order.script}")
+    refuse_no_file(order.script)
     refuse_plain_script(order.script, len(order.policies), "policy")
+    for device in () if order.devices == "auto" else parse_devices(order.devices):
+        check_device(device)  # here, since each policy would fail with the same line
     for policy in order.policies:
         report(policy)
         out = order.out / policy

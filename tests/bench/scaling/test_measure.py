@@ -105,6 +105,7 @@ def test_disturbed_runs_count_only_where_there_are_no_others(
     [
         ({"ranks": (2, 4)}, "with 1 among them"),
         ({"device": "tpu"}, "must be cpu or cuda"),
+        ({"device": "cuda", "ranks": (1, 99)}, "^device 'cuda:[0-9]+': this machine has cpu"),
         ({"compiles": ("fast",)}, "must be one of off, default, graph"),
         ({"model": "lenett"}, "unknown model"),
     ],

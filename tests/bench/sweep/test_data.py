@@ -8,7 +8,7 @@ from uneven.bench.sweep import run as module
 from uneven.bench.sweep.plan import SweepOrder, plan_sweep
 from uneven.bench.sweep.run import provide
 from uneven.data.datasets import Event, Presence
-from uneven.errors import MachineError
+from uneven.errors import InputError, MachineError
 
 
 class Shelf:
@@ -56,3 +56,10 @@ def test_a_full_sweep_says_what_it_cannot_get_and_keeps_to_its_sets(monkeypatch:
     order = SweepOrder(models=("lenet", "gpt-nano"))
     assert provided(monkeypatch, shelf, order) == order
     assert shelf.messages[-1] == "cannot get shakespeare"
+
+
+def test_devices_that_are_not_here_are_refused_before_data_is_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf(set(), {"mnist-mini", "shakespeare"})
+    with pytest.raises(InputError, match="device 'cuda:98': this machine has cpu"):
+        provided(monkeypatch, shelf, SweepOrder(is_quick=True, devices="cuda:98,cuda:99"))
+    assert shelf.messages == []

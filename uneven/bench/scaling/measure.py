@@ -28,6 +28,8 @@ from uneven.bench.single.process import flags, run_uneven
 from uneven.config import CHOICES
 from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.cores import available_cores
+from uneven.hardware.device import Device
+from uneven.hardware.preflight import check_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,8 @@ def _check(order: ScalingOrder) -> None:
     cores = len(available_cores())
     if order.device == "cpu" and max(order.ranks) > cores:
         raise MachineError(f"--ranks {max(order.ranks)} on {cores} cores: every rank needs a core of its own")
+    for index in range(max(order.ranks) if order.device == "cuda" else 0):
+        check_device(Device("cuda", index))
     unknown = [compile for compile in order.compiles if compile not in CHOICES["compile"]]
     if unknown:
         raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(CHOICES['compile'])}")

@@ -23,6 +23,7 @@ from uneven.errors import InputError, MachineError
 from uneven.files import folder_error, mark_as_run, read_json, write_atomically
 from uneven.hardware.device import parse_devices
 from uneven.hardware.mps import shared_daemon
+from uneven.hardware.preflight import check_device
 
 TAIL = 2000  # characters of a failing run's stderr that are kept
 # Settings of all runs of a model in a folder.
@@ -63,9 +64,14 @@ def with_present_text(order: SweepOrder) -> SweepOrder:
 def provide(order: SweepOrder, report: Callable[[str], None]) -> SweepOrder:
     """Download missing data sets; a quick sweep uses another text if Shakespeare's cannot be downloaded.
 
-    A data set that cannot be downloaded is reported; the runs that need it will fail with that reason.
+    A data set that cannot be downloaded is reported; the runs that need it will fail with that reason. InputError or
+    MachineError for a device that is not here, if there is a run to make: all of them would fail.
     """
-    for name in sorted({cell.data for cell in plan_sweep(order)[0]}):
+    cells = plan_sweep(order)[0]
+    if order.is_forced or not all(cell.is_done for cell in cells):
+        for device in parse_devices(order.devices):
+            check_device(device)
+    for name in sorted({cell.data for cell in cells}):
         if _ensure_data(name, report):
             continue
         other = STAND_IN.get(name) if order.is_quick else None
