@@ -215,7 +215,10 @@ def test_stop_says_where_the_state_is(listing: Listing, call: Call, tmp_path: Pa
     assert f"run abc123 (train.py) stopped after 12 steps; its state is in {tmp_path / 'out'}" in err
     assert call("stop", "abc")[0] == 2, "it has ended"
     assert call("stop", "--all")[::2] == (0, "uneven: no run of yours is led here\n")
-    assert call("stop", "--wait", "0")[0] == 2
+    for seconds in ("0", "nan"):
+        for verb in ("stop", "leave"):
+            code, _, err = call(verb, "--wait", seconds)
+            assert (code, err) == (2, f"uneven: --wait {seconds}: allowed are seconds above 0\n")
     assert call("stop", "abc", "--all")[0] == 2
     joined = Listing("train.py", run_id="led123", leader="pc1 (192.0.2.10)")
     code, _, err = call("stop")

@@ -47,7 +47,7 @@ def leave(
 
     if any(number < 0 for number in rank or ()):
         raise InputError(f"--rank {min(rank or ())}: ranks are numbered from 0, as the run prints them")
-    if wait <= 0:
+    if not wait > 0:  # not a number, too
         raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
     chosen = choose_run(run)
     answer = ask_to_leave(chosen, tuple(rank) if rank else None, wait)

@@ -45,7 +45,7 @@ def stop(
     from uneven.launch.known_runs import choose_known, live_runs
     from uneven.launch.stop_request import stop_run
 
-    if wait <= 0:
+    if not wait > 0:  # not a number, too
         raise InputError(f"--wait {wait:g}: allowed are seconds above 0")
     if stop_all and run is not None:
         raise InputError(f"--all with run {run!r}: name one run, or all of them")
