@@ -30,7 +30,7 @@ Every verb ends with one of these:
 |---|---|
 | 0 | done |
 | 1 | failed: the run, a check or a rank did not succeed; `uneven state diff` found a difference |
-| 2 | bad input: an option, an argument or a setting is wrong, or names a device that is not here; the message names it and the fix |
+| 2 | bad input: an option, an argument or a setting is wrong, a device is not here; the message names it and the fix |
 | 3 | this machine or cluster cannot do it: no torch, no space, no data, no driver |
 | 130 | stopped by Ctrl-C, and saved what there was |
 | 143 | stopped by SIGTERM, and saved what there was |
