@@ -51,7 +51,7 @@ def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_pat
             InputError,
             "either --baseline FILE, to check, or --save FILE",
         ),
-        (("policies", "nowhere.py"), InputError, "there is no script"),
+        (("policies", "nowhere.py"), InputError, "there is no such file"),
         (("scaling", "--ranks", "two"), InputError, "must be numbers"),
         (("scaling", "--ranks", "2,4"), InputError, "with 1 among them"),
         (("scaling", "--runs", "2=two"), InputError, "must have a run of 1 node"),
