@@ -12,9 +12,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 PAIR = str(EXAMPLES / "two_gpus.toml")
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["uneven", "simulate", *arguments])
-    monkeypatch.setenv("COLUMNS", "100")
     code: object = 0
     try:
         main()
@@ -141,3 +145,12 @@ def test_a_page_that_cannot_be_written_names_its_own_option(
     assert code == 3
     assert "efficiency" in out
     assert err == "uneven: cannot write to /dev: no space left; choose another folder with --page FILE\n"
+
+
+def test_a_narrow_terminal_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        _, out, _ = call(monkeypatch, capsys, PAIR, "--hours", "0.003")
+        tables.append([line.split() for line in out.splitlines()])
+    assert tables[0] == tables[1]

@@ -12,6 +12,7 @@ from uneven.cli.complete import devices as devices_here
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
 from uneven.cli.sweep import check, compare, pack, policies, report, sweep
+from uneven.cli.tables import print_whole
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,7 +79,7 @@ def list_models(as_json: Annotated[bool, typer.Option("--json", help="One JSON o
         published = f"{r.published.value:g}" if r.published else "-"
         table.add_row(r.name, r.data, f"{r.num_params:,}", f"{r.batch_size}", f"{r.epochs}", r.metric, published)
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(table)
+    print_whole(console, table)
     console.print(f"\nmodes: {', '.join(NAMES)} (see --devices)")
     console.print("next:  uneven bench run --model lenet --data mnist-mini")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from uneven.cli.run import CONFIG_OPTION, find_sources, option_of
+from uneven.cli.tables import print_whole
 from uneven.config import RunConfig, from_outside, settings_of
 from uneven.errors import InputError
 
@@ -110,7 +111,7 @@ def _print(made: "Plan") -> None:
     for one in made.predictions:
         is_taken = (one.policy, one.devices) == (made.advice.policy, made.advice.devices)
         table.add_row(*_row(one), style="bold" if is_taken else None)
-    console.print(table)
+    print_whole(console, table)
     if made.strategies:
         policy = made.strategies[0].policy
         console.print(

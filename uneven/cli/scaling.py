@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.cli import bench_options as options
+from uneven.cli.tables import print_whole
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _print(found: "Scaling") -> None:
         cells = ["-" if one is None else f"{one:.{digits}f}" for one, digits in zip(told, (3, 3, 2), strict=True)]
         marked = (mark(figure, point.is_disturbed) for figure in figures)
         table.add_row(f"{point.ranks}", *marked, predicted, off, *cells)
-    console.print(table)
+    print_whole(console, table)
     if any(point.is_disturbed for point in found.points) or any(row.is_disturbed for row in found.cold_starts):
         console.print(f"\n{FOOTNOTE}", markup=False)
     if found.alpha is not None:
@@ -119,7 +120,7 @@ def _print(found: "Scaling") -> None:
             times = (f"{row.before_s:.1f}", f"{row.first_ms:.1f}", f"{row.step_ms:.1f}")
             starts.add_row(row.compile, *(mark(time, row.is_disturbed) for time in times), even)
         console.print()
-        console.print(starts)
+        print_whole(console, starts)
 
 
 def _against(measured: float, predicted: float) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from uneven.cli.tables import print_whole
 from uneven.errors import InputError
 
 if TYPE_CHECKING:
@@ -226,4 +227,4 @@ def _new_table(*headings: str) -> Any:
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(table, markup=False)
+    print_whole(Console(highlight=False, markup=False), table)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.cli import bench_options as options
+from uneven.cli.tables import print_whole
 from uneven.errors import InputError, RankError
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from uneven.bench.sweep.run import Outcome
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; no progress.")]
+EqualTime = Annotated[
+    bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
+]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="On GPUs: seeds after the first run N at a time, for their quality only.")
+]
 
 
 def sweep(
@@ -35,12 +42,10 @@ def sweep(
     precision: options.Precision = "fp32",
     compile: options.Compile = "off",
     efficiency: Annotated[bool, typer.Option("--efficiency", help="Measure it by pairs too, minutes each.")] = False,
-    equal_time: Annotated[
-        bool, typer.Option("--equal-time", help="Also runs with as many epochs as fit the best single device's time.")
-    ] = False,
+    equal_time: EqualTime = False,
     out: Annotated[Path, typer.Option(help="Folder; a run goes into MODEL/MODE/seed-S below it.")] = Path("runs"),
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="GPUs: run seeds after the first N at a time, for quality.")] = 1,
+    jobs: Jobs = 1,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list what would run.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -318,8 +323,7 @@ def _check_references(runs: Path, as_json: bool) -> None:
             equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
             verdict = "fails" if row.faults else "holds"
             table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
-        # Not on a terminal rich takes 80 columns, and would shorten every name.
-        Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120).print(table)
+        print_whole(Console(highlight=False, markup=False, emoji=False), table)
     if faults:
         raise RankError("does not hold:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -382,7 +386,7 @@ def _print_trial(trial: "Trial") -> None:
         figures = (f"{row.train_s:.1f}", f"{row.samples_per_s:,.0f}", efficiency)
         table.add_row(row.policy, f"{row.loss:.4f}", *found, *(mark(figure, row.is_disturbed) for figure in figures))
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(table)
+    print_whole(console, table)
     if any(row.is_disturbed for row in trial.rows):
         console.print(f"\n{FOOTNOTE}, and none is recommended", markup=False)
     if trial.recommended is not None:
