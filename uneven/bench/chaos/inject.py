@@ -51,6 +51,8 @@ def run_chaos(order: ChaosOrder, say: Callable[[str], None]) -> ChaosReport:
         return chaos.report
     finally:
         if order.out is None:
+            if out.exists():  # the run has just said that its state is there
+                say(f"{out} was temporary and is removed; --out FOLDER keeps what the run saves")
             rmtree(out.parent, ignore_errors=True)
 
 
