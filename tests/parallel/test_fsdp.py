@@ -30,6 +30,13 @@ class Block(nn.Module):
         return hidden
 
 
+class ExpLog(nn.Module):
+    """Changes nothing. Behind a block it makes backward compute that again before its output has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().log()
+
+
 @dataclass
 class Hidden:
     value: Tensor
@@ -53,10 +60,12 @@ class Holding(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks in a list, called in `order`; a first and a last layer make the root."""
+    """Blocks in a list, called in `order`; a first and a last layer make the root. `saves`: a checkpoint for each
+    block, with something "behind" it, or one for "all" of them.
+    """
 
     def __init__(
-        self, order: Sequence[int] = (0, 1, 2), saves: bool = False, dtype: torch.dtype = torch.float64
+        self, order: Sequence[int] = (0, 1, 2), saves: bool | str = False, dtype: torch.dtype = torch.float64
     ) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
@@ -70,11 +79,21 @@ class Tower(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for place in self.order:
-            block = self.blocks[place]
-            x = checkpoint(block, x, use_reentrant=False) if self.saves else block(x)
+        if self.saves == "all":
+            x = checkpoint(self._through, x, use_reentrant=False)
+        else:
+            for place in self.order:
+                block = self.blocks[place]
+                if self.saves == "behind":
+                    block = nn.Sequential(block, ExpLog())
+                x = checkpoint(block, x, use_reentrant=False) if self.saves else block(x)
         scores: Tensor = self.last(x)
         return scores
+
+    def _through(self, x: Tensor) -> Tensor:
+        for place in self.order:
+            x = self.blocks[place](x)
+        return ExpLog()(x)
 
 
 def make_adamw(params: Any) -> torch.optim.Optimizer:
@@ -109,8 +128,8 @@ def dense() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shares", [None, (15, 6), (1, 0), (0, 1)])
-@pytest.mark.parametrize("saves", [False, True])
-def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, saves: bool) -> None:
+@pytest.mark.parametrize("saves", [False, True, "behind", "all"])
+def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, saves: bool | str) -> None:
     for found in on_threads(2, lambda group: train(wrapped(group, Tower(saves=saves), shares=shares), group)):
         torch.testing.assert_close(found, dense(), rtol=1e-10, atol=1e-12)
 

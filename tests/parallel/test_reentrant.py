@@ -1,7 +1,7 @@
 """Checkpoints with use_reentrant=True run a backward inside backward: sums are those of one process, or refused."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -179,35 +179,38 @@ class Inner(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, is_outside: bool) -> None:
+    """`outside`: the blocks that lie in a checkpoint."""
+
+    def __init__(self, outside: Sequence[int] = ()) -> None:
         super().__init__()
         own = torch.Generator().manual_seed(5)
         self.first = nn.Linear(WIDTH, WIDTH, dtype=DTYPE)
         self.blocks = nn.ModuleList(Inner() for _ in range(3))
-        self.is_outside = is_outside
+        self.outside = outside
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=own) * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
-            x = again(block, x) if self.is_outside else block(x)
+        for place, block in enumerate(self.blocks):
+            x = again(nn.Sequential(block, nn.Tanh()), x) if place in self.outside else block(x)
         return x
 
 
 def test_fsdp_takes_it_inside_a_block_and_refuses_it_around_one() -> None:
-    def rank(group: ThreadGroup, is_outside: bool) -> dict[str, Tensor | None]:
-        strategy = FSDP(Tower(is_outside), sgd, group)
+    def rank(group: ThreadGroup, outside: Sequence[int] = ()) -> dict[str, Tensor | None]:
+        strategy = FSDP(Tower(outside), sgd, group)
         (strategy.module(rows_of(0, group)).square().sum()).backward()
         found = strategy.full_gradients()
         strategy.close()
         return found
 
-    plain = Tower(is_outside=False)
+    plain = Tower()
     plain(rows_of(0)).square().sum().backward()
-    for found in on_threads(2, lambda group: rank(group, is_outside=False)):
+    for found in on_threads(2, rank):
         for name, param in plain.named_parameters():
             torch.testing.assert_close(found[name], param.grad, rtol=1e-10, atol=1e-12)
-    with pytest.raises(InputError, match=r"recomputes blocks.2.*use_reentrant=False"):
-        on_threads(2, lambda group: rank(group, is_outside=True))
+    for outside, named in [((0, 1, 2), 2), ((1,), 1)]:  # the params of the second may be on their way already
+        with pytest.raises(InputError, match=rf"recomputes blocks.{named}.*use_reentrant=False"):
+            on_threads(2, lambda group, outside=outside: rank(group, outside))

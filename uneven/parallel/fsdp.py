@@ -79,6 +79,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         ]
         self._unshard_order = UnshardOrder(self._units)
         self._called = 0
+        self._without_graph: set[int] = set()  # units of this forward that have no hook for backward
         self._pass = BackwardPass(self._end_of_backward)
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
         self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
@@ -166,16 +167,19 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         yield module.register_forward_hook(partial(post_forward, place))
 
     def _pre_forward(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running_backward() is not None:  # recomputed from a checkpoint: unsharded already, by its output's gradient
-            if not self._units[place].is_unsharded:
+        if running_backward() is not None:  # recomputed from a checkpoint
+            if place in self._without_graph:
                 raise InputError(
                     f"strategy='fsdp': a checkpoint with use_reentrant=True recomputes {self._units[place].name}, "
                     "whose params are not here then; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
+            # Where the checkpoint goes on behind the unit, no gradient has asked for its params yet.
+            self._pre_backward(place)
             return None
         if place == 0:
             self._unshard_order.reset()  # a forward that had no backward
             self._called = 0
+            self._without_graph.clear()
         if place != self._called:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
             raise RuntimeError(
@@ -183,6 +187,8 @@ class FSDP(TakesOptimizer, SurvivesLosses):
                 "order of units=; choose others (in fit: by a method fsdp_units() of the model)"
             )
         self._called += 1
+        if not torch.is_grad_enabled():
+            self._without_graph.add(place)
         self._unshard_order.pre_forward(place, not torch.is_grad_enabled())
         if place == 0 and self._compute_dtype is not None:
             cast = partial(_cast, self._compute_dtype)
