@@ -134,6 +134,23 @@ def test_blocks_train_as_one_process_does_also_from_checkpoints(shares: Any, sav
         torch.testing.assert_close(found, dense(), rtol=1e-10, atol=1e-12)
 
 
+def test_a_hook_that_was_there_before_finds_whole_params() -> None:
+    """As that of torch.nn.utils.weight_norm, which makes the weight before forward."""
+
+    def rank(group: ThreadGroup) -> list[bool]:
+        model = Tower()
+        is_here: list[bool] = []
+        for module in (model, *model.blocks):  # at the root nothing is on its way yet
+            module.register_forward_pre_hook(
+                lambda module, _: is_here.append(next(module.parameters()).untyped_storage().nbytes() > 0)
+            )
+        strategy = wrapped(group, model)
+        strategy.module(batch(0))
+        return is_here
+
+    assert on_threads(2, rank) == [[True] * 4] * 2
+
+
 def held(kind: Any) -> Tower:
     model = Tower()
     model.blocks = nn.ModuleList(Holding(block, kind) for block in model.blocks)

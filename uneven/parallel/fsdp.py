@@ -163,7 +163,8 @@ class FSDP(TakesOptimizer, SurvivesLosses):
 
     def _register(self, module: nn.Module, place: int) -> Iterator[Any]:
         pre_forward, post_forward = weakly(self._pre_forward), weakly(self._post_forward)
-        yield module.register_forward_pre_hook(partial(pre_forward, place), with_kwargs=True)
+        # Before the user's own, which may read params: torch.nn.utils.weight_norm makes the weight in such a hook.
+        yield module.register_forward_pre_hook(partial(pre_forward, place), with_kwargs=True, prepend=True)
         yield module.register_forward_hook(partial(post_forward, place))
 
     def _pre_forward(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
