@@ -151,6 +151,17 @@ def test_a_hook_that_was_there_before_finds_whole_params() -> None:
     assert on_threads(2, rank) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("options", [{"create_graph": True}, {"retain_graph": True}])
+def test_a_second_backward_of_one_forward_is_refused(options: Any) -> None:
+    """A gradient penalty, or gradients of the input that weigh the loss: params are gone when backward comes again."""
+    strategy = wrapped(SoloGroup(), Tower())
+    x = batch(0).requires_grad_()
+    loss = strategy.module(x).square().sum()
+    with pytest.raises(InputError, match=r"a forward has one backward.*use strategy='zero2'"):
+        (torch.autograd.grad(loss, x, **options)[0].square().sum() + loss).backward()
+    strategy.module(batch(0)).sum().backward()  # the next one is whole
+
+
 def held(kind: Any) -> Tower:
     model = Tower()
     model.blocks = nn.ModuleList(Holding(block, kind) for block in model.blocks)

@@ -80,6 +80,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         self._unshard_order = UnshardOrder(self._units)
         self._called = 0
         self._without_graph: set[int] = set()  # units of this forward that have no hook for backward
+        self._is_over = False  # the backward of the last forward
         self._pass = BackwardPass(self._end_of_backward)
         self._unit_of: dict[FlatShards, Unit] = {s: unit for unit in self._units for s in unit.flat_shards}
         self._trained = [s for unit in reversed(self._units) for s in unit.flat_shards if s.params[0].requires_grad]
@@ -181,6 +182,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             self._unshard_order.reset()  # a forward that had no backward
             self._called = 0
             self._without_graph.clear()
+            self._is_over = False
         if place != self._called:
             due = self._units[self._called].name if self._called < len(self._units) else "the end"
             raise RuntimeError(
@@ -208,7 +210,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             )
         if place == 0 and forward_only:
             self._unshard_order.finish(forward_only)
-        pre_backward = partial(_call_for_gradient, weakly(self._pre_backward), place)
+        pre_backward = partial(_call_for_gradient, weakly(self._gradient_came), place)
         tensors = list(_tensors(output))
         if not tensors and not forward_only:
             # Backward would come to the unit without notice, after its params are gone.
@@ -219,6 +221,14 @@ class FSDP(TakesOptimizer, SurvivesLosses):
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(pre_backward)
+
+    def _gradient_came(self, place: int) -> None:
+        if torch.is_grad_enabled() or self._is_over:
+            raise InputError(
+                "strategy='fsdp': a forward has one backward, and none with create_graph=True (torch.autograd.grad in "
+                "the loss, as in a gradient penalty): params are not here for another one; use strategy='zero2'"
+            )
+        self._pre_backward(place)
 
     def _pre_backward(self, place: int) -> None:
         if self._pass.enter():
@@ -232,6 +242,7 @@ class FSDP(TakesOptimizer, SurvivesLosses):
             unit.reshard()
 
     def _end_of_backward(self) -> None:
+        self._is_over = True
         self._unshard_order.finish()
 
 
