@@ -345,3 +345,26 @@ def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pyt
 def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         resolve({"batch_size": 4, "epochs": 1, **settings})
+
+
+@pytest.mark.parametrize("name", ["first", "second"])  # freed after forward; kept for backward, but absent before it
+def test_fsdp_refuses_a_train_step_that_reads_params_by_itself(name: str) -> None:
+    """It would read freed memory, which ends the process or gives any number."""
+
+    def penalised(model: Net, batch: Any) -> Tensor:
+        penalty = getattr(model, name).weight.square().sum()
+        return mean_loss(model, batch) + penalty
+
+    with pytest.raises(InputError, match=rf"reads {name}.weight outside of its block's forward.*weight_decay"):
+        train(2, strategy="fsdp", policy="sync", step=penalised)
+
+
+def test_fsdp_lets_a_train_step_read_shapes() -> None:
+    def asking(model: Net, batch: Any) -> Tensor:
+        assert sum(param.numel() for param in model.parameters()) == 99
+        return mean_loss(model, batch) + torch.zeros_like(model.first.weight).sum()
+
+    dense = train(1, global_batch_size=24)[0]
+    assert_exact(
+        train(2, strategy="fsdp", policy="sync", global_batch_size=24, step=asking), dense, "sgd", torch.float64
+    )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
+from uneven.parallel.absent_params import AbsentParams
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
@@ -109,6 +110,11 @@ class FSDP(TakesOptimizer, SurvivesLosses):
 
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
+
+    def refuse_absent(self) -> AbsentParams:
+        """A context for a train step: what reads params outside of their unit's forward is refused."""
+        unit_of = {param: unit for shards, unit in self._unit_of.items() for param in shards.params}
+        return AbsentParams(self.module, lambda param: unit_of[param].is_here)
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: self._gathered(param) for name, param in self.module.named_parameters()}

@@ -30,10 +30,12 @@ class Unit:
         ]
         self.has_frozen = any(not param.requires_grad for param in params)
         self._works: list[WorkList] | None = None
+        self._is_here = False
 
     @property
-    def is_unsharded(self) -> bool:
-        return self._works is not None
+    def is_here(self) -> bool:
+        """Whether its params are whole, and not only on their way."""
+        return self._is_here
 
     def start_unshard(self) -> None:
         if self._works is None:
@@ -43,6 +45,7 @@ class Unit:
         assert self._works is not None, "start_unshard comes first"
         for works in self._works:
             works.wait()
+        self._is_here = True
 
     def reshard(self) -> None:
         if self._works is not None:
@@ -50,6 +53,7 @@ class Unit:
             for shards in self.flat_shards:
                 shards.reshard()
             self._works = None
+            self._is_here = False
 
 
 class UnshardOrder:

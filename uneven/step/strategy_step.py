@@ -7,12 +7,14 @@ their own.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.data.tensors import Batch
+from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
 from uneven.step.eager import EagerStep, FirstHalf, split_checks
 from uneven.step.finite import GradientWatch, OwnCheck
@@ -25,19 +27,18 @@ class StrategyStep(EagerStep):
     """
 
     def __init__(self, eager: EagerStep, strategy: Strategy, group: Group, *, is_model_parallel: bool = False) -> None:
+        plain = eager.plain if isinstance(eager, StrategyStep) else eager
         super().__init__(
             strategy.module,
             strategy.optimizer,
-            eager.train_step,
+            self._first_step if isinstance(strategy, FSDP) else plain.train_step,
             eager.precision,
             eager.meter,
             eager.max_grad_norm,
             eager.batchnorm_sync,
         )
         self._strategy, self._group = strategy, group
-        self.plain: EagerStep = (
-            eager.plain if isinstance(eager, StrategyStep) else eager
-        )  # of a rank that is left alone
+        self.plain: EagerStep = plain  # of a rank that is left alone
         self._is_model_parallel = is_model_parallel
         self._watch = GradientWatch(strategy.module.parameters())
 
@@ -63,6 +64,13 @@ class StrategyStep(EagerStep):
     def close(self) -> None:
         super().close()
         self._watch.close()
+
+    def _first_step(self, model: nn.Module, batch: Batch) -> Any:
+        """Params that are not here are looked for once: every operation costs more meanwhile."""
+        self.train_step = self.plain.train_step
+        assert isinstance(self._strategy, FSDP)
+        with self._strategy.refuse_absent():
+            return self.train_step(model, batch)
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
