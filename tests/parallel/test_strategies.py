@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.parallel.parity import (
     KINDS,
@@ -300,3 +300,38 @@ def test_after_a_backward_that_failed_the_next_one_is_whole(wrap: Any) -> None:
         model(x).sum().backward()
         made.step()
     torch.testing.assert_close(strategy.full_state().model, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("wrap", [DDPBucketed, Zero2])
+def test_gradients_of_params_inside_the_loss_are_no_backward(wrap: Any, create_graph: bool) -> None:
+    """torch.autograd.grad comes to the params, too; a rank without samples takes part in one sum, not in two."""
+
+    def penalised(model: nn.Module, rows: Tensor) -> Tensor:
+        loss = model(rows).square().sum() / 4
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, create_graph=create_graph)
+        return loss + torch.stack([grad.square().sum() for grad in grads]).sum()
+
+    def make() -> nn.Module:
+        model = nn.Linear(3, 2).double()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.arange(param.numel()).view_as(param) / 5)
+        return model
+
+    rows = torch.arange(12.0, dtype=torch.float64).view(4, 3) / 7
+
+    def rank(group: ThreadGroup) -> dict[str, Tensor | None]:
+        strategy = wrap(make(), OPTIMIZERS["sgd"], group)
+        if group.rank:
+            strategy.backward_without_samples()
+        else:
+            penalised(strategy.module, rows).backward()
+        found: dict[str, Tensor | None] = strategy.full_gradients()
+        strategy.close()
+        return found
+
+    plain = make()
+    penalised(plain, rows).backward()
+    for found in on_threads(2, rank):
+        torch.testing.assert_close(found, {name: param.grad for name, param in plain.named_parameters()})

@@ -23,6 +23,7 @@ class GradientHooks:
     """Calls `before(param)` before a gradient is accumulated into the param's, and `ready(param)` afterwards.
 
     With `before`, gradients that cannot be summed over ranks are refused; None spares every param one call a backward.
+    It hangs on the node that accumulates, not on the param: torch.autograd.grad comes to params, too, and adds nothing.
     """
 
     def __init__(
@@ -32,15 +33,18 @@ class GradientHooks:
         ready: Callable[[nn.Parameter], None],
     ) -> None:
         self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # which params hold weakly: their hooks would die with them
         for param in params:
             if before is not None:
-                self._handles.append(param.register_hook(_checked(before, param)))
+                with torch.enable_grad():
+                    self._nodes.append(torch.autograd.graph.get_gradient_edge(param).node)
+                self._handles.append(self._nodes[-1].register_prehook(_checked(before, param)))
             self._handles.append(param.register_post_accumulate_grad_hook(weakly(ready)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._nodes = [], []
 
 
 def running_backward() -> int | None:
@@ -125,16 +129,16 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checked(before: Callable[[nn.Parameter], None], param: nn.Parameter) -> Callable[[Tensor], None]:
+def _checked(before: Callable[[nn.Parameter], None], param: nn.Parameter) -> Callable[[tuple[Tensor, ...]], None]:
     call, held = weakly(before), weakref.ref(param)
 
-    def hook(grad: Tensor) -> None:
+    def hook(grads: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): second-order gradients are not summed over ranks; compute them inside "
                 "the loss with torch.autograd.grad"
             )
-        if grad.is_sparse:
+        if any(grad.is_sparse for grad in grads):
             raise RuntimeError("a sparse gradient cannot be summed in buckets; make the embedding dense")
         call(held())
 
