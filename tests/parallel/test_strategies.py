@@ -335,3 +335,26 @@ def test_gradients_of_params_inside_the_loss_are_no_backward(wrap: Any, create_g
     penalised(plain, rows).backward()
     for found in on_threads(2, rank):
         torch.testing.assert_close(found, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("wrap", [DDPFlat, Zero2, FSDP])
+def test_both_parts_of_a_complex_gradient_count_in_the_norm(wrap: Any) -> None:
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.factor).abs().square().sum()
+
+    def rank(group: ThreadGroup) -> tuple[float, Tensor]:
+        strategy = wrap(Turning(), OPTIMIZERS["sgd"], group)
+        (strategy.module(torch.ones(2)) / group.world_size).backward()
+        norm = float(strategy.clip(0.5))
+        return norm, strategy.full_gradients()["factor"]
+
+    plain = Turning()
+    plain(torch.ones(2)).backward()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    for found in on_threads(2, rank):
+        torch.testing.assert_close(found, (norm, plain.factor.grad))

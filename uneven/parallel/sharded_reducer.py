@@ -16,7 +16,7 @@ from uneven.comm.work import Work, WorkList
 from uneven.parallel.buckets import split_params
 from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like, ranks_held
 from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_repeated
-from uneven.parallel.strategy import scale_all, scale_to_norm
+from uneven.parallel.strategy import scale_all, scale_to_norm, square_of
 from uneven.policy.redundancy import Copies
 
 MAX_IN_FLIGHT = 2  # buckets on the wire at once; more would hold more full gradients
@@ -61,7 +61,7 @@ def clip_shards(
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for own in sums:
-        square += own.double().square().sum().to(device)
+        square += square_of(own).to(device)
     norm = group.all_reduce(square).wait().sqrt()[0]
     scale_to_norm([*sums, *kept], norm, max_norm)
     return norm

@@ -163,6 +163,12 @@ def on_host(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
+def square_of(grad: Tensor) -> Tensor:
+    """The square of a gradient's norm, as a double; of both parts where it is complex."""
+    values = torch.view_as_real(grad) if grad.is_complex() else grad
+    return values.double().square().sum()
+
+
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """As torch's clip_grad_norm_ does, for a norm that is known already."""
     scale_all(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -32,6 +32,7 @@ from uneven.parallel.strategy import (
     optimizer_of,
     scale_all,
     scale_to_norm,
+    square_of,
     sync_initial_state,
     tensors_by_name,
 )
@@ -152,7 +153,7 @@ class TensorParallel(TakesOptimizer):
         square = torch.zeros(2, dtype=torch.float64, device=params[0].device)
         for param in params:
             assert param.grad is not None
-            square[int(param in self._shardings)] += param.grad.double().square().sum()
+            square[int(param in self._shardings)] += square_of(param.grad)
         sharded = self._group.all_reduce(square[1:].clone()).wait()
         norm = (square[0] + sharded[0]).sqrt()
         scale_to_norm(gradients_of(self.module), norm, max_norm)
