@@ -173,3 +173,30 @@ def test_an_optimizer_may_hold_a_frozen_param_of_integers() -> None:
     )
     assert step(batches([4]), 4) is None
     assert model.table.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_a_count_is_divided_by_in_its_own_precision(dtype: torch.dtype) -> None:
+    """In half precision 70,000 would be infinite, and every gradient 0; a complex number cannot divide a real one."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(2, dtype=dtype))
+            self.second = nn.Parameter(torch.ones(2))
+
+    def counted(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return (model.first.abs() * model.second).sum() * 35_000, 70_000  # type: ignore[union-attr,operator]
+
+    model = Mixed()
+    step = EagerStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        counted,
+        Precision("fp32", torch.device("cpu")),
+        LossMeter(torch.device("cpu")),
+        None,
+    )
+    step([(None, 4)], 4)
+    for param in model.parameters():
+        torch.testing.assert_close(param.detach(), torch.full_like(param, 0.5))

@@ -177,7 +177,7 @@ def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) ->
 @torch.no_grad()
 def scale_all(gradients: Iterable[Tensor], factor: Tensor) -> None:
     for grad in gradients:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+        grad.mul_(factor.to(grad.device))  # in its own precision: half of it would round the factor
 
 
 def gradients_of(module: nn.Module) -> list[Tensor]:

@@ -289,7 +289,9 @@ class EagerStep:
             self.precision.scaler.unscale_(optimizer)
         grads = [param.grad for param in params if param.grad is not None]
         if counts is not None and grads:
-            torch._foreach_div_(grads, counts.to(grads[0].dtype))
+            # Half precision would round a count, or overflow; and a complex one cannot divide what is real.
+            is_exact = {grad.dtype for grad in grads} in ({torch.float32}, {torch.float64})
+            torch._foreach_div_(grads, counts.to(grads[0].dtype) if is_exact else counts)
         if self.before_step is not None:
             with torch.no_grad():
                 self.before_step(self.model, optimizer)
