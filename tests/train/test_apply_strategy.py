@@ -84,6 +84,20 @@ def test_equals_one_process(name: str, size: int, variant: str) -> None:
     assert ours[0].state.history[-1]["train_loss"] == pytest.approx(dense.state.history[-1]["train_loss"], rel=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "sequence"])
+def test_gradients_outside_the_optimizer_count_in_the_norm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's clip_grad_norm_ over the model's params does; each step's own, not the sum of all before it."""
+
+    def part(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([param for param in params if param.shape[0] == 3], lr=0.1, momentum=0.9)
+
+    monkeypatch.setitem(OPTIMIZERS, "part", part)
+    common: dict[str, Any] = {"optimizer": "part", "global_batch_size": 24, "max_grad_norm": 0.05}
+    dense, ours = train(1, **common)[0], train(2, strategy=name, **common)
+    for key, value in dense.state.params.items():
+        torch.testing.assert_close(ours[0].state.params[key], value, rtol=1e-10, atol=1e-10)
+
+
 @cache
 def sgd_run() -> Any:
     return train(1, global_batch_size=24, optimizer="sgd")[0]

@@ -115,6 +115,19 @@ def test_muon_over_the_ranks_equals_one_device(strategy: str | None, options: di
     assert_same_optimizer(ours[0].state, dense.state)
 
 
+@pytest.mark.usefixtures("_muon_in_fp64")
+@pytest.mark.parametrize("strategy", [None, "ddp-flat"])
+def test_gradients_that_muon_does_not_hold_count_in_the_norm(
+    strategy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "part", lambda params: make_muon([p for p in params if p.shape != (9,)]))
+    common: dict[str, Any] = {"optimizer": "part", "global_batch_size": 24, "max_grad_norm": 0.01}
+    dense = train(1, **common)[0]
+    for result in train(3, shares=(5, 0, 2), strategy=strategy, **common):
+        for key, value in dense.state.params.items():
+            torch.testing.assert_close(result.state.params[key], value, rtol=1e-10, atol=1e-10)
+
+
 def test_muon_runs_its_three_phases_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicated it would update both matrices on both ranks, and an all-reduce would have summed the gradients."""
     updated: list[int] = []

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED, bucket_bytes
+from uneven.parallel.flat_shards import FlatShards, checked_shares
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
@@ -261,7 +262,12 @@ class Zero2(TakesOptimizer, SurvivesLosses):
         self._sharded = ShardedOptimizer(
             optimizer, self._group, shares=self._shares, by_tensors=self._by_tensors, copies=self._copies
         )
-        self._sums = ShardedReducer(self._sharded.flat_shards, self._group, self._max_bytes, copies=self._copies)
+        # Params that the optimizer does not hold count in the norm that gradients are clipped by, as in one process.
+        held = {param for settings in self._sharded.param_groups for param in settings["params"]}
+        outside = [param for param in self.module.parameters() if param.requires_grad and param not in held]
+        shares = checked_shares(self._shares, self._group)
+        shards = [*self._sharded.flat_shards, *(FlatShards([param], shares, by_tensors=False) for param in outside)]
+        self._sums = ShardedReducer(shards, self._group, self._max_bytes, copies=self._copies)
         self._sharded.take_gradients_from(self._sums)
         return self._sharded
 

@@ -18,6 +18,7 @@ from uneven.comm.group import Group, SoloGroup
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
 from uneven.parallel.ddp import copied_params
+from uneven.parallel.flat_shards import FlatShards, checked_shares, group_by_kind
 from uneven.parallel.sharded_optimizer import ShardedOptimizer, call_closure
 from uneven.parallel.sharded_reducer import DeferredShardedReducer, clip_shards
 from uneven.parallel.strategy import FullState, gradients_of, on_host, scale_all
@@ -101,14 +102,27 @@ class MuonAdamW(Optimizer):
         for part in self._parts:
             part.start()
 
+    def sum_outside(self, params: Sequence[nn.Parameter]) -> DeferredShardedReducer | None:
+        """What sums the gradients of params that it does not hold, over the same ranks; for `clip`."""
+        kinds = group_by_kind(params)
+        shards = [FlatShards(kind, checked_shares(None, self._group), by_tensors=False) for kind in kinds]
+        return DeferredShardedReducer(shards, self._group) if shards else None
+
     @torch.no_grad()
-    def clip(self, max_norm: float) -> Tensor:
-        """Scale the summed gradients to this norm over all params at most; returns the norm before. A collective."""
+    def clip(self, max_norm: float, outside: DeferredShardedReducer | None = None) -> Tensor:
+        """Scale the summed gradients to this norm over all params at most; returns the norm before. A collective.
+
+        `outside`: of params that count in the norm, too (`sum_outside`).
+        """
         if not self._sums_gradients:
             params = [param for settings in self.param_groups for param in settings["params"]]
             return nn.utils.clip_grad_norm_(params, max_norm)
         self.start()
         sums = [own for source in self._sources for own in source.own_sums()]
+        if outside is not None:
+            outside.start()
+            sums += outside.own_sums()
+            outside.finish()
         return clip_shards(sums, self._group, max_norm, self.param_groups[0]["params"][0].device)
 
     def full_gradients(self) -> dict[nn.Parameter, Tensor | None]:
@@ -174,6 +188,9 @@ class ThreePhase:
 
     def __init__(self, model: nn.Module, optimizer: MuonAdamW) -> None:
         self.module, self.optimizer = model, optimizer
+        held = {param for settings in optimizer.param_groups for param in settings["params"]}
+        outside = [param for param in model.parameters() if param.requires_grad and param not in held]
+        self._outside = optimizer.sum_outside(outside)  # they count in the norm, as in one process
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Changes nothing: gradients are summed by the step."""
@@ -187,7 +204,7 @@ class ThreePhase:
         scale_all(gradients_of(self.module), factor)
 
     def clip(self, max_norm: float) -> Tensor:
-        return self.optimizer.clip(max_norm)
+        return self.optimizer.clip(max_norm, self._outside)
 
     def full_params(self) -> dict[str, Tensor]:
         return copied_params(self.module)

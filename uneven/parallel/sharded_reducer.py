@@ -109,12 +109,13 @@ class ShardedReducer:
         self._hooks = [GradientHooks(self._bucket_of, self._before_gradient, self._gradient_ready)]
 
     def add(self, flat_shards: Sequence[FlatShards]) -> None:
-        """More params, whose buckets are sent after the others'."""
+        """More params, whose buckets are sent after the others'; those that were summed already have a new place."""
         buckets = [bucket for shards in flat_shards for bucket in _make_buckets(shards, self._max_bytes)]
         new = {param: bucket for bucket in buckets for param in bucket.params}
-        self._buckets += buckets
+        unknown = [param for param in new if param not in self._bucket_of]
+        self._buckets = [bucket for bucket in self._buckets if new.keys().isdisjoint(bucket.params)] + buckets
         self._bucket_of |= new
-        self._hooks.append(GradientHooks(new, self._before_gradient, self._gradient_ready))
+        self._hooks.append(GradientHooks(unknown, self._before_gradient, self._gradient_ready))
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """A whole summed gradient on every rank, None if no rank used the param. A collective."""

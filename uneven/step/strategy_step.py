@@ -74,6 +74,8 @@ class StrategyStep(EagerStep):
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
+        for param in self._outside:
+            param.grad = None
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self._strategy.no_sync()
