@@ -278,3 +278,34 @@ def test_what_was_cut_is_not_kept() -> None:
     gc.collect()
     assert dense() is None
     assert strategy.module is model
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_hook(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return layer
+
+
+def with_gradient_hook(layer: nn.Linear) -> nn.Linear:
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Doubled(4, 4), "a Doubled computes in its own way"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "a ParametrizedLinear computes in its own way"),
+        (with_hook(nn.Linear(4, 4)), "it has hooks"),
+        (with_gradient_hook(nn.Linear(4, 4)), "it has hooks"),
+    ],
+)
+def test_a_layer_that_does_more_than_a_plain_one_is_refused(layer: nn.Module, words: str) -> None:
+    """A plain one would take its place, and train something else without a word."""
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=rf"^0: {words}.*out of the plan"):
+        TensorParallel(model, OPTIMIZERS["sgd"], SoloGroup(), plan={"0": Columns(), "1": Rows()})

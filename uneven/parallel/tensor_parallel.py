@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from uneven.comm.group import Group
@@ -219,6 +220,7 @@ class TensorParallel(TakesOptimizer):
             if self._rows is not None:
                 keep_own_rows(module, self._rows)
             return module
+        _refuse_what_would_be_lost(name, module)
         if isinstance(how, Words):
             if not isinstance(module, nn.Embedding) or module.padding_idx is not None or module.max_norm is not None:
                 raise ValueError(f"{name}: only a plain nn.Embedding can be sharded by words")
@@ -268,6 +270,22 @@ class TensorParallel(TakesOptimizer):
         if sharding is None or not isinstance(value, Tensor) or value.dim() != param.dim():
             return on_host(value)
         return sharding.shard(value, self._group.rank)
+
+
+def _refuse_what_would_be_lost(name: str, module: nn.Module) -> None:
+    """ValueError where the plain layer that takes the module's place would not do what the module does."""
+    plain = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), None)
+    if plain is not None and (type(module).forward is not plain.forward or is_parametrized(module)):
+        raise ValueError(
+            f"{name}: a {type(module).__name__} computes in its own way, only a plain {plain.__name__} is "
+            "sharded; leave it out of the plan"
+        )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_params = ((param._backward_hooks, param._post_accumulate_grad_hooks) for param in module.parameters())
+    if any(hooks) or any(map(any, of_params)):
+        raise ValueError(
+            f"{name}: it has hooks, which would see one device's part; remove them, or leave it out of the plan"
+        )
 
 
 class SequenceParallel(TensorParallel):
