@@ -382,3 +382,21 @@ def test_fsdp_lets_a_train_step_read_shapes() -> None:
     assert_exact(
         train(2, strategy="fsdp", policy="sync", global_batch_size=24, step=asking), dense, "sgd", torch.float64
     )
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])  # where the updated params are sent, nothing showed the difference
+def test_an_embedding_that_scales_its_rows_in_forward_is_refused(name: str) -> None:
+    class Scaling(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(3, 2, max_norm=0.1, dtype=dtype), nn.Linear(2, 3, dtype=dtype)
+
+        def forward(self, labels: Tensor) -> Tensor:
+            scores: Tensor = self.last(self.table(labels))
+            return scores
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[1]), batch[1])
+
+    with pytest.raises(InputError, match=r"^table has max_norm=0.1: its forward changes weights by the samples of one"):
+        train(2, make_model=Scaling, step=step, strategy=name)

@@ -48,6 +48,7 @@ def apply_strategy(
     not samples.
     """
     config = engine.config
+    _refuse_max_norm(engine.model)
     if isinstance(engine.eager, SeveralSteps):
         engine.eager.connect(group, num_stats - len(OwnCheck._fields), is_leaving, engine.recorder.enter)
         return []
@@ -256,6 +257,17 @@ def _refuse_dropout(name: str, model: nn.Module) -> None:
             f"strategy={name!r}: {found[0]} drops elements at random, and devices that compute the same samples would "
             "drop different ones; set its p to 0, or use strategy='fsdp'"
         )
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    """Its forward scales the rows of its own samples in place: ranks would hold different weights after every step."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise InputError(
+                f"{name} has max_norm={module.max_norm}: its forward changes weights by the samples of one device, and "
+                "those of several would differ; leave max_norm out and scale the weights in a callback's on_step, or "
+                "use policy='cadence'"
+            )
 
 
 def _percent(shares: Sequence[float]) -> str:
