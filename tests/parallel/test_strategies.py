@@ -358,3 +358,13 @@ def test_both_parts_of_a_complex_gradient_count_in_the_norm(wrap: Any) -> None:
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     for found in on_threads(2, rank):
         torch.testing.assert_close(found, (norm, plain.factor.grad))
+
+
+@pytest.mark.parametrize("wrap", [DDPFlat, Zero2])
+def test_a_hook_that_removes_a_gradient_before_its_sum_is_told(wrap: Any) -> None:
+    """As in loops that step an optimizer for each param while backward runs."""
+    model = nn.Linear(2, 1)
+    model.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    strategy = wrap(model, OPTIMIZERS["sgd"], SoloGroup())
+    with pytest.raises(InputError, match=r"a hook has removed the gradient of a param of shape \(1, 2\)"):
+        strategy.module(torch.ones(1, 2)).sum().backward()

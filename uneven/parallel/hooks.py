@@ -116,6 +116,14 @@ def refuse_repeated() -> InputError:
     )
 
 
+def refuse_removed(param: Tensor) -> InputError:
+    """To be raised where a gradient is gone before it was summed."""
+    return InputError(
+        f"a hook has removed the gradient of a param of shape {tuple(param.shape)} before it was summed over the ranks "
+        "(register_post_accumulate_grad_hook): leave gradients to the optimizer, or set them to zero instead"
+    )
+
+
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method without a reference to its object; RuntimeError once that is gone, since no sum would take place."""
     held = weakref.WeakMethod(method)

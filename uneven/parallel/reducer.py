@@ -29,7 +29,7 @@ from uneven.comm.group import Group
 from uneven.comm.host_copy import copy_to_host_async
 from uneven.comm.work import Work
 from uneven.parallel.buckets import Bucket, make_buckets
-from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_repeated
+from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_removed, refuse_repeated
 
 
 class Reducer:
@@ -243,7 +243,8 @@ class Reducer:
             return
         view = self._views[param]
         if param.grad is not view:  # zero_grad(set_to_none=True), or a user's own tensor
-            assert param.grad is not None
+            if param.grad is None:
+                raise refuse_removed(param)
             view.copy_(param.grad)
             param.grad = view
         place = self._place[param]

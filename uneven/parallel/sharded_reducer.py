@@ -15,7 +15,7 @@ from uneven.comm.group import Group
 from uneven.comm.work import Work, WorkList
 from uneven.parallel.buckets import split_params
 from uneven.parallel.flat_shards import FlatShards, Shard, flat_memory, gradient_like, ranks_held
-from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_repeated
+from uneven.parallel.hooks import BackwardPass, GradientHooks, refuse_removed, refuse_repeated
 from uneven.parallel.strategy import scale_all, scale_to_norm, square_of
 from uneven.policy.redundancy import Copies
 
@@ -179,6 +179,8 @@ class ShardedReducer:
             bucket.buffer = bucket.works = None
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
+        if param.grad is None:
+            raise refuse_removed(param)
         bucket = self._bucket_of[param]
         start = bucket.shards.starts[param] - bucket.start
         bucket.allocated()[start : start + param.numel()] = flat_memory(gradient_like(param))
