@@ -400,3 +400,15 @@ def test_an_embedding_that_scales_its_rows_in_forward_is_refused(name: str) -> N
 
     with pytest.raises(InputError, match=r"^table has max_norm=0.1: its forward changes weights by the samples of one"):
         train(2, make_model=Scaling, step=step, strategy=name)
+
+
+def test_sequence_refuses_a_train_step_that_reads_whole_params_by_itself() -> None:
+    """Gradients of whole params are summed over the ranks: such a penalty would count once for each of them."""
+
+    def penalised(model: nn.Module, tokens: Any) -> Tensor:
+        assert isinstance(model, Reader)
+        return next_token(model, tokens) + model.norm.weight.square().sum()
+
+    data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
+    with pytest.raises(InputError, match=r"reads norm.weight outside of the model's forward.*once for every device"):
+        train(2, strategy="sequence", dataset=data, step=penalised, make_model=Reader)

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from uneven.comm.joined import AnyGroup, as_group
 from uneven.errors import InputError
-from uneven.parallel.absent_params import AbsentParams
 from uneven.parallel.buckets import bucket_bytes
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import FlatShards, ReshardableShards, Shard, checked_shares
 from uneven.parallel.hooks import BackwardPass, running_backward, weakly
+from uneven.parallel.param_reads import ParamReads
 from uneven.parallel.sharded_optimizer import ShardedOptimizer
 from uneven.parallel.sharded_reducer import ShardedReducer
 from uneven.parallel.strategy import (
@@ -111,10 +111,10 @@ class FSDP(TakesOptimizer, SurvivesLosses):
     def clip(self, max_norm: float) -> Tensor:
         return self._reducer.clip(max_norm)
 
-    def refuse_absent(self) -> AbsentParams:
+    def watch_reads(self) -> ParamReads:
         """A context for a train step: what reads params outside of their unit's forward is refused."""
         unit_of = {param: unit for shards, unit in self._unit_of.items() for param in shards.params}
-        return AbsentParams(self.module, lambda param: unit_of[param].is_here)
+        return ParamReads(self.module, lambda param: unit_of[param].is_here, _refuse_absent)
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: self._gathered(param) for name, param in self.module.named_parameters()}
@@ -255,6 +255,14 @@ class FSDP(TakesOptimizer, SurvivesLosses):
 def _call_for_gradient(method: Callable[[int], None], place: int, grad: Tensor) -> None:
     del grad
     method(place)
+
+
+def _refuse_absent(name: str) -> str:
+    return (
+        f"strategy='fsdp': the train step reads {name} outside of its block's forward, where it is not here; for a "
+        "penalty in the loss use the optimizer's weight_decay, for a weight that two layers share leave its module out "
+        "of the model's fsdp_units(), or use strategy='zero2'"
+    )
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:

@@ -6,8 +6,8 @@ them; attention is sharded by heads (`unit` is a head's width). What the plan do
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from uneven.comm.joined import AnyGroup, as_group
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import checked_shares
+from uneven.parallel.param_reads import ParamReads
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.strategy import (
     AnyOptimizer,
@@ -272,6 +273,13 @@ class TensorParallel(TakesOptimizer):
         return sharding.shard(value, self._group.rank)
 
 
+def _refuse_outside(name: str) -> str:
+    return (
+        f"strategy='sequence': the train step reads {name} outside of the model's forward, where its gradient would "
+        "count once for every device; for a penalty in the loss use the optimizer's weight_decay, or strategy='tensor'"
+    )
+
+
 def _refuse_what_would_be_lost(name: str, module: nn.Module) -> None:
     """ValueError where the plain layer that takes the module's place would not do what the module does."""
     plain = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), None)
@@ -312,6 +320,33 @@ class SequenceParallel(TensorParallel):
         super().__init__(model, optimizer, ranks, plan=plan, shares=shares)
         unsharded = [param for param in model.parameters() if param.requires_grad and param not in self._shardings]
         self._reducer = Reducer(unsharded, ranks, UNLIMITED, overlap=False) if unsharded else None
+
+    @contextmanager
+    def watch_reads(self) -> Iterator[None]:
+        """A context for a train step: what reads whole params outside of any module's forward is refused.
+
+        Their gradients are summed over the ranks, since in the model each sees some rows. Outside all see the same.
+        """
+        calls = [0]  # of modules, that have begun and not ended
+
+        def enter(*_: Any) -> None:
+            calls[0] += 1
+
+        def leave(*_: Any) -> None:
+            calls[0] -= 1
+
+        def may_be_read(param: nn.Parameter) -> bool:
+            return calls[0] > 0 or self._reducer is None or not self._reducer.has(param)
+
+        modules = list(self.module.modules())
+        handles = [*(module.register_forward_pre_hook(enter) for module in modules)]
+        handles += [module.register_forward_hook(leave) for module in modules]
+        try:
+            with ParamReads(self.module, may_be_read, _refuse_outside):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def close(self) -> None:
         super().close()

@@ -16,6 +16,7 @@ from uneven.comm.group import Group
 from uneven.data.tensors import Batch
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
+from uneven.parallel.tensor_parallel import SequenceParallel
 from uneven.step.eager import EagerStep, FirstHalf, split_checks
 from uneven.step.finite import GradientWatch, OwnCheck
 
@@ -31,7 +32,7 @@ class StrategyStep(EagerStep):
         super().__init__(
             strategy.module,
             strategy.optimizer,
-            self._first_step if isinstance(strategy, FSDP) else plain.train_step,
+            self._first_step if isinstance(strategy, FSDP | SequenceParallel) else plain.train_step,
             eager.precision,
             eager.meter,
             eager.max_grad_norm,
@@ -66,10 +67,10 @@ class StrategyStep(EagerStep):
         self._watch.close()
 
     def _first_step(self, model: nn.Module, batch: Batch) -> Any:
-        """Params that are not here are looked for once: every operation costs more meanwhile."""
+        """Reads of params that cannot be right are looked for once: every operation costs more meanwhile."""
         self.train_step = self.plain.train_step
-        assert isinstance(self._strategy, FSDP)
-        with self._strategy.refuse_absent():
+        assert isinstance(self._strategy, FSDP | SequenceParallel)
+        with self._strategy.watch_reads():
             return self.train_step(model, batch)
 
     def _zero_gradients(self) -> None:
