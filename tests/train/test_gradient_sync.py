@@ -249,3 +249,10 @@ def test_replicas_whose_devices_round_differently_are_one_model_where_it_is_look
     monkeypatch.setattr(RankInfo, "has_cuda", property(lambda _: has_cuda))
     one, other = (params(result) for result in train(2))
     assert all(torch.equal(value, other[name]) for name, value in one.items()) == has_cuda
+
+
+def test_a_rank_without_samples_steps_with_a_loss_scaler() -> None:
+    """It scales no loss, and the scaler makes its tensors with the first one."""
+    dense = train(1, dtype=torch.float32, precision="fp16", global_batch_size=24)[0]
+    for result in train(2, dtype=torch.float32, precision="fp16", global_batch_size=24, shares=(1, 0)):
+        torch.testing.assert_close(params(result), params(dense), rtol=1e-3, atol=1e-4)

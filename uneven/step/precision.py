@@ -18,6 +18,8 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        # Makes its tensors: a rank without samples steps, too, and has scaled no loss before.
+        self.scaler.scale(torch.ones((), device=device))
 
     def region(self) -> AbstractContextManager[object]:
         if self.name == "fp32":
