@@ -312,6 +312,27 @@ def test_an_exception_in_a_with_block_finishes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("epochs", "said"),
+    [(1, ["the script ended after 1 of 2 epochs, without ddp.finish(), which saves the result"]), (2, [])],
+)
+def test_a_script_that_ends_before_its_last_epoch_says_that_it_has_no_result(
+    epochs: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several devices such a run was listed as finished, and nobody learnt that nothing was saved."""
+    lines: list[str] = []
+    monkeypatch.setattr(Silent, "say", lambda self, more: lines.extend(more))
+
+    def rank(group: ThreadGroup) -> None:
+        loop = make_loop(group)
+        run_epochs(loop, range(epochs))
+        lines.clear()
+        loop._finish_at_exit()
+
+    on_threads(1, rank)
+    assert lines == said
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"compile": "graph"}, "compile='graph'"),

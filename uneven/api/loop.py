@@ -370,6 +370,9 @@ class Loop(LoopCalls):
             with suppress(RuntimeError):  # another rank failed after its last epoch, and says why itself
                 self.finish()
                 return
+        if self._state is None and not self.was_interrupted():
+            done = f"{self._synchronizer.epoch} of {self.epochs} epochs"
+            self.worker.report.say([f"the script ended after {done}, without ddp.finish(), which saves the result"])
         if self._is_untold:
             self._tell_left()
         self._leave_interrupted()
