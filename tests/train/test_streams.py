@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
 from uneven.config import Evaluation, Task, resolve
+from uneven.data.reader import Reader, ReaderClient, ReaderServer
 from uneven.data.sample_order import prove_exactly_once
 from uneven.data.source import units
 from uneven.errors import InputError, RankError
@@ -195,6 +196,18 @@ def test_a_stream_that_ends_before_its_length_is_an_error() -> None:
 
     with pytest.raises(InputError, match=r"ended after 70 samples in epoch 0, and its len\(\) is 75"):
         train(1, Short())
+
+
+def test_a_rank_that_asks_the_reader_gets_a_wrong_input_as_one() -> None:
+    """Whichever rank asked first ended the run: another than rank 0 did so with a traceback of ours."""
+    reader = Reader(lambda _: iter(range(5)), epochs=1, length=9, ahead=2)
+    server = ReaderServer(reader, connections=1)
+    client = ReaderClient(server.address)
+    client.send("take", 0, 0, 8)
+    with pytest.raises(InputError, match=r"^the stream ended after 5 samples in epoch 0, and its len\(\) is 9"):
+        client.receive()
+    client.close()
+    reader.close()
 
 
 def test_a_stream_that_cannot_begin_anew_is_an_error() -> None:

@@ -201,9 +201,11 @@ class ReaderServer:
     def _answer(self, name: str, arguments: tuple[int, int, int]) -> bytes:
         try:
             found = self._reader.take(*arguments) if name == "take" else self._reader.ends_within(*arguments)
-            return pack((True, found))
+            return pack((found, None))
+        except InputError as error:
+            return pack((str(error), InputError))
         except BaseException as error:  # a sample that cannot be pickled, too
-            return pack((False, f"{type(error).__name__}: {error}"))
+            return pack((f"rank 0 could not read the stream: {type(error).__name__}: {error}", RankError))
 
 
 class ReaderClient:
@@ -219,9 +221,9 @@ class ReaderClient:
 
     def receive(self) -> Any:
         with _gone():
-            is_right, answer = unpack(self._connection.recv_bytes())
-        if not is_right:
-            raise RankError(f"rank 0 could not read the stream: {answer}")
+            answer, failed = unpack(self._connection.recv_bytes())
+        if failed is not None:
+            raise failed(answer)
         return answer
 
     def close(self) -> None:
