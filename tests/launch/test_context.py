@@ -1,6 +1,7 @@
 """The process context: one member per process, one run at a time, and stop requests that reach the run that is on."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,24 @@ def test_a_stop_request_reaches_the_run_that_is_on_and_the_next_one() -> None:
     context.end_run()
     context.begin_run(second)
     assert second.stop.is_set()
+
+
+@pytest.mark.parametrize("has_result", [False, True])
+def test_a_rank_that_cannot_go_on_is_not_past_a_run_that_has_failed(has_result: bool) -> None:
+    """The launcher read that the run had its result, went on without the lost rank, and blamed another one."""
+    context = launched()
+    context.begin_run(Requests())
+    context.join(MODEL, context.make_rank_info())
+    told = {"ends_because": "several optimizers"}
+    context._worker = SimpleNamespace(settler=None, engine=SimpleNamespace(trained=7), show=lambda: told)  # type: ignore[assignment]
+    if has_result:
+        context.close_run()
+    context.leave_group()
+    expected = {"is_past": True} if has_result else {"is_past": False, **told}
+    assert context.ranks.show() == {"slot": 0, "phase": "setup", **expected}
+    assert context.slot == 7
+    context.begin_run(Requests())
+    assert context.ranks.show() == {"slot": 0, "phase": "setup", "is_past": False}
 
 
 def test_a_stop_request_without_a_run_interrupts_the_script() -> None:

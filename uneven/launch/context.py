@@ -34,7 +34,7 @@ from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
 from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
-from uneven.launch.rank_place import RankPlace
+from uneven.launch.rank_place import NOT_OVER, RankPlace
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
@@ -175,7 +175,7 @@ class ProcessContext:
     def begin_run(self, requests: Requests) -> None:
         """From now on a stop request goes to `requests`; without a run it interrupts the script."""
         self._refuse_second_group()
-        self._requests, self.ranks.is_past = requests, False
+        self._requests, self.ranks.over = requests, NOT_OVER
         beat(self._heartbeat)
         if self.stop_requested.is_set():
             requests.terminate() if self.is_terminated else requests.stop.set()
@@ -226,6 +226,7 @@ class ProcessContext:
 
     def close_run(self) -> None:
         """The run has its result: nobody can join it any more."""
+        self.ranks.has_result = True
         if self._rank_info is not None and self._has_watch(self._rank_info) and self.rank == 0:
             self.environment.write("", lambda store: newcomer.announce_run(store, self._runs, newcomer.OVER))
 
@@ -301,9 +302,8 @@ class ProcessContext:
             if opened is not None:
                 opened.close()
         self._peers = self._progress = None
-        rank_info, self._rank_info = self._rank_info, None
-        self.ranks.slot, self._worker, self.ranks.membership = self.slot, None, None
-        self.ranks.is_past = rank_info is not None
+        rank_info, worker, self._rank_info, self._worker = self._rank_info, self._worker, None, None
+        self.ranks.leave_run(worker, has_formed=rank_info is not None)
         if rank_info is not None:
             rank_info.group.close()
 

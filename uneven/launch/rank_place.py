@@ -23,6 +23,9 @@ from uneven.results.progress import Reporter
 from uneven.train.clocks import MachineClocks
 from uneven.train.membership import Generation
 from uneven.train.rank_info import RankInfo, Report
+from uneven.train.worker import Worker
+
+NOT_OVER: Mapping[str, Any] = MappingProxyType({"is_past": False})
 
 
 class RankPlace:
@@ -36,7 +39,8 @@ class RankPlace:
         self.generation = generation  # the number of that roster
         self.is_newcomer = is_newcomer  # until it is in a roster
         self.slot = 0  # trained in the last run
-        self.is_past = False  # that run has its result, and no other has begun
+        self.has_result = False  # the run that is on
+        self.over = NOT_OVER  # for a heartbeat: what became of the last run, where no other has begun
         self.newest: Generation | None = None  # that the heartbeat has read
         self.membership: StoreMembership | None = None  # of the run that is on
         self._is_leaving = False  # the launcher has asked this rank to go
@@ -64,7 +68,21 @@ class RankPlace:
 
     def show(self) -> dict[str, Any]:
         """For a heartbeat, while no worker trains: the user's own code runs, or our setup; both may take their time."""
-        return {"slot": 0, "phase": "setup", "is_past": self.is_past}
+        return {"slot": 0, "phase": "setup", **self.over}
+
+    def leave_run(self, worker: Worker | None, *, has_formed: bool) -> None:
+        """The run is over for this rank, or has failed; `has_formed`: it had a group. Without a worker it is by hand.
+
+        Where nobody can go on without a rank, the others fail before the launcher sees who was lost. They must not say
+        then that they are past the run: it would count as one that has its result.
+        """
+        over: dict[str, Any] = {"is_past": has_formed}
+        if worker is not None:
+            self.slot = worker.engine.trained
+            if worker.settler is None and not self.has_result:
+                over = {"is_past": False, "ends_because": worker.show().get("ends_because")}
+        self.over = over  # in one piece: the heartbeat's thread reads it
+        self.membership, self.has_result = None, False
 
     def was_peer_terminated(self) -> bool:
         """Under an engine, after a run: whether it ended early because another rank got a SIGTERM."""
