@@ -63,8 +63,6 @@ def sweep(
       uneven bench sweep --models gpt-nano --devices cuda:0%60,cuda:0%24 --compile graph --jobs 4
     """
     from uneven.bench.sweep.plan import SweepOrder
-    from uneven.bench.sweep.run import provide
-    from uneven.bench.sweep.run import sweep as run_sweep
 
     if quick and full:
         raise InputError("--quick and --full: choose one")
@@ -92,16 +90,23 @@ def sweep(
     if dry:
         _print_plan(order, as_json)
         return
-    try:
-        with SweepBar(is_quiet=as_json) as bar:
-            order = provide(order, bar.print_line)
-            outcome = run_sweep(order, bar.show_run)
-    except KeyboardInterrupt:
-        print(f"uneven: stopped; finished runs are kept in {out}, the same command goes on", file=sys.stderr)
-        raise
+    order, outcome = _run(order, is_quiet=as_json)
     _print_outcome(order, outcome, as_json)
     if outcome.failed:
         raise RankError(f"{len(outcome.failed)} of {len(outcome.failed) + len(outcome.done)} runs failed")
+
+
+def _run(order: "SweepOrder", is_quiet: bool) -> tuple["SweepOrder", "Outcome"]:
+    from uneven.bench.sweep.run import provide
+    from uneven.bench.sweep.run import sweep as run_sweep
+
+    try:
+        with SweepBar(is_quiet) as bar:
+            order = provide(order, bar.print_line)
+            return order, run_sweep(order, bar.show_run)
+    except KeyboardInterrupt:
+        print(f"uneven: stopped; finished runs are kept in {order.out}, the same command goes on", file=sys.stderr)
+        raise
 
 
 def _print_plan(order: "SweepOrder", as_json: bool) -> None:
