@@ -412,3 +412,30 @@ def test_sequence_refuses_a_train_step_that_reads_whole_params_by_itself() -> No
     data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
     with pytest.raises(InputError, match=r"reads norm.weight outside of the model's forward.*once for every device"):
         train(2, strategy="sequence", dataset=data, step=penalised, make_model=Reader)
+
+
+@pytest.mark.parametrize("name", ["tensor", "sequence"])
+def test_a_whole_param_between_columns_and_rows(name: str) -> None:
+    """Each rank has a part of its gradient, by its own columns: sequence adds them up, tensor refuses it."""
+
+    class Sloped(Reader):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__(dtype)
+            self.slope = nn.PReLU(dtype=dtype)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+            scores: Tensor = self.head(x + self.narrow(self.slope(self.wide(self.norm(x)))))
+            return scores
+
+    data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
+    common: dict[str, Any] = {"dataset": data, "step": next_token, "make_model": Sloped, "global_batch_size": 12}
+    if name == "tensor":
+        with pytest.raises(
+            InputError, match=r"slope.weight is whole, but each device has another gradient.*'sequence'"
+        ):
+            train(2, strategy=name, memory_shares=(5, 2), **common)
+        return
+    dense = train(1, **common)[0]
+    for result in train(2, strategy=name, memory_shares=(5, 2), **common):
+        torch.testing.assert_close(params(result), params(dense), rtol=1e-10, atol=1e-10)

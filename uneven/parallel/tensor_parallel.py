@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
+from uneven.comm.gather import gather_rows
 from uneven.comm.group import Group
 from uneven.comm.joined import AnyGroup, as_group
+from uneven.errors import InputError
 from uneven.parallel.buckets import UNLIMITED
 from uneven.parallel.elementwise import refuse_by_elements
 from uneven.parallel.flat_shards import checked_shares
@@ -160,6 +162,24 @@ class TensorParallel(TakesOptimizer):
         norm = (square[0] + sharded[0]).sqrt()
         scale_to_norm(gradients_of(self.module), norm, max_norm)
         return norm
+
+    @torch.no_grad()
+    def check_unsharded_gradients(self) -> None:
+        """InputError where a param that is whole has a part of its gradient on each rank. A collective.
+
+        So it is where the param computes between columns and rows, as a norm of each head does: a rank then sees its
+        own columns alone, and nobody adds the parts up. Called after the first backward; devices round differently.
+        """
+        unsharded = [(name, p.grad) for name, p in self.module.named_parameters() if p not in self._shardings]
+        norms = gather_rows(self._group, [0.0 if g is None else float(square_of(g).sqrt()) for _, g in unsharded])
+        largest = max(map(max, norms), default=0.0)
+        for (name, _), of_ranks in zip(unsharded, zip(*norms, strict=True), strict=True):
+            if max(of_ranks) - min(of_ranks) > 0.1 * max(of_ranks) and max(of_ranks) > 1e-6 * largest:
+                raise InputError(
+                    f"strategy='tensor': {name} is whole, but each device has another gradient of it: it computes "
+                    "between columns and rows, where a device has its own columns alone; use strategy='sequence', "
+                    "which sums them"
+                )
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
@@ -320,6 +340,9 @@ class SequenceParallel(TensorParallel):
         super().__init__(model, optimizer, ranks, plan=plan, shares=shares)
         unsharded = [param for param in model.parameters() if param.requires_grad and param not in self._shardings]
         self._reducer = Reducer(unsharded, ranks, UNLIMITED, overlap=False) if unsharded else None
+
+    def check_unsharded_gradients(self) -> None:
+        """Nothing: the reducer has summed them."""
 
     @contextmanager
     def watch_reads(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from uneven.comm.group import Group
 from uneven.data.tensors import Batch
 from uneven.parallel.fsdp import FSDP
 from uneven.parallel.strategy import Strategy
-from uneven.parallel.tensor_parallel import SequenceParallel
+from uneven.parallel.tensor_parallel import SequenceParallel, TensorParallel
 from uneven.step.eager import EagerStep, FirstHalf, split_checks
 from uneven.step.finite import GradientWatch, OwnCheck
 
@@ -41,6 +41,7 @@ class StrategyStep(EagerStep):
         self._strategy, self._group = strategy, group
         self.plain: EagerStep = plain  # of a rank that is left alone
         self._is_model_parallel = is_model_parallel
+        self._is_first = True  # no gradients have been compared yet
         self._watch = GradientWatch(strategy.module.parameters())
 
     def sum_gradients(
@@ -52,6 +53,9 @@ class StrategyStep(EagerStep):
     ) -> tuple[list[list[float]], list[OwnCheck]]:
         assert first_half is None, "captured steps need whole params"
         counts = self._backward_once(batches, slot_samples)
+        if self._is_first and batches and isinstance(self._strategy, TensorParallel):
+            self._is_first = False
+            self._strategy.check_unsharded_gradients()
         is_counted = self._group.rank == 0 or not self._is_model_parallel
         # Gradients are sharded by now: this rank's own were looked at while backward computed them.
         own = self.sent_check(counts if is_counted else None, self._watch.take())
