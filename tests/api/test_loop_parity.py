@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from tests.api.test_loop import make_loop, on_ranks_catching
+from tests.api.test_loop import SETTINGS, assert_equal, make_loop, on_ranks_catching
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, train
 from uneven import InputError, TrainedState
 from uneven.api.loop import Loop
 from uneven.data.sample_order import permutation
@@ -365,3 +365,23 @@ def test_a_slot_whose_loss_is_not_finite_is_dropped_with_all_its_updates(size: i
     assert_params(states, plain_gan(without=1))
     assert {slot for slot, _, _, _ in states[0].dropped} == {1}
     assert states[0].samples == 140 - 24
+
+
+def test_the_first_count_of_a_batch_is_that_of_all_its_losses() -> None:
+    """As docs/settings.md says: two terms over the same samples, or a batch in pieces whose first one has its count."""
+
+    def pieces(loop: Loop, batch: Any) -> None:
+        losses = F.cross_entropy(loop(batch[0]), batch[1], reduction="none")
+        loop.backward((losses[:3].sum(), len(losses)))
+        loop.step((F.cross_entropy(loop(batch[0]), batch[1], reduction="none")[3:].sum(), len(losses) - 3))
+
+    dense = train(1, **SETTINGS)[0].state
+
+    def rank(group: ThreadGroup) -> TrainedState:
+        loop = make_loop(group)
+        for epoch in range(2):
+            for batch in loop.batches(epoch):
+                pieces(loop, batch)
+        return loop.finish()
+
+    assert_equal(on_threads(2, rank), dense)

@@ -143,7 +143,8 @@ class Loop(LoopCalls):
     def backward(self, loss: Any, *, optimizer: Any = None) -> None:
         """Add this loss's gradients without a step, and without any communication: `step()` follows.
 
-        May be called several times for a batch; the losses are added. `optimizer` as in `step`.
+        May be called several times for a batch: losses are added, and of (loss_sum, count) the first one's count is
+        that of the batch. `optimizer` as in `step`.
         """
         self._run(lambda: self._steps.backward(loss, optimizer))
 
