@@ -312,6 +312,11 @@ def test_a_simulated_device_trains_the_same_bits() -> None:
     assert equal(train(epochs=1), train(epochs=1, devices="cpu@0.5"))
 
 
+def test_one_epoch_is_not_several(capsys: pytest.CaptureFixture[str]) -> None:
+    train(progress="lines", epochs=1)
+    assert "100 samples, 1 epoch of 7 steps" in capsys.readouterr().err
+
+
 def test_the_configuration_and_each_epoch_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     train(progress="lines")
     printed = capsys.readouterr()

@@ -181,9 +181,11 @@ def describe(axis: Axis, config: RunConfig, devices: tuple[Device, ...], found: 
     precision: str = config.precision
     if precision == "fp32" and any(device.kind == "cuda" for device in devices):
         precision += " (matrix products in TF32)"
-    length = f"{axis.samples:,} samples, {axis.epochs} epochs of {axis.slots_per_epoch:,} steps"
+    epochs = f"{axis.epochs} epoch{'s' * (axis.epochs != 1)}"
+    steps = f"{axis.slots_per_epoch:,} step{'s' * (axis.slots_per_epoch != 1)}"
+    length = f"{axis.samples:,} samples, {epochs} of {steps}"
     if isinstance(axis, StreamAxis):
-        length = "a stream without length" + (f", {axis.epochs} epochs" if config.max_steps is None else "")
+        length = "a stream without length" + (f", {epochs}" if config.max_steps is None else "")
     length += "" if config.max_steps is None else f"; it ends after {axis.total:,} steps"
     lines = [
         f"uneven {__version__}: {length}",

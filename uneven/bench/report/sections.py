@@ -94,7 +94,8 @@ def _hardware(report: Report) -> list[str]:
 
 def _model(model: ModelReport) -> Section:
     settings = model.settings
-    facts = f"{settings['data']}, {settings['epochs']} epochs, {settings['precision']}, compile {settings['compile']}"
+    epochs = f"{settings['epochs']} epoch{'s' * (settings['epochs'] != 1)}"
+    facts = f"{settings['data']}, {epochs}, {settings['precision']}, compile {settings['compile']}"
     if settings.get("eval_samples"):
         facts += f", evaluated on the first {settings['eval_samples']:,} test samples only"
     published = f" Published: {value(model.metric, model.published)} ({model.source})." if model.source else ""
