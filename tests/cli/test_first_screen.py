@@ -1,6 +1,7 @@
 """`uneven --help`: the table of verbs, which must say what the verbs say themselves, and what it costs to print it."""
 
 import inspect
+import io
 import subprocess
 import sys
 from importlib import import_module
@@ -10,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from uneven.cli import main
 from uneven.cli.app import app
 from uneven.cli.verbs import VERBS, Verb, all_verbs, first_screen
 
@@ -85,3 +87,15 @@ def test_lines_of_a_paragraph_are_broken_by_the_terminal_alone() -> None:
     prose = [line.strip() for line in text.splitlines() if line.startswith(" ") and not line.startswith("  ")]
     middle = prose[prose.index(next(line for line in prose if line.startswith("They finish"))) :][:3]
     assert all(len(line) > 65 for line in middle), middle
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_a_help_is_shown_whatever_the_terminals_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "argv", ["uneven", "run", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert not ended.value.code
+    shown.flush()
+    assert b"--devices" in shown.buffer.getvalue()  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ Nothing here imports torch: verbs that need it import it inside. The first scree
 `main` is the one place where an error becomes an exit code; tests/cli/test_exit_codes.py holds it for every verb.
 """
 
+import io
 import os
 import sys
 from types import TracebackType
@@ -16,6 +17,7 @@ from uneven.errors import STOPPED, InputError, MachineError, RankError
 
 def main() -> None:
     """Run the command line; a failure the user can do something about is a message on stderr and its exit code."""
+    _show_what_the_terminal_can()
     if sys.argv[1:] in (["--help"], ["-h"]):
         _print_first_screen()
         return
@@ -33,6 +35,12 @@ def main() -> None:
     except Exception:
         sys.excepthook = _print_from_users_frame  # here, because typer sets its own when the app is called
         raise
+
+
+def _show_what_the_terminal_can() -> None:
+    """A character that the terminal cannot show (ISO-8859-1, ASCII) becomes a question mark, not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _run() -> None:
