@@ -56,6 +56,34 @@ def sleeper(tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
         process.kill()
 
 
+WITH_SEMAPHORE = """
+import multiprocessing, signal, subprocess, sys
+from multiprocessing import resource_tracker
+lock = multiprocessing.get_context("forkserver").Lock()
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+print(child.pid, resource_tracker._resource_tracker._pid, lock._semlock.name.lstrip("/"), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_killed_ranks_semaphores_are_removed_with_its_processes(is_stopped: bool) -> None:
+    """Those of its loader processes stayed in shared memory: what removes them was killed, too."""
+    command = [sys.executable, "-W", "ignore:resource_tracker:UserWarning", "-c", WITH_SEMAPHORE]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child, tracker, name = process.stdout.readline().split()
+        others = [psutil.Process(int(pid)) for pid in (child, tracker)]
+        assert (cleanup.SHARED_MEMORY / f"sem.{name}").exists()
+        if is_stopped:
+            os.killpg(process.pid, signal.SIGSTOP)
+        cleanup.end_session(process.pid)
+        assert process.wait(30) == -signal.SIGKILL
+        _, left = psutil.wait_procs(others, 30)
+    assert left == []
+    assert not (cleanup.SHARED_MEMORY / f"sem.{name}").exists()
+
+
 def test_a_stopped_rank_is_ended_by_whoever_cleans_up(
     sleeper: tuple[Path, "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 READING_S = 5.0  # for a loader process that is inside a function of the user's, before it is killed
 AGAIN_S = 0.1
+QUIET_TRACKER = "ignore:resource_tracker:UserWarning"  # it removes what a killed rank has left, and would say so
 
 
 class _LoaderProcess(ForkServerProcess):
@@ -39,6 +40,8 @@ class LoaderContext(ForkServerContext):
     def __init__(self) -> None:
         super().__init__()
         multiprocessing.set_forkserver_preload(["uneven.data.feed"])  # import torch once, in the server
+        if QUIET_TRACKER not in sys.warnoptions:  # which it is started with
+            sys.warnoptions.append(QUIET_TRACKER)
 
 
 class _ForkedProcess(ForkProcess):

@@ -22,6 +22,7 @@ from uneven.machines.transfer import LeaderFiles
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.25
 ORPHANED_S = 1.5  # in which a rank whose launcher is gone has ended
+TRACKER = b"multiprocessing.resource_tracker"
 _NAME = re.compile(r"uneven-(\d+)-(\d+)-")
 
 _live: set[Path] = set()  # the folders of this process's runs
@@ -140,13 +141,39 @@ def process_start(pid: int) -> str | None:
         return None
 
 
+def end_session(pid: int) -> None:
+    """SIGKILL to the processes of a rank's group, also where they are stopped; the rank itself may have ended.
+
+    All but the tracker of multiprocessing: it removes the semaphores of the rank's loader processes, which are files in
+    shared memory, when the last of them is gone, and ends. Killed with them it left them there.
+    """
+    ended: set[int] = set()
+    while found := {one for one in _members(pid) if one not in ended}:  # one of them may have started another
+        for one in found:
+            with suppress(OSError):
+                tracks = TRACKER in Path(f"/proc/{one}/cmdline").read_bytes()
+                os.kill(one, signal.SIGCONT if tracks else signal.SIGKILL)
+        ended |= found
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a process group that live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of, *_ = path.read_text().rpartition(")")[2].split()
+            if int(of) == group and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
 def _end_ranks(folder: Path) -> None:
     for path in folder.glob("pid-*"):
         with suppress(OSError, ValueError):
             pid = int(path.read_text())
             # The pid may belong to another process by now; a rank has the folder in its command line.
             if pid != os.getpid() and str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.killpg(pid, signal.SIGKILL)
+                end_session(pid)
 
 
 def _is_alive(pid: int) -> bool:

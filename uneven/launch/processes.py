@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from uneven.errors import USER_ERRORS
+from uneven.launch.cleanup import end_session
 
 EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
@@ -72,7 +72,7 @@ class RankProcesses:
         """End this one alone, also where it is stopped; its exit code follows."""
         process = self._processes[number]
         if self._look(process) is None:
-            _end_session(process.pid)
+            end_session(process.pid)
             process.kill()  # it may not lead a session of its own yet
 
     def end(self) -> None:
@@ -85,14 +85,8 @@ class RankProcesses:
         was_running = process.returncode is None
         code = process.poll()
         if was_running and code is not None:
-            _end_session(process.pid)  # a dead rank's loader processes would wait for it
+            end_session(process.pid)  # a dead rank's loader processes would wait for it
         return code
-
-
-def _end_session(pid: int) -> None:
-    # SIGKILL ends a stopped process too, and with its session whatever it started.
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def describe_exit(code: int) -> str:
