@@ -228,6 +228,7 @@ def test_a_loss_that_is_none_is_refused(loss: Any, words: str) -> None:
     (error,) = on_ranks_catching(1, rank)
     assert isinstance(error, InputError)
     assert words in str(error)
+    assert error.__suppress_context__, "it was shown twice, the first time with frames of ours alone"
 
 
 def test_a_second_step_for_one_batch_is_refused() -> None:
@@ -240,6 +241,7 @@ def test_a_second_step_for_one_batch_is_refused() -> None:
     for size in (1, 2):
         errors = on_ranks_catching(size, rank)
         assert all("called without a batch" in str(error) for error in errors)
+        assert all(error is not None and error.__suppress_context__ for error in errors)
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ class LoopLeaving(LoopView):
     def _fail(self, message: str) -> NoReturn:
         """A wrong use on this rank: raise here, and send the status so that the other ranks do not wait."""
         self._leave_epoch(f"rank {self.rank}: {message}")
-        raise InputError(message)
+        raise InputError(message) from None  # it says it all: what it came from is the same, in frames of ours
 
     def _raise_for_all(self, message: str, kind: type[RankError] = RankError) -> NoReturn:
         self._broken = message
         self._leave()
-        raise kind(message)
+        raise kind(message) from None
 
     def _check_usable(self) -> None:
         if self._broken is not None:
