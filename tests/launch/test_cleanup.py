@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -54,6 +54,20 @@ def sleeper(tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
         process.stdout.readline()  # until then its command may not be there to read yet
         yield folder, process
         process.kill()
+
+
+@pytest.mark.parametrize(("given", "level"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")])
+def test_ranks_whose_launcher_is_lost_print_no_frames_of_torch(
+    given: dict[str, str], level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store warned with a stack of C++ on each of them, beside our one line; a level of the user's own is kept."""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started: list[Mapping[str, str]] = []
+    monkeypatch.setattr(RankProcesses, "_start", lambda self, number, env: started.append(env))
+    RankProcesses(tmp_path, [1, 1])
+    assert [env["TORCH_CPP_LOG_LEVEL"] for env in started] == [level] * 2
 
 
 WITH_SEMAPHORE = """

@@ -17,6 +17,7 @@ from uneven.errors import USER_ERRORS
 from uneven.launch.cleanup import end_session
 
 EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # where the launcher is lost, torch's store warns with frames of its own C++
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
 
@@ -37,7 +38,7 @@ class RankProcesses:
             for rank, count in enumerate(threads):
                 # OpenMP reads its variables once, when torch is loaded.
                 env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-                self._start(rank, {**env, **(variables[rank] if variables else {})})
+                self._start(rank, {**QUIET, **env, **(variables[rank] if variables else {})})
         except BaseException:
             self.end()
             raise
