@@ -20,12 +20,11 @@ from tests.train.test_gradient_sync import (
     Y,
     assert_exact,
     loss_and_count,
-    mean_loss,
     params,
     train,
 )
 from uneven import fit
-from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, Task, resolve
+from uneven.config import REPLICATED, SHARDED, STRATEGIES, Evaluation, resolve
 from uneven.data.tensors import TensorData
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
@@ -34,10 +33,6 @@ from uneven.parallel.catalog import make_strategy
 from uneven.parallel.reducer import Reducer
 from uneven.parallel.tensor_parallel import Columns, Places, Plan, Rows, Words
 from uneven.results.state import TrainedState
-from uneven.timeline.record import Recorder
-from uneven.train.apply_strategy import choose_activations
-from uneven.train.engine import Engine
-from uneven.train.rank_info import RankInfo
 
 BY_SAMPLES = [name for name in STRATEGIES if name not in ("tensor", "sequence")]
 WORDS, WIDTH = 7, 8
@@ -291,59 +286,6 @@ def test_bucket_mb_reaches_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(params(each)[key], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-@pytest.mark.parametrize("name", [None, "zero1", "zero2", "fsdp", "tensor"])
-def test_activations_change_no_params(name: str | None, activations: str) -> None:
-    common: dict[str, Any] = {"optimizer": "adamw", "global_batch_size": 24, "strategy": name}
-    if name != "tensor":
-        common["shares"] = (5, 2)
-    kept = train(2, **common)
-    for ours, theirs in zip(train(2, activations=activations, **common), kept, strict=True):
-        for key, value in params(theirs).items():
-            torch.testing.assert_close(params(ours)[key], value, rtol=1e-12, atol=1e-12)
-
-
-def test_activations_of_a_local_policy_and_of_one_device() -> None:
-    for size, options in ((1, {}), (2, {"policy": "cadence", "anchor": 2, "shares": (1, 1)})):
-        kept, ours = train(size, **options), train(size, activations="recompute", **options)  # type: ignore[arg-type]
-        for key, value in params(kept[0]).items():
-            torch.testing.assert_close(params(ours[0])[key], value, rtol=1e-12, atol=1e-12)
-
-
-class Deep(nn.Module):
-    """Three blocks, of which the second keeps most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, n), nn.Tanh(), nn.Linear(n, 6)) for n in (8, 64, 16))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(budget: float | None) -> tuple[list[int], list[str]]:
-        monkeypatch.setattr("uneven.train.apply_strategy.activation_budget", lambda _: budget)
-        config = resolve({"batch_size": 32, "epochs": 1, "activations": "auto"})
-        task = Task(Deep, OPTIMIZERS["sgd"], mean_loss, TensorData(X.double(), Y))
-        engine = Engine(task, config, RankInfo(0, parse_devices(["cpu"])), Recorder(0))
-        before = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        lines = choose_activations(engine)
-        torch.testing.assert_close(dict(engine.model.state_dict()), before, rtol=0, atol=0)
-        return [place for place, block in enumerate(engine.model.blocks) if "forward" in vars(block)], lines
-
-    assert chosen(None) == ([], []), "a CPU keeps everything"
-    assert chosen(1e9)[0] == []
-    # 32 samples of 64 doubles are 16 KiB.
-    found, (line,) = chosen(16_000)
-    assert found == [1]
-    assert line.endswith("recomputes blocks.1")
-    assert chosen(0)[0] == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -359,83 +301,3 @@ def test_auto_recomputes_the_largest_blocks_until_the_rest_fits(monkeypatch: pyt
 def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         resolve({"batch_size": 4, "epochs": 1, **settings})
-
-
-@pytest.mark.parametrize("name", ["first", "second"])  # freed after forward; kept for backward, but absent before it
-def test_fsdp_refuses_a_train_step_that_reads_params_by_itself(name: str) -> None:
-    """It would read freed memory, which ends the process or gives any number."""
-
-    def penalised(model: Net, batch: Any) -> Tensor:
-        penalty = getattr(model, name).weight.square().sum()
-        return mean_loss(model, batch) + penalty
-
-    with pytest.raises(InputError, match=rf"reads {name}.weight outside of its block's forward.*weight_decay"):
-        train(2, strategy="fsdp", policy="sync", step=penalised)
-
-
-def test_fsdp_lets_a_train_step_read_shapes() -> None:
-    def asking(model: Net, batch: Any) -> Tensor:
-        assert sum(param.numel() for param in model.parameters()) == 99
-        return mean_loss(model, batch) + torch.zeros_like(model.first.weight).sum()
-
-    dense = train(1, global_batch_size=24)[0]
-    assert_exact(
-        train(2, strategy="fsdp", policy="sync", global_batch_size=24, step=asking), dense, "sgd", torch.float64
-    )
-
-
-@pytest.mark.parametrize("name", ["zero1", "fsdp"])  # where the updated params are sent, nothing showed the difference
-def test_an_embedding_that_scales_its_rows_in_forward_is_refused(name: str) -> None:
-    class Scaling(nn.Module):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__()
-            self.table, self.last = nn.Embedding(3, 2, max_norm=0.1, dtype=dtype), nn.Linear(2, 3, dtype=dtype)
-
-        def forward(self, labels: Tensor) -> Tensor:
-            scores: Tensor = self.last(self.table(labels))
-            return scores
-
-    def step(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[1]), batch[1])
-
-    with pytest.raises(InputError, match=r"^table has max_norm=0.1: its forward changes weights by the samples of one"):
-        train(2, make_model=Scaling, step=step, strategy=name)
-
-
-def test_sequence_refuses_a_train_step_that_reads_whole_params_by_itself() -> None:
-    """Gradients of whole params are summed over the ranks: such a penalty would count once for each of them."""
-
-    def penalised(model: nn.Module, tokens: Any) -> Tensor:
-        assert isinstance(model, Reader)
-        return next_token(model, tokens) + model.norm.weight.square().sum()
-
-    data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
-    with pytest.raises(InputError, match=r"reads norm.weight outside of the model's forward.*once for every device"):
-        train(2, strategy="sequence", dataset=data, step=penalised, make_model=Reader)
-
-
-@pytest.mark.parametrize("name", ["tensor", "sequence"])
-def test_a_whole_param_between_columns_and_rows(name: str) -> None:
-    """Each rank has a part of its gradient, by its own columns: sequence adds them up, tensor refuses it."""
-
-    class Sloped(Reader):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__(dtype)
-            self.slope = nn.PReLU(dtype=dtype)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-            scores: Tensor = self.head(x + self.narrow(self.slope(self.wide(self.norm(x)))))
-            return scores
-
-    data = TensorData(torch.randint(0, WORDS, (40, 7), generator=torch.Generator().manual_seed(1)))
-    common: dict[str, Any] = {"dataset": data, "step": next_token, "make_model": Sloped, "global_batch_size": 12}
-    if name == "tensor":
-        with pytest.raises(
-            InputError, match=r"slope.weight is whole, but each device has another gradient.*'sequence'"
-        ):
-            train(2, strategy=name, memory_shares=(5, 2), **common)
-        return
-    dense = train(1, **common)[0]
-    for result in train(2, strategy=name, memory_shares=(5, 2), **common):
-        torch.testing.assert_close(params(result), params(dense), rtol=1e-10, atol=1e-10)
