@@ -172,6 +172,9 @@ def test_logs_are_merged_chosen_and_cut(listing: Listing, call: Call, tmp_path: 
     name, _, shown = FRONT["logs"]["lines"][0]["time"].partition("|")
     assert (name, len(shown)) == ("text", len(first["time"]))
     assert call("logs", "-t", "--rank", "1", "-n", "1")[1][10] == "T"
+    code, out, err = call("logs", "--rank", "7")
+    assert (code, out) == (0, ""), "it may still come"
+    assert "--rank 7 has printed nothing; there is rank-0, rank-1" in err
     for args in (("--lines", "-1"), ("-f", "--json"), ("nobody",)):
         assert call("logs", *args)[0] == 2
     listing.close(FINISHED)

@@ -61,6 +61,8 @@ def logs(
     found = reader.read()
     if not found and not chosen.is_live:
         raise InputError(f"run {chosen.id}: {_why_none(chosen, rank)}")
+    if not found and rank and not follow:  # the run is on, and the rank may still come
+        print(f"uneven: run {chosen.id}: {_why_none(chosen, rank)}", file=sys.stderr)
     found = found if lines is None else found[max(0, len(found) - lines) :]
     if as_json:
         entries = [{"time": line.time, "rank": line.rank, "text": line.text} for line in found]
