@@ -59,7 +59,8 @@ def test_several_commands_run_at_once_and_the_next_starts_when_one_has_ended(tmp
     assert [found[position].stdout.strip()[:6] for position in range(3)] == ["a", "b", "uneven"]
 
 
-def test_an_interrupted_command_ends_the_others(tmp_path: Path) -> None:
+def test_an_interrupted_command_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("uneven.bench.single.process.END_S", 0.1)  # for one that does not hear of it
     pids = tmp_path / "pids"
     os.mkfifo(pids)
     endless = tmp_path / "endless.py"
