@@ -33,18 +33,23 @@ class GradientHooks:
         ready: Callable[[nn.Parameter], None],
     ) -> None:
         self._handles: list[Any] = []
-        self._nodes: list[Any] = []  # which params hold weakly: their hooks would die with them
+        # Params hold their nodes weakly, and hooks die with their node. The dicts that nodes keep hooks in are held,
+        # too: torch shows them to the garbage collector only while the node has one owner, so that a collection on
+        # another thread during backward may take them for garbage.
+        self._held: list[Any] = []
         for param in params:
             if before is not None:
                 with torch.enable_grad():
-                    self._nodes.append(torch.autograd.graph.get_gradient_edge(param).node)
-                self._handles.append(self._nodes[-1].register_prehook(_checked(before, param)))
+                    node = torch.autograd.graph.get_gradient_edge(param).node
+                handle = node.register_prehook(_checked(before, param))
+                self._held += [node, handle.hooks_dict_ref()]
+                self._handles.append(handle)
             self._handles.append(param.register_post_accumulate_grad_hook(weakly(ready)))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._held = [], []
 
 
 def running_backward() -> int | None:
