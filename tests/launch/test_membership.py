@@ -24,8 +24,8 @@ from uneven.launch.generations import Generations
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     LEAVE,
+    SIGNAL_KEY,
     STAY,
-    TERMINATED_KEY,
     Heartbeat,
     handed_key,
     heartbeat_key,
@@ -357,10 +357,10 @@ def test_a_rank_of_a_joined_machine_tells_of_a_sigterm_and_does_not_stop_the_run
     beat = Heartbeat(launcher.store, member, *told, is_guest=True)
     beat.close()
     assert json.loads(launcher.store.get(heartbeat_key(member)))["terminated"]
-    assert get_text(launcher.store, TERMINATED_KEY) is None
+    assert get_text(launcher.store, SIGNAL_KEY) is None
     own = Heartbeat(launcher.store, member, *told)
     own.close()
-    assert get_text(launcher.store, TERMINATED_KEY) is not None
+    assert get_text(launcher.store, SIGNAL_KEY) is not None
     two = Roster(parse_devices("cpu,cpu"), (0, 1), ("pc", "mini"))
     places = [RankPlace(LaunchEnvironment("uneven run", rank, 2), two) for rank in range(2)]
     assert [place.is_guest for place in places] == [False, True]

@@ -170,6 +170,47 @@ def test_uneven_run_saves_and_ends_with_143(tmp_path: Path) -> None:
     saved_state(tmp_path)
 
 
+INTERRUPTED_RANK = """
+import os, signal, sys, torch
+from uneven import Ddp, TensorData, fit
+steps = 0
+def interrupt(rank):
+    global steps
+    steps += 1
+    if rank == 1 and steps == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+model = torch.nn.Linear(2, 1)
+settings = dict(batch_size=4, epochs=10**6, progress="lines")
+if sys.argv[1] == "fit":
+    def step(model, batch):
+        interrupt(Ddp.rank())
+        return model(batch).mean()
+    fit(model=lambda: model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), step=step, dataset=torch.zeros(64, 2),
+        **settings)
+else:
+    ddp = Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), dataset=TensorData(torch.zeros(64, 2)),
+                    **settings)
+    for epoch in range(10**6):
+        for x in ddp.batches(epoch):
+            interrupt(ddp.rank)
+            ddp.step(ddp(x).mean())
+os.write(1, b"went on\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["fit", "loop"])
+def test_ctrl_c_that_reaches_one_rank_alone_ends_the_script_on_all(tmp_path: Path, how: str) -> None:
+    """It went on with what was trained so far, on the other ranks, and the exit code was 0."""
+    (tmp_path / "train.py").write_text(INTERRUPTED_RANK)
+    with running([*STARTS["uneven run"], "train.py", how], tmp_path) as process:
+        out, errors = process.communicate(timeout=150)
+    assert process.returncode == 130, errors
+    assert out == ""
+    assert "stopped after" in errors
+    assert "Traceback" not in errors
+    saved_state(tmp_path)
+
+
 def test_a_rank_under_torchrun_that_gets_it_alone_stops_the_others_and_rank_0_saves(tmp_path: Path) -> None:
     """Torchrun's variables, without its agent: the next test has that."""
     (tmp_path / "train.py").write_text(LOOP)

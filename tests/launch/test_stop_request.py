@@ -1,6 +1,7 @@
 """A stop request on a slow machine: a run that has begun is never taken for one that has not."""
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_wish_for_a_checkpoint_reaches_the_run_of_rank_0_each_time_it_is_asked
 def test_a_stop_request_that_is_heard_while_results_are_saved_does_not_interrupt_that() -> None:
     """The peers' request had stopped the run already: the rank's own heartbeat reads it later."""
     context, requests, interrupted = ProcessContext(LaunchEnvironment("fit", world_size=2)), Requests(), []
-    context.sigterm = SimpleNamespace(interrupt=lambda: interrupted.append(1))  # type: ignore[assignment]
+    context.signals[signal.SIGTERM] = SimpleNamespace(interrupt=lambda: interrupted.append(1))  # type: ignore[assignment]
     context.begin_run(requests)
     context.leave_group()
     context.request_stop(is_terminated=True)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.test_watch_joining import LAPTOP, Recruiting
 from tests.launch.test_watch_losses import MEMBERS, Cluster
-from uneven.launch.heartbeat import LEAVE, STAY, TERMINATED_KEY, handed_key, leave_key
+from uneven.launch.heartbeat import LEAVE, SIGNAL_KEY, STAY, handed_key, leave_key
 from uneven.launch.leave_requests import ENDS, Answer, LeaveRequest
 from uneven.launch.requests import Requests
 from uneven.train.leaving import PARTING
@@ -158,7 +158,7 @@ def test_a_sigterm_to_a_rank_of_another_machine_lets_it_leave_or_stops_the_run(
     parting.watch(8)
     assert stopped == ([] if can else [True])
     assert (parting.generation is not None) == can
-    assert not parting.store.check([TERMINATED_KEY])
+    assert not parting.store.check([SIGNAL_KEY])
 
 
 def test_ranks_that_part_when_the_run_is_stopped_form_their_group_again(parting: Parting) -> None:

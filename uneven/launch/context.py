@@ -30,7 +30,7 @@ from uneven.launch.cleanup import reach_leader
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import ALONE, LaunchEnvironment
 from uneven.launch.first_group import form_first_group
-from uneven.launch.heartbeat import STOP_KEY, TERMINATED_KEY, Heartbeat, beat
+from uneven.launch.heartbeat import SIGNAL_KEY, STOP_KEY, Heartbeat, beat
 from uneven.launch.membership import has_crowd
 from uneven.launch.peers import PeerWatch, watch_peers
 from uneven.launch.placement import Placement, name_devices, take_cores
@@ -39,7 +39,7 @@ from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.resume import content_lines
 from uneven.launch.shared_progress import SharedProgress
 from uneven.launch.shown import Shown
-from uneven.launch.signals import SIGNALS, RankSigterm, Stoppable
+from uneven.launch.signals import SIGNALS, RankSignal, Stoppable, first_received
 from uneven.launch.visitor import Visitor
 from uneven.train.clocks import MachineClocks
 from uneven.train.rank_info import RankInfo, Report
@@ -95,7 +95,7 @@ class ProcessContext:
         self.visitor = Visitor()  # sees what the script is about to train
         self.stop_requested = threading.Event()
         self.is_terminated = False  # the stop request is a SIGTERM
-        self.sigterm: RankSigterm | None = None  # in a rank process of ours
+        self.signals: dict[int, RankSignal] = {}  # in a rank process of ours
         self.was_used = False  # whether the script has called uneven: every entry point asks for the context
         self.notes: list[str] = []  # about the cores and the network of this rank
         self.shown = Shown()  # the figures of the run that is on
@@ -315,9 +315,8 @@ class ProcessContext:
 
     def start_heartbeat(self, read_status: Callable[[], dict[str, Any]], on_orphaned: Callable[[], None]) -> None:
         """Send this rank's status to the launcher, and obey its stop request; `read_status` adds to what is sent."""
-        store, sigterm, ranks = self.environment.connect(""), self.sigterm, self.ranks
-        was_terminated = (lambda: False) if sigterm is None else (lambda: sigterm.was_received)
-        heard = (self.request_stop, on_orphaned, self.request_save, was_terminated, ranks.hear, ranks.leave)
+        store, read_signal, ranks = self.environment.connect(""), partial(first_received, self.signals), self.ranks
+        heard = (self.request_stop, on_orphaned, self.request_save, read_signal, ranks.hear, ranks.leave)
         about = (lambda: {**self.show(), **read_status()}, *heard)
         self._heartbeat = Heartbeat(store, self.member, *about, is_guest=ranks.is_guest)
 
@@ -346,8 +345,8 @@ class ProcessContext:
         self.stop_requested.set()
         if (requests := self._requests) is not None:
             requests.terminate() if is_terminated else requests.stop.set()
-        elif is_terminated and self.sigterm is not None:
-            self.sigterm.interrupt()
+        elif (own := self.signals.get(signal.SIGTERM if is_terminated else signal.SIGINT)) is not None:
+            own.interrupt()
         else:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # no flag: it ends a sleep or read
 
@@ -368,7 +367,7 @@ class ProcessContext:
             if not self.is_alone:
                 if number == signal.SIGTERM:
                     # Before this rank stops: where the others look when the run is over, there is why.
-                    self._write("", lambda store: store.set(TERMINATED_KEY, "1"))
+                    self._write("", lambda store: store.set(SIGNAL_KEY, str(int(number))))
                 self.is_terminated |= number == signal.SIGTERM
                 self.stop_requested.set()
             requests.terminate() if number == signal.SIGTERM else requests.stop.set()

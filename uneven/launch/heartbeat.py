@@ -16,7 +16,7 @@ from uneven.comm.store import Store, get_text
 INTERVAL_S = 0.2
 STOP_KEY = "stop"
 TERMINATED = "SIGTERM"  # the stop request's text where SIGTERM is its cause; any other is a Ctrl-C
-TERMINATED_KEY = "terminated"  # set by a rank that got a SIGTERM
+SIGNAL_KEY = "signal"  # set by a rank that got one, to its number
 SAVE_KEY = "save"  # how many checkpoints were asked for
 GENERATION_KEY = "generation"  # the number of the newest roster; not set while it is the first
 LEAVE, STAY = "leave", "stay"  # what a member is asked for, under `leave_key`
@@ -60,8 +60,8 @@ def settled_key(generation: int, member: str) -> str:
 class Heartbeat:
     """Writes `read_status()` under the member's key until `close()`; calls `on_stop(is_terminated)` once when asked to.
 
-    While `was_terminated()`, the launcher is asked to stop all ranks. A guest's status says so instead: its machine has
-    joined, and it alone is to leave.
+    Once `read_signal()` is not 0, the launcher is asked to stop all ranks. A guest's status says so instead: its
+    machine has joined, and it alone is to leave.
     `on_save` is called whenever another checkpoint is asked for, `on_generation` with the text of a new roster,
     `on_leave` with whether this rank is to leave, whenever that changes.
     """
@@ -74,7 +74,7 @@ class Heartbeat:
         on_stop: Callable[[bool], None],
         on_orphaned: Callable[[], None],
         on_save: Callable[[], None] = lambda: None,
-        was_terminated: Callable[[], bool] = lambda: False,
+        read_signal: Callable[[], int] = lambda: 0,
         on_generation: Callable[[str], None] = lambda _: None,
         on_leave: Callable[[bool], None] = lambda _: None,
         *,
@@ -83,7 +83,7 @@ class Heartbeat:
         self._store = store
         self._key = heartbeat_key(member)
         self._read_status, self._on_stop, self._on_orphaned = read_status, on_stop, on_orphaned
-        self._on_save, self._saves, self._was_terminated = on_save, "0", was_terminated
+        self._on_save, self._saves, self._read_signal = on_save, "0", read_signal
         self._on_generation, self._generation = on_generation, "0"
         self._on_leave, self._leave_key, self._is_leaving = on_leave, leave_key(member), False
         self._was_stop_read, self._is_guest = False, is_guest
@@ -113,8 +113,8 @@ class Heartbeat:
     def _exchange(self) -> None:
         try:
             self._send()
-            if not self._was_stop_read and not self._is_guest and self._was_terminated():
-                self._store.set(TERMINATED_KEY, "1")
+            if not self._was_stop_read and not self._is_guest and (number := self._read_signal()):
+                self._store.set(SIGNAL_KEY, str(int(number)))
             stop = None if self._was_stop_read else get_text(self._store, STOP_KEY)
             saves = get_text(self._store, SAVE_KEY) or "0"
             generation = get_text(self._store, GENERATION_KEY) or "0"
@@ -143,7 +143,7 @@ class Heartbeat:
             status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
             if self._has_ended:
                 status["has_ended"] = True
-            if self._is_guest and self._was_terminated():
+            if self._is_guest and self._read_signal():
                 status["terminated"] = True
             self._store.set(self._key, json.dumps(status))
 

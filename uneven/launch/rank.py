@@ -22,7 +22,7 @@ from uneven.launch.cleanup import end_cut_off_rank, end_rank, record_pid, watch_
 from uneven.launch.processes import INTERRUPTED
 from uneven.launch.rank_log import FOLDER as LOGS
 from uneven.launch.rank_log import begin_log, end_log, rank_file
-from uneven.launch.signals import RankSigterm
+from uneven.launch.signals import RankSignal
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
@@ -33,7 +33,7 @@ RESULT_POLL_S = 0.01
 def main(folder: Path, number: int) -> None:
     # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sigterm = RankSigterm()
+    sigterm = RankSignal(signal.SIGTERM, Terminated)
     plan = json.loads((folder / f"plan-{number}.json").read_text())
     record_pid(folder, number)
     begin_log(folder / LOGS / rank_file(plan["rank"]))
@@ -42,7 +42,7 @@ def main(folder: Path, number: int) -> None:
     context: ProcessContext | None = None
     try:
         context = _make_context(plan, number)
-        context.sigterm = sigterm
+        context.signals[signal.SIGTERM] = sigterm
         end = partial(_end_cut_off, context, folder, number, own_member(plan))
         if plan["script"] is None:
             _train(context, folder, number, end)

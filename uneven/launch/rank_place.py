@@ -17,7 +17,7 @@ from uneven.config import RunConfig
 from uneven.errors import GroupLostError
 from uneven.hardware.roster import Roster
 from uneven.launch.environment import LaunchEnvironment
-from uneven.launch.heartbeat import GENERATION_KEY, TERMINATED_KEY, roster_key
+from uneven.launch.heartbeat import GENERATION_KEY, SIGNAL_KEY, roster_key
 from uneven.launch.membership import StoreMembership, form_ranks, has_crowd, waiting_limit_s
 from uneven.results.progress import Reporter
 from uneven.train.clocks import MachineClocks
@@ -89,7 +89,7 @@ class RankPlace:
         if not self.environment.is_external or self.environment.world_size == 1:
             return False
         try:
-            return get_text(self.environment.connect(""), TERMINATED_KEY) is not None
+            return get_text(self.environment.connect(""), SIGNAL_KEY) is not None
         except RuntimeError:  # the store is gone with rank 0
             return False
 

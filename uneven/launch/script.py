@@ -27,7 +27,7 @@ from uneven.launch.listing import Listing, listed
 from uneven.launch.rank_log import begin_log
 from uneven.launch.requests import GRACE_S, Requests
 from uneven.launch.script_imports import uses_uneven
-from uneven.launch.signals import SIGNALS, Stoppable
+from uneven.launch.signals import SIGNALS, RankSignal, Stoppable
 from uneven.results.progress import Reporter
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
     from uneven.launch.predicted import hand_down
 
     # The launcher passes Ctrl-C on as a stop request; while no run is on, it interrupts the script.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    context.signals[signal.SIGINT] = RankSignal(signal.SIGINT, KeyboardInterrupt)
     context.start_heartbeat(lambda: {"handles_stop": True}, end)
     set_process_context(context)
     hand_down(order.get("plan"))

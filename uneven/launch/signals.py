@@ -1,7 +1,7 @@
 """SIGTERM as a request to stop and save, within `grace` seconds; and Ctrl-C where the default would not save.
 
 For the process that a user, a scheduler or torchrun signals: a script alone and a rank under torchrun (launch/run.py,
-api/fit.py), the launcher of `uneven run` (launch/script.py). Our own rank processes only note a SIGTERM (RankSigterm):
+api/fit.py), the launcher of `uneven run` (launch/script.py). Our own rank processes only note a signal (RankSignal):
 their heartbeats tell the launcher, which then stops the whole run.
 
 [Note: nothing is done in a signal handler] It runs between two bytecodes of the main thread, which may hold any lock
@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -193,28 +193,38 @@ def terminated_while_waiting() -> Iterator[Stoppable]:
         SIGNALS.discard(waiting)
 
 
-class RankSigterm:
-    """In a rank process of ours: SIGTERM is only noted. The heartbeat tells the launcher, which stops all ranks."""
+class RankSignal:
+    """In a rank process of ours: a signal is only noted. The heartbeat tells the launcher, which stops all ranks.
 
-    def __init__(self) -> None:
+    A rank that stopped by itself would leave the others with a run that is over early, and a script that goes on with
+    what it has trained so far.
+    """
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        self._number, self._error = number, error
         self.was_received = False
         self._is_interrupted = False
         self._pid = os.getpid()
-        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(number, self._handle)
 
     def interrupt(self) -> None:
-        """From another thread: raise Terminated in the main thread, wherever it is, and end a sleep or a read."""
+        """From another thread: raise the error in the main thread, wherever it is, and end a sleep or a read."""
         self._is_interrupted = True
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        signal.pthread_kill(threading.main_thread().ident or 0, self._number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             act_by_default(number, frame)
         elif self._is_interrupted:
             self._is_interrupted = False
-            raise Terminated
+            raise self._error
         else:
             self.was_received = True
+
+
+def first_received(signals: Mapping[int, RankSignal]) -> int:
+    """The number of one that this process has got, else 0."""
+    return next((number for number, one in signals.items() if one.was_received), 0)
 
 
 def act_by_default(number: int, frame: FrameType | None) -> None:

@@ -23,9 +23,9 @@ from uneven.launch.generations import COMMON_ERRORS, Generations, count_ranks, d
 from uneven.launch.heartbeat import (
     GENERATION_KEY,
     SAVE_KEY,
+    SIGNAL_KEY,
     STOP_KEY,
     TERMINATED,
-    TERMINATED_KEY,
     heartbeat_key,
     roster_key,
     suspicion_key,
@@ -98,7 +98,7 @@ class Watch:
         self._result_s: float | None = None  # when the result was first seen
         self._stop_sent_s: float | None = None
         self._unsure_s: float | None = None  # since when a loss is known of which nobody says what it means
-        self._was_rank_terminated = False
+        self._was_rank_signalled = False
         self._alone_since_s = now
         self._saves = 0  # checkpoints asked for
         self._are_tensors_mapped = False
@@ -308,16 +308,16 @@ class Watch:
         self._publish(self._generations.repeat(causes[0], done))
 
     def _pass_on(self, requests: Requests, now_s: float) -> None:
-        """Requests of this process to the ranks, and a rank's SIGTERM to this process: one of them stops the run."""
+        """Requests of this process to the ranks, and a rank's signal to this process: one of them stops the run."""
         graces = [status["grace"] for status in self._statuses() if "grace" in status]
         requests.grace = max(graces, default=requests.grace)
         if requests.save.is_set():
             requests.save.clear()
             self._saves += 1
             self._store.set(SAVE_KEY, str(self._saves))
-        if not self._was_rank_terminated and get_text(self._store, TERMINATED_KEY) is not None:
-            self._was_rank_terminated = True
-            requests.on_rank_terminated()
+        if not self._was_rank_signalled and (number := get_text(self._store, SIGNAL_KEY)) is not None:
+            self._was_rank_signalled = True
+            requests.on_rank_terminated() if int(number) == signal.SIGTERM else requests.stop.set()
         if requests.stop.is_set() and self._stop_sent_s is None:
             self._store.set(STOP_KEY, TERMINATED if requests.is_terminated else "1")
             self._stop_sent_s = now_s
