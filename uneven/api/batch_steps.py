@@ -5,12 +5,14 @@ it raises into an error on every rank. A slot is stepped once, with its last mic
 often as the user says, and it ends when the next batch is asked for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from uneven.api.loop_inputs import ZERO1, describe_loss
+from uneven.api.script_steps import refuse_script_steps
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
@@ -59,11 +61,15 @@ class BatchSteps:
         self._parts: int | None = None  # that this rank had trained when it was handed out
         self._loss: Any = None
 
-    def connect(self, worker: Worker) -> None:
-        """Before the group forms: with several optimizers another step takes the place of the engine's."""
+    def connect(self, worker: Worker) -> Callable[[], None]:
+        """Before the group forms: with several optimizers another step takes the place of the engine's.
+
+        Until the function that is returned is called, at the end of the run, only `step` may step an optimizer.
+        """
         self._worker, engine = worker, worker.engine
         if isinstance(engine.optimizer, OptimizerGroup):
             engine.use_step(SeveralSteps(engine.eager, engine.optimizer))
+        return refuse_script_steps(worker)
 
     def take_loss(self, model: nn.Module, batch: Any) -> Any:
         """The worker's train step: the user has run forward already."""

@@ -82,7 +82,7 @@ class Loop(LoopCalls):
         try:
             if worker.config.compile == "default":
                 worker.engine.model.compile()
-            self._steps.connect(worker)
+            self._open.callback(self._steps.connect(worker))
             worker.initialize(UNMEASURED)
             worker.prepare_for_losses()
         except BaseException:

@@ -75,6 +75,7 @@ class EagerStep:
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
         self._has_counted = False  # the first count is looked at: later ones are left where they are, on the device
+        self.is_applying = False  # an update, so that it is no step of the script itself
         self._is_zeroed = False  # the gradients, for the step that has begun
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
@@ -314,8 +315,10 @@ class EagerStep:
         self._has_begun = False
 
     def _apply(self, optimizer: Optimizer) -> None:
+        self.is_applying = True
         self.precision.scaler.step(optimizer)
         self.precision.scaler.update()
+        self.is_applying = False
 
     @property
     def _sums(self) -> Reducer:
