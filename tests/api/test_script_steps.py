@@ -65,3 +65,13 @@ def test_without_gradients_and_after_the_run_the_optimizer_is_the_scripts() -> N
     model(X).mean().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+def test_a_backward_beside_ours_is_named() -> None:
+    model = nn.Linear(2, 1)
+    loop = setup(model, SGD(model.parameters(), lr=0.1))
+    batches = loop.batches(0)
+    loss = loop(next(batches)).square().mean()
+    loss.backward()
+    with pytest.raises(InputError, match=r"take loss.backward\(\) out of the loop"):
+        loop.step(loss)

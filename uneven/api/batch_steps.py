@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from uneven.api.loop_inputs import ZERO1, describe_loss
-from uneven.api.script_steps import refuse_script_steps
+from uneven.api.script_steps import name_second_backward, refuse_script_steps
 from uneven.data.feed import Micros
 from uneven.data.tensors import Batch
 from uneven.errors import InputError
@@ -100,6 +100,10 @@ class BatchSteps:
         return due.has_loss
 
     def step(self, loss: Any, optimizer: Any) -> bool:
+        with name_second_backward():
+            return self._step(loss, optimizer)
+
+    def _step(self, loss: Any, optimizer: Any) -> bool:
         if self._is_dropped:
             return False
         due = self._present("step")
@@ -123,7 +127,8 @@ class BatchSteps:
         if self._is_dropped:
             return
         due = self._present("backward")
-        self._accumulate(due, loss, self._name_of(optimizer))
+        with name_second_backward():
+            self._accumulate(due, loss, self._name_of(optimizer))
 
     def end_slot(self) -> bool:
         """Where several optimizers have stepped by the slot's last micro-batch, the slot is trained now."""

@@ -1,10 +1,12 @@
-"""Refuses an `optimizer.step()` in the script's own loop: `ddp.step(loss)` steps the optimizer.
+"""What a converted script may have left over in its loop: `ddp.step(loss)` runs backward and steps the optimizer.
 
-A call that was left over when a script was converted would apply every gradient twice, the same on all ranks, so that
-nothing else could notice it. Used by api/batch_steps.py; held by tests/api/test_script_steps.py.
+An `optimizer.step()` beside it is refused: it would apply every gradient twice, the same on all ranks, so that nothing
+else could notice it. A `loss.backward()` fails in torch, with a message that does not help here.
+Used by api/batch_steps.py; held by tests/api/test_script_steps.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -37,3 +39,17 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
             handle.remove()
 
     return allow
+
+
+@contextmanager
+def name_second_backward() -> Iterator[None]:
+    """Around a backward of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise InputError(
+            "backward has run through this loss's graph already: ddp.step(loss) and ddp.backward(loss) run backward "
+            "themselves, so take loss.backward() out of the loop; losses that share a graph are added up first"
+        ) from error
