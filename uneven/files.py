@@ -34,7 +34,7 @@ def read_json(path: Path) -> Any:
     """A file's content; None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
         return None
 
 

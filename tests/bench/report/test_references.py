@@ -157,6 +157,11 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content))
 
 
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     "tamper",
     [
@@ -177,6 +182,11 @@ def edit(path: Path, **changes: Any) -> None:
         lambda folder: (folder.parent / "sweep.json").write_text("{"),
         lambda folder: (folder.parent / "sweep.json").unlink(),
         lambda folder: lenet(folder.parent, "solo-0", 0.999),  # counts in place of the packed one
+        lambda folder: make_run(folder.parent, "lenet", "solo-0", 1, 0.999, epochs=5),  # counts beside it
+        lambda folder: make_run(folder.parent, "lenet", "cpu-sync", 0, 0.999, epochs=5),
+        lambda folder: make_run(folder.parent / "equal-time", "lenet", "cpu-async", 1, 0.999, epochs=6),
+        lambda folder: into_folder(folder / "solo-0" / "seed-0.json"),
+        lambda folder: (folder / "solo-0" / "seed-0.json").write_text("[" * 100_000),
     ],
 )
 def test_results_that_were_tampered_with(tamper: Callable[[Path], object], tmp_path: Path) -> None:

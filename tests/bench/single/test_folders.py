@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ from uneven.errors import InputError
 def change(folder: Path, **changes: object) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | changes))
+
+
+def entry(folder: Path, **changes: object) -> None:
+    """Change the last epoch of the history."""
+    *lines, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(json.loads(last) | changes)]))
 
 
 def test_sweeps_in_folders_of_their_own_are_other_runs(tmp_path: Path) -> None:
@@ -53,6 +60,19 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
         read_runs(tmp_path / "none")
 
 
+@pytest.mark.parametrize("place", ["lenet/solo-0/seed-1", "lenet/again/seed-0", "equal-time/lenet/solo-0/seed-1"])
+def test_a_run_that_was_copied_counts_once(place: str, tmp_path: Path) -> None:
+    """Twice the same seed is no second one: the interval would be too narrow."""
+    make_run(tmp_path, "lenet", "solo-0", 0, 0.98)
+    make_run(tmp_path / "equal-time", "lenet", "solo-0", 0, 0.98)
+    source = tmp_path / "equal-time" if place.startswith("equal-time") else tmp_path
+    shutil.copytree(source / "lenet" / "solo-0" / "seed-0", tmp_path / place)
+    records, (copy,) = read_runs(tmp_path)
+    assert (len(records), len(read_equal_time(tmp_path))) == (1, 1)
+    assert "holds lenet solo-0 seed 0, as " in copy.reason
+    assert "it was copied or moved" in copy.reason
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -63,6 +83,10 @@ def test_finished_runs_are_found_and_older_ones_left_out(tmp_path: Path) -> None
         (lambda folder: (folder / "summary.json").write_text('{"version": 1}'), "lacks model, mode"),
         (lambda folder: (folder / "metrics.jsonl").write_text("{"), "metrics.jsonl cannot be read"),
         (lambda folder: (folder / "metrics.jsonl").write_text("null\n"), "metrics.jsonl cannot be read"),
+        (lambda folder: entry(folder, accuracy="0.98"), "a line is no entry of an epoch"),
+        (lambda folder: entry(folder, accuracy=[]), "a line is no entry of an epoch"),
+        (lambda folder: entry(folder, train_loss=True), "a line is no entry of an epoch"),
+        (lambda folder: (folder / "metrics.jsonl").write_text("[" * 100_000), "metrics.jsonl cannot be read"),
         (lambda folder: change(folder, quality=0.9), "lacks accuracy"),
         (lambda folder: change(folder, quality={"accuracy": float("nan")}), "lacks accuracy"),
         (lambda folder: change(folder, train_seconds=None), "has no usable train_seconds"),
@@ -80,6 +104,14 @@ def test_a_broken_folder_is_named_with_the_reason(tmp_path: Path, spoil: object,
     found = read_run(folder)
     assert isinstance(found, BrokenRun)
     assert reason in found.reason
+
+
+def test_an_epoch_that_was_not_evaluated_or_has_diverged_is_one(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async", 0, 0.98)
+    entry(folder, accuracy=None, train_loss=float("nan"), is_inside_epoch=True, epochs=[1, 2])
+    found = read_run(folder)
+    assert isinstance(found, RunRecord)
+    assert "accuracy" not in found.metrics[-1]
 
 
 def test_a_failure_tells_its_reason_and_a_bad_timeline_is_no_obstacle(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def _record(root: Path, out: Path) -> dict[str, Any]:
 def _checksums(out: Path) -> dict[str, str]:
     found = [path for folder in (out, out / EQUAL_TIME) for path in folder.glob(f"{DEPTHS[0]}.json")]
     found += [path for name in (EFFICIENCY, FAILURE) for path in out.glob(f"*/*/{name}")]
-    return {path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(found)}
+    files = sorted(path for path in found if path.is_file())
+    return {path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def changes(root: Path) -> list[str]:
@@ -103,7 +104,11 @@ def changes(root: Path) -> list[str]:
     both = [name for name in found if name in listed]
     faults += [f"{name}: was changed since it was packed" for name in both if found[name] != listed[name]]
     hidden = [name for name in packed if read_run((sweep / name).with_suffix("")).folder != sweep / name]
-    return [*faults, *(f"{name}: a folder beside it counts in its place; pack the runs again" for name in hidden)]
+    faults += [f"{name}: a folder beside it counts in its place; pack the runs again" for name in hidden]
+    folders = [run.folder for run in (*read_runs(sweep)[0], *read_equal_time(sweep)) if run.packed is None]
+    names = [folder.relative_to(sweep).as_posix() for folder in folders]
+    later = [name for name in names if f"{name}.json" not in packed]
+    return [*faults, *(f"{name}: came after the folder was packed; pack the runs again" for name in later)]
 
 
 def _compact(content: dict[str, Any]) -> str:

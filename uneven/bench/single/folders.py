@@ -144,12 +144,26 @@ def read_runs(root: Path) -> tuple[list[RunRecord], list[BrokenRun]]:
     runs, sweep = _read_below(root), sweep_of(root)
     longer = [run for run in _read_below(sweep / EQUAL_TIME) if _is_within(run.folder, sweep / EQUAL_TIME, root, sweep)]
     broken = [run for run in (*runs, *longer) if isinstance(run, BrokenRun)]
+    broken += _apart([run for run in longer if isinstance(run, RunRecord)])[1]
     for path in sorted(sweep.glob(f"*/*/{FAILURE}")):  # of a measurement of efficiency, which has no run's folder
         failure = read_json(path)
         is_own = not _is_run(path.parent) and _is_within(path.parent, sweep, root, sweep)
         if is_own and isinstance(failure, dict):
             broken.append(BrokenRun(path.parent, f"efficiency: {failure.get('reason', 'failed')}"))
-    return [run for run in runs if isinstance(run, RunRecord)], broken
+    records, copies = _apart([run for run in runs if isinstance(run, RunRecord)])
+    return records, broken + copies
+
+
+def _apart(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[BrokenRun]]:
+    """Every seed of a mode once, and what repeats one: counted twice, it would make the interval too narrow."""
+    first: dict[tuple[str, str, int], RunRecord] = {}
+    copies = []
+    for run in runs:
+        known = first.setdefault((run.model, run.mode, run.seed), run)
+        if known is not run:
+            what = f"{run.model} {run.mode} seed {run.seed}"
+            copies.append(BrokenRun(run.folder, f"holds {what}, as {known.folder} does: it was copied or moved"))
+    return list(first.values()), copies
 
 
 def sweep_of(root: Path) -> Path:
@@ -180,7 +194,7 @@ def read_equal_time(root: Path) -> list[RunRecord]:
     sweep = sweep_of(root)
     base = sweep / EQUAL_TIME
     found = [run for run in _read_below(base) if _is_within(run.folder, base, root, sweep)]
-    return [run for run in found if isinstance(run, RunRecord)]
+    return _apart([run for run in found if isinstance(run, RunRecord)])[0]
 
 
 def read_run(folder: Path) -> RunRecord | BrokenRun:
@@ -207,10 +221,10 @@ def _read_folder(folder: Path) -> RunRecord | BrokenRun:
         return BrokenRun(folder, f"summary.json {fault}")
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
+        metrics = [_known(json.loads(line)) for line in lines]
+    except (OSError, ValueError, RecursionError) as error:
         return BrokenRun(folder, f"metrics.jsonl cannot be read ({error})")
-    if not all(map(_is_entry, metrics)):
+    if not all(_is_entry(entry, summary["metric"]) for entry in metrics):
         return BrokenRun(folder, "metrics.jsonl cannot be read (a line is no entry of an epoch)")
     return RunRecord(folder, summary, metrics)
 
@@ -229,8 +243,8 @@ def read_packed(path: Path) -> RunRecord | BrokenRun:
         entries = [dict(zip(columns, row, strict=True)) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         return BrokenRun(path, f"its metrics cannot be read ({error})")
-    metrics = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
-    if not all(map(_is_entry, metrics)):
+    metrics = [_known(entry) for entry in entries]
+    if not all(_is_entry(entry, packed["summary"]["metric"]) for entry in metrics):
         return BrokenRun(path, "its metrics cannot be read (a row is no entry of an epoch)")
     run = RunRecord(path, packed["summary"], metrics, packed)
     if (run.model, run.mode, f"seed-{run.seed}.json") != path.absolute().parts[-3:]:
@@ -323,10 +337,18 @@ def _is_device(name: Any) -> bool:
         return False
 
 
-def _is_entry(entry: Any) -> bool:
+def _known(entry: Any) -> Any:
+    """An epoch of a history without what it does not know."""
+    return {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else entry
+
+
+def _is_entry(entry: Any, metric: str) -> bool:
     """Whether it is an epoch of a history, with what every figure of it needs."""
     names = ("epoch", "samples", "train_seconds")
-    return isinstance(entry, dict) and all(is_number(entry.get(name)) for name in names)
+    if not isinstance(entry, dict) or not all(is_number(entry.get(name)) for name in names):
+        return False
+    figures = [entry[name] for name in ("train_loss", metric) if name in entry]
+    return all(isinstance(figure, int | float) and not isinstance(figure, bool) for figure in figures)  # NaN, too
 
 
 def _packed(folder: Path) -> Path:
