@@ -8,7 +8,7 @@ import pytest
 from tests.timeline.synthetic import MS, history, lanes_of, make_run
 from uneven.timeline.record import STATES, Account, Event
 from uneven.timeline.timeline import Timeline
-from uneven.timeline.verdict import ABSENT, ESTIMATED, MEASURED, Verdict, lost_by_state, run_verdict, verdict
+from uneven.timeline.verdict import ABSENT, ESTIMATED, MEASURED, UNKNOWN, Verdict, lost_by_state, run_verdict, verdict
 from uneven.timeline.verdict_bar import verdict_html
 
 
@@ -46,6 +46,13 @@ def test_what_the_run_gave_and_lost_is_what_one_owns(gave: float, lost: dict[str
     assert found.gave.source == MEASURED
     widths = [float(part) for part in re.findall(r"--part: ([\d.]+)%", verdict_html(found))]
     assert sum(widths) == pytest.approx(100.0, abs=0.1)
+
+
+def test_where_the_rest_went_is_not_guessed() -> None:
+    found = verdict([893.0, 357.0], 900.0, {}, MEASURED)
+    assert found.rest == "Where the rest went was not recorded."
+    assert [(loss.name, loss.samples_per_s) for loss in found.losses] == [(UNKNOWN, 350.0)]
+    assert "--own: var(--other)" in verdict_html(found)
 
 
 def test_a_run_s_own_timeline_explains_all_of_its_loss() -> None:

@@ -14,6 +14,7 @@ from uneven.timeline.timeline import Timeline
 
 MEASURED, ESTIMATED = "measured", "estimated"
 OTHER, ABSENT = "other", "absent"
+UNKNOWN = "not recorded"  # the cause of all losses of a run whose times nobody has
 LOSSES = (*(state for state in TRAINING if state not in ("compute", OTHER)), OTHER, ABSENT)
 LEAST = 0.001  # of the bar: less is counted as OTHER
 IMPOSSIBLE = 1.05  # a run that gave more than this of what its devices own: their speeds alone are not right
@@ -36,13 +37,15 @@ class Verdict:
     gave: Amount | None = None
     owned: Amount | None = None  # the devices' speeds alone, added up
     ddp: Amount | None = None  # the most that equal batches allow: the slowest device's speed times their number
-    losses: tuple[Amount, ...] = ()  # in the order of LOSSES
+    losses: tuple[Amount, ...] = ()  # in the order of LOSSES, or UNKNOWN alone
 
     @property
     def rest(self) -> str:
         """Where the rest went, in words; "" if there is none."""
         if self.owned is None or not self.losses:
             return ""
+        if self.losses[0].name == UNKNOWN:
+            return "Where the rest went was not recorded."
         parts = [f"{loss.name} {_percent(loss.samples_per_s, self.owned.samples_per_s)}" for loss in self.losses]
         return f"The rest went to {', '.join(parts)} ({ESTIMATED})."
 
@@ -55,7 +58,7 @@ class Verdict:
 def verdict(
     alone: Sequence[float], gave: float, lost: Mapping[str, float], source: str, name: str = "This run"
 ) -> Verdict:
-    """`alone` has the samples/s of each device alone, by `source`; `lost` those that each cause took.
+    """`alone` has the samples/s of each device alone, by `source`; `lost` those that each cause took, empty if unknown.
 
     Only the sizes of `lost` relative to each other are sure where `alone` is from other runs. What they do not explain
     counts as OTHER (steps that were slower than alone); where they explain too much they are reduced in proportion.
@@ -106,7 +109,7 @@ def run_verdict(timeline: Timeline, samples: Sequence[int] = (), history: Sequen
 def lost_by_state(accounts: Sequence[Account], alone: Sequence[float]) -> dict[str, float]:
     """The samples/s that the devices would have trained in the time they spent in other states than compute.
 
-    ABSENT is the time that a rank was not there: it joined later, or ended before the others.
+    ABSENT is the time that a rank did not train while another did: it joined later, ended before, or compiled.
     """
     training_s = max((account.training_s for account in accounts), default=0.0)
     lost = dict.fromkeys(LOSSES, 0.0)
@@ -121,6 +124,8 @@ def _losses(whole: float, rest: float, lost: Mapping[str, float]) -> tuple[Amoun
     """The causes, made to add up to `rest`; those that nobody would see in the bar are counted as OTHER."""
     if rest <= 0.0:
         return ()
+    if not lost:
+        return (Amount(UNKNOWN, rest, ESTIMATED),)
     explained = sum(lost.values())
     scale = min(1.0, rest / explained) if explained > 0.0 else 1.0
     causes = {cause: scale * lost.get(cause, 0.0) for cause in LOSSES}

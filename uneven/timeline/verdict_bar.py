@@ -5,10 +5,10 @@ The pages of runs, the report and the demo begin with it; page.css has its style
 
 from html import escape
 
-from uneven.timeline.verdict import ABSENT, Amount, Verdict
+from uneven.timeline.verdict import ABSENT, UNKNOWN, Amount, Verdict
 
 # Losses have the colours of their states.
-_COLOURS = {"this run": "compute", ABSENT: "apart"}
+_COLOURS = {"this run": "compute", ABSENT: "apart", UNKNOWN: "other"}
 
 
 def verdict_html(verdict: Verdict, heading: str = "") -> str:

@@ -10,6 +10,8 @@ from uneven.bench.report.page import curve, render_page
 from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
 
+PAIR_SPEEDS = {"solo_samples_per_s": [800.0, 300.0], "joint_samples_per_s": 1074.0}
+
 
 def sweep(root: Path) -> Path:
     for seed, quality in enumerate((0.970, 0.972, 0.974)):
@@ -19,7 +21,7 @@ def sweep(root: Path) -> Path:
         make_run(root, "lenet", "torch-ddp", seed, quality, 780.0)
     make_run(root, "lenet", "solo-1", 0, 0.5, 400.0, devices=["cpu@0.4"])
     (root / "lenet" / "cpu-async" / "efficiency.json").write_text(
-        json.dumps({"efficiency": 0.976, "half_width": 0.01, "pairs": 30, "batch_size": 128})
+        json.dumps({"efficiency": 0.976, "half_width": 0.01, "pairs": 30, "batch_size": 128, **PAIR_SPEEDS})
     )
     return root
 
@@ -196,12 +198,12 @@ def test_the_report_begins_with_its_result_and_ends_with_definitions(tmp_path: P
     found = model.verdict
     assert found is not None
     assert found.sentence == (
-        "LeNet-5 with BatchNorm by cpu-async gave 1,366 of the 1,400 samples/s that you own (98 %); "
-        "equal-batch DDP could give at most 800 (57 %)."
-    ), "by pairs"
+        "LeNet-5 with BatchNorm by cpu-async gave 1,074 of the 1,100 samples/s that you own (98 %); "
+        "equal-batch DDP could give at most 600 (55 %)."
+    ), "as measured by pairs, and not by their ratio and the speeds of other runs"
     assert found.gave is not None
     assert found.owned is not None
-    assert found.gave.samples_per_s + sum(loss.samples_per_s for loss in found.losses) == pytest.approx(1400.0)
+    assert found.gave.samples_per_s + sum(loss.samples_per_s for loss in found.losses) == pytest.approx(1100.0)
     assert found.owned.source == "measured"
     text = render_markdown(report)
     assert text.startswith(f"# Benchmark report\n\n**{found.sentence}** The rest went to wait")
@@ -212,6 +214,32 @@ def test_the_report_begins_with_its_result_and_ends_with_definitions(tmp_path: P
     keys = re.findall(r'<button[^>]*class="key".*?</button>', page)
     assert len(keys) == len([row for row in model.rows if row.trajectories]), "one row of keys for all plots"
     assert "Efficiency is joint" in page.partition("<details>")[2]
+
+
+@pytest.mark.parametrize("pairs", [{}, {"solo_samples_per_s": [800.0], "joint_samples_per_s": 700.0}])
+def test_pairs_that_tell_no_speeds_leave_the_verdict_to_the_runs(pairs: dict[str, object], tmp_path: Path) -> None:
+    paired = {"efficiency": 0.976, "half_width": 0.01, "pairs": 30, **pairs}
+    (sweep(tmp_path) / "lenet" / "cpu-async" / "efficiency.json").write_text(json.dumps(paired))
+    (model,) = build_report(tmp_path).models
+    assert model.verdict is not None
+    assert "gave 1,330 of the 1,400 samples/s that you own (95 %)" in model.verdict.sentence
+
+
+def test_runs_without_times_do_not_tell_where_the_rest_went(tmp_path: Path) -> None:
+    for mode, speed, devices in (("solo-0", 1000.0, ["cpu"]), ("solo-1", 400.0, ["cpu@0.4"])):
+        make_run(tmp_path, "lenet", mode, 0, 0.97, speed, devices=devices)
+    (make_run(tmp_path, "lenet", "cpu-async", 0, 0.97, 1330.0) / "timeline.json").unlink()
+    (model,) = build_report(tmp_path).models
+    assert model.verdict is not None
+    assert model.verdict.rest == "Where the rest went was not recorded."
+    assert "not recorded" in render_page(build_report(tmp_path), tmp_path)
+
+
+def test_shares_follow_the_speeds_of_undisturbed_seeds(tmp_path: Path) -> None:
+    make_run(tmp_path, "lenet", "cpu-balanced", 0, 0.97, 1000.0, sample_shares=[0.75, 0.25])
+    make_run(tmp_path, "lenet", "cpu-balanced", 1, 0.97, 77.0, sample_shares=[0.95, 0.05], is_disturbed=True)
+    (model,) = build_report(tmp_path).models
+    assert model.rows[0].sample_shares == [0.75, 0.25]
 
 
 def test_disturbed_runs_have_no_verdict_and_single_devices_need_none(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from uneven.bench.single.folders import (
     sweep_of,
 )
 from uneven.bench.single.modes import JOINT, OWN_LOOP
+from uneven.bench.single.run_times import is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import folder_error, read_json, write_atomically
@@ -68,7 +69,7 @@ class ModeReport:
     utilisation: dict[str, float] = field(default_factory=dict)  # device -> share of the time in which it computes
     idle_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds, all devices, mean over seeds
     lost: dict[str, float] = field(default_factory=dict)  # state -> samples/s by the speeds alone, mean over seeds
-    sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds
+    sample_shares: list[float] = field(default_factory=list)  # per device, mean over seeds; they follow the speeds
     anchor: float | None = None  # of the last window, mean over seeds
     gpus: dict[str, list[float]] = field(default_factory=dict)  # by NVML, mean over seeds: percent, seconds below 5 %
     calibration: list[dict[str, Any]] = field(default_factory=list)  # of the first seed, per epoch
@@ -213,12 +214,17 @@ def _model(name: str, records: list[RunRecord], longer: Sequence[RunRecord]) -> 
         rows=rows,
         best=best,
         is_solo_disturbed=is_solo_disturbed,
-        verdict=_verdict(recipe, rows, alone, best, is_solo_disturbed),
+        verdict=_verdict(recipe, rows, by_mode, alone, best, is_solo_disturbed),
     )
 
 
 def _verdict(
-    recipe: Recipe, rows: list[ModeReport], alone: list[float], best: str | None, is_solo_disturbed: bool
+    recipe: Recipe,
+    rows: list[ModeReport],
+    by_mode: dict[str, list[RunRecord]],
+    alone: list[float],
+    best: str | None,
+    is_solo_disturbed: bool,
 ) -> Verdict | None:
     """Of the best mode, or of the fastest one on several devices where the best is a device alone or not known."""
     joint = [row for row in rows if row.mode in (*OWN_LOOP, *JOINT) and row.samples_per_s]
@@ -230,10 +236,21 @@ def _verdict(
         return Verdict(f"{title}: no verdict, since other programs disturbed the runs that it needs.")
     row = next((row for row in timed if row.mode == best), max(timed, key=lambda row: row.samples_per_s or 0.0))
     assert row.samples_per_s is not None, "chosen by it"
-    # Where joint and solo segments were measured in turn, their ratio is nearer the truth than that of whole runs.
-    is_paired = row.efficiency is not None and row.efficiency_half is not None and not row.is_efficiency_disturbed
-    speed = (row.efficiency or 0.0) * sum(alone) if is_paired and alone else row.samples_per_s
-    return verdict(alone, speed, row.lost, MEASURED, f"{title} by {row.mode}")
+    # Speeds that were measured in turn are nearer the truth than those of whole runs, between which a machine drifts.
+    paired = None if row.is_efficiency_disturbed else _pair_speeds(by_mode[row.mode])
+    owned, speed = paired if paired is not None and alone else (alone, row.samples_per_s)
+    lost = {cause: loss * sum(owned) / sum(alone) for cause, loss in row.lost.items()} if alone else {}
+    return verdict(owned, speed, lost, MEASURED, f"{title} by {row.mode}")
+
+
+def _pair_speeds(runs: Sequence[RunRecord]) -> tuple[list[float], float] | None:
+    """Samples/s of each device alone and of all together, from the pairs of a mode; None if they do not tell."""
+    paired = read_efficiency(runs) or {}
+    alone, joint = paired.get("solo_samples_per_s"), paired.get("joint_samples_per_s")
+    if not isinstance(alone, list) or len(alone) != len(runs[0].summary["devices"]):
+        return None
+    speeds = [float(speed) for speed in (*alone, joint) if is_number(speed) and speed > 0.0]
+    return (speeds[:-1], speeds[-1]) if len(speeds) == len(alone) + 1 else None
 
 
 def _order(entry: tuple[str, Any]) -> tuple[int, str]:
@@ -300,7 +317,7 @@ def _row(
         efficiency_pairs=paired["pairs"] if paired and has_speed else None,
         efficiency_batch=paired.get("batch_size") if paired and has_speed else None,
         **mode_times(timed, alone),
-        sample_shares=_sample_shares(runs),
+        sample_shares=_sample_shares(timed),
         peak_memory_bytes=max((run.summary.get("peak_memory_bytes") or 0 for run in runs), default=0) or None,
         target_s=statistics.median(when_reached) if when_reached and has_speed and not is_for_speed else None,
         target_seeds=len(when_reached),
@@ -340,7 +357,7 @@ def _batch(summary: dict[str, Any]) -> str:
     return (f"{num_devices} x {per_device}" if num_devices > 1 and per_device else per_device) + lr
 
 
-def _sample_shares(runs: list[RunRecord]) -> list[float]:
+def _sample_shares(runs: Sequence[RunRecord]) -> list[float]:
     shares = [run.summary.get("sample_shares") or [] for run in runs]
     return [statistics.mean(column) for column in zip(*shares, strict=False)] if len(shares[0]) > 1 else []
 

@@ -16,7 +16,8 @@ from uneven.timeline.verdict import Verdict
 IMPOSSIBLE = 1.05  # an estimated efficiency above this cannot be real: runs differ by less than 5 % by chance
 NOTES = (
     "Quality is the mean over seeds with its 95 % interval (Student's t), on the whole test set, of the saved state. "
-    "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds.",
+    "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds. Runs that other "
+    "programs disturbed count for quality; figures of time are those of the other seeds, where there are any.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
     "At equal time: the quality when the best single device has finished. With a number of epochs it is that of runs "
@@ -26,7 +27,8 @@ NOTES = (
     "share of them, in percent. On CUDA devices PyTorch's DDP waits inside backward, which counts as computing.",
     "The verdict: what you own is the sum of the devices' speeds alone, what equal-batch DDP could give at most is the "
     "slowest of them times their number, and the rest is what the devices would have trained in the time that they "
-    "spent otherwise; other includes steps that were slower than alone.",
+    "spent otherwise; other includes steps that were slower than alone, absent is the time that a device did not train "
+    "while another did. Where efficiency was measured by pairs, the speeds are those of the pairs.",
 )
 DISTURBED = f"{FOOTNOTE}. Repeat these runs on an idle machine: 'uneven bench sweep --force'."
 
