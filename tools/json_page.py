@@ -28,7 +28,8 @@ both cases and tell by the exit code: `config check` (2), `bench check`, `state 
 The page is made from the schemas in `uneven/cli/schemas.py` by `tools/json_page.py`; tests hold real outputs against
 them. New keys may be added; one that is here keeps its name and type. Types: text, number, whole (a whole number),
 bool, object (with keys of its own), any, list of a type. "or null" says that there may be none; "may be absent" that
-the key is there only where it has something to say. `[]` stands for each entry of a list, `*` for any key.
+the key is there only where it has something to say. `[]` stands for each entry of a list, `*` for any key. A metric
+that is NaN or infinite is null: JSON has no such numbers.
 """
 
 

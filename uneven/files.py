@@ -5,6 +5,7 @@ Called wherever results are written. Invariant: a file under its final name is c
 
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -36,6 +37,19 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
         return None
+
+
+def json_text(document: Any) -> str:
+    """A document as JSON, which has no name for NaN and infinity, as a metric may be: they are null."""
+    return json.dumps(_finite(document), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from tests.cli.documents import check_document
 from tests.results.checkpoints import flip_byte, make_whole, write_checkpoint
 from uneven import InputError, TrainedState
 from uneven.cli.main import app
@@ -97,6 +98,15 @@ def test_show_reads_results_old_ones_and_single_checkpoints(run: Path) -> None:
     (alone,) = called("show", run / "step-4")["states"]
     assert (alone["whole"], alone["kind"]) == (False, "checkpoint")
     assert "state.json is missing" in alone["fault"]
+
+
+def test_a_metric_that_is_no_number_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN and no infinity, and what reads it refuses them or takes them for 1.8e308."""
+    result_state(history=[{"epoch": 1, "perplexity": float("inf"), "odd": float("nan"), "loss": 1.5}]).save(tmp_path)
+    text = call("show", tmp_path, "--json").stdout
+    document = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert document["states"][0]["metrics"] == {"perplexity": None, "odd": None, "loss": 1.5}
+    check_document("state show", document)
 
 
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:

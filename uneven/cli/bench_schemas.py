@@ -161,11 +161,11 @@ BENCH: dict[str, Any] = {
         "policies": [
             {
                 "policy": "text|async",
-                "loss": "number|0.31",
+                "loss": "number?|0.31",
                 "train_s": "number|14.2",
                 "samples_per_s": "number|2112.0",
                 "efficiency": "number?|0.97",
-                "metrics": {"*": "number|0.95"},
+                "metrics": {"*": "number?|0.95"},
                 "is_disturbed": "bool|false",
                 "interference": INTERFERENCE,
             }

@@ -5,7 +5,6 @@ The settings given here travel to the ranks as data and take precedence over tho
 """
 
 import inspect
-import json
 import os
 import sys
 import time
@@ -28,6 +27,7 @@ from uneven.config import (
 )
 from uneven.config.text import parse_text
 from uneven.errors import InputError
+from uneven.files import json_text
 
 if TYPE_CHECKING:
     from uneven.machines.options import LeadOptions
@@ -72,7 +72,7 @@ def run(script: Path, args: list[str] | None = None, as_json: bool = False, **op
         is_done = sys.exc_info()[0] is None
         if is_first and (is_done or results):  # a stopped run has a result, too
             document = {"script": str(script), "seconds": round(time.monotonic() - begin_s, 2), "runs": results}
-            print(json.dumps(document, indent=1), flush=True)
+            print(json_text(document), flush=True)
 
 
 def _run(script: Path, args: list[str], options: dict[str, Any]) -> None:

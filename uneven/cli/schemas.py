@@ -28,7 +28,7 @@ _STATE = {
     "stopped?": "text?|",
     "cause?": "text?|interval",
     "ledger?": "object?|",
-    "metrics?": {"*": "number|0.97"},
+    "metrics?": {"*": "number?|0.97"},
     "params?": "whole?|61706",
     "tensors?": "whole?|10",
     "files?": "object?|",
@@ -127,7 +127,7 @@ SCHEMAS: dict[str, Schema] = {
                 "samples": "whole|30000",
                 "rank_samples": ["whole|21400"],
                 "train_seconds": "number|14.2",
-                "metrics": {"*": "number|0.12"},
+                "metrics": {"*": "number?|0.12"},
                 "out": "text?|runs/my-run",
             }
         ],

@@ -3,7 +3,6 @@
 None of them runs the user's script or reads a pickle.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from uneven.errors import InputError
-from uneven.files import NO_STATE, may_hold_states
+from uneven.files import NO_STATE, json_text, may_hold_states
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +41,7 @@ def show(run: Run, as_json: Json = False) -> None:
     if as_json:
         newest = _newest(entries)
         document = {"folder": str(run), "newest_whole": None if newest is None else newest["path"], "states": entries}
-        print(json.dumps(document, indent=1))
+        print(json_text(document))
     else:
         _print_contents(run, entries)
 
@@ -140,7 +139,7 @@ def diff(
         states.append(state)
     found = compare_states(*states)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json_text(found))
     else:
         print(f"A: {states[0].title}\nB: {states[1].title}")
         print("\n".join(_difference_lines(found)))
@@ -204,6 +203,6 @@ def export(
     size = export_model(state, to, overwrite)
     if as_json:
         document = {"file": str(to), "from": str(state.folder), "kind": state.kind, "slot": state.record.get("slot")}
-        print(json.dumps({**document, "tensors": len(state.tensors), "bytes": size}, indent=1))
+        print(json_text({**document, "tensors": len(state.tensors), "bytes": size}))
     else:
         print(f"{to}: {len(state.tensors)} tensors, {size / 1e6:,.2f} MB, of {state.title}")

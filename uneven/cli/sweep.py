@@ -1,6 +1,5 @@
 """`uneven bench sweep`, `report`, `compare`, `check`, `policies`: many runs, and their comparison."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from uneven.cli import bench_options as options
 from uneven.cli.sweep_bar import SweepBar
 from uneven.cli.tables import print_whole
 from uneven.errors import InputError, RankError
+from uneven.files import json_text
 
 if TYPE_CHECKING:
     from uneven.bench.policies import Trial
@@ -121,7 +121,7 @@ def _print_plan(order: "SweepOrder", as_json: bool) -> None:
     if as_json:
         names = {"run": missing, "kept": [cell for cell in cells if cell not in missing]}
         planned = {key: [cell.name for cell in some] for key, some in names.items()}
-        print(json.dumps({**planned, "skipped": {one.mode: one.reason for one in skipped}}, indent=1))
+        print(json_text({**planned, "skipped": {one.mode: one.reason for one in skipped}}))
         return
     lines = [f"{'run ' if cell in missing else 'kept'}  {cell.name}" for cell in cells]
     print("\n".join([*lines, *(f"not   {left_out.mode}: {left_out.reason}" for left_out in skipped)]))
@@ -129,7 +129,7 @@ def _print_plan(order: "SweepOrder", as_json: bool) -> None:
 
 def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> None:
     if as_json:
-        print(json.dumps(outcome.to_json(), indent=1))
+        print(json_text(outcome.to_json()))
         return
     print(f"{len(outcome.done)} runs done, {len(outcome.kept)} kept, {len(outcome.failed)} failed, in {order.out}")
     for left_out in outcome.skipped:
@@ -161,7 +161,7 @@ def report(
         raise InputError(f"--out {out}: a report is .md or .html")
     found = build_report(runs)
     if as_json:
-        print(json.dumps(found.to_json(), indent=1))
+        print(json_text(found.to_json()))
     elif out is None:
         print(render_markdown(found), end="")
     if out is None:
@@ -193,7 +193,7 @@ def compare(
 
     found = differences(first, second)
     if as_json:
-        print(json.dumps([difference.to_json() for difference in found], indent=1))
+        print(json_text([difference.to_json() for difference in found]))
         return
     for row in found:
         half = "" if row.quality_half == float("inf") else f" +- {row.quality_half:.4f}"
@@ -223,7 +223,7 @@ def pack(
     files = pack_runs(runs, out)
     size = sum(path.stat().st_size for path in files)
     if as_json:
-        print(json.dumps({"files": [str(path) for path in files], "bytes": size}, indent=1))
+        print(json_text({"files": [str(path) for path in files], "bytes": size}))
     else:
         print(f"wrote {len(files)} files, {size / 1e3:,.0f} kB, in {out}")
 
@@ -257,14 +257,14 @@ def check(
         write_baseline(runs, save)
         print(f"wrote {save}", file=sys.stderr)
         if as_json:
-            print(json.dumps({"baseline": str(save), "faults": []}, indent=1))
+            print(json_text({"baseline": str(save), "faults": []}))
         return
     if baseline is None:
         _check_references(runs, as_json)
         return
     faults = faults_of(runs, baseline)
     if as_json:
-        print(json.dumps({"faults": faults}, indent=1))
+        print(json_text({"faults": faults}))
     elif not faults:
         print("no worse than the baseline")
     if faults:
@@ -278,7 +278,7 @@ def _check_references(runs: Path, as_json: bool) -> None:
     rows, broken = compare_with_references(runs)
     faults = [*broken, *(f"{row.model} {row.mode}: {fault}" for row in rows for fault in row.faults)]
     if as_json:
-        print(json.dumps({"faults": faults, "rows": [row.to_json() for row in rows]}, indent=1))
+        print(json_text({"faults": faults, "rows": [row.to_json() for row in rows]}))
     else:
         from rich.console import Console
         from rich.table import Table
@@ -331,7 +331,7 @@ def policies(
     except KeyboardInterrupt:
         is_cut = True
     if as_json:
-        print(json.dumps(trial.to_json(), indent=1))
+        print(json_text(trial.to_json()))
     else:
         _print_trial(trial)
     if is_cut:
