@@ -109,6 +109,26 @@ def test_a_metric_that_is_no_number_is_null(tmp_path: Path) -> None:
     check_document("state show", document)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("slot", []), ("dataset_samples", "x"), ("date", 1.5), ("params", -1), ("config", ["y"]), ("files", 3)),
+        *(("history", 7), ("history", [{"epoch": 1}, None])),
+    ],
+)
+def test_a_result_whose_record_was_spoilt_is_told(name: str, value: object, tmp_path: Path) -> None:
+    """Edited and written anew, it has no checksum."""
+    result_state().save(tmp_path)
+    path = tmp_path / "state.json"
+    record = {key: entry for key, entry in json.loads(path.read_text()).items() if key != "crc32"}
+    path.write_text(json.dumps({**record, name: value}))
+    (state,) = called("show", tmp_path)["states"]
+    assert (state["whole"], f"state.json is damaged: {name} is " in state["fault"]) == (False, True)
+    assert "NO" in call("show", tmp_path).stdout
+    path.write_text("[" * 100_000)
+    assert "state.json is damaged" in called("show", tmp_path)["states"][0]["fault"]
+
+
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     for arguments in (("show", tmp_path), ("diff", tmp_path, tmp_path), ("export", tmp_path, "--to", "model.pt")):
         with pytest.raises(InputError, match="holds no state of a run"):

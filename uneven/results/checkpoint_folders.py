@@ -163,7 +163,7 @@ def slot_of(folder: Path) -> int | None:
     """Where on the axis a checkpoint was taken, also from a record that is cut off."""
     with suppress(OSError):
         text = (folder / RECORD).read_text(errors="replace")
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             return int(json.loads(text)["slot"])
         if found := _SLOT.search(text):
             return int(found[1])

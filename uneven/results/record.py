@@ -23,6 +23,12 @@ from uneven.version import __version__
 VERSION = 2  # 1: no checksums, no state of each rank
 RECORD = "state.json"
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+_KINDS = {
+    **dict.fromkeys(("slot", "samples", "dataset_samples"), int),
+    **dict.fromkeys(("params", "history"), list),
+    **dict.fromkeys(("config", "files", "versions"), dict),
+    "date": str,
+}
 _SLICE = 1000  # entries of a long list that are encoded at once: the interpreter is not free meanwhile
 
 
@@ -69,13 +75,14 @@ def read_record(folder: Path, what: str | None = None) -> dict[str, Any]:
         raise InputError(f"{what}: {RECORD} is missing, so it was never finished, or is no folder of a run") from None
     except OSError as error:
         raise InputError(f"{what}: {RECORD} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{what}: {RECORD} is damaged: {error}") from error
     if not isinstance(record, dict) or "version" not in record:
         raise InputError(f"{what}: {RECORD} is not the record of a run of uneven")
     _check_version(record, what)
     if record["version"] == VERSION:
         _check_crc32(content, what, is_strict=record.get("kind") != "result")
+    _check_kinds(record, what)
     return {name: value for name, value in record.items() if name != "crc32"}
 
 
@@ -104,6 +111,15 @@ def _check_crc32(content: bytes, what: str, is_strict: bool) -> None:
     expected, found = first_line[1].decode(), f"{zlib.crc32(content[first_line.end() :]):08x}"
     if expected != found:
         raise InputError(f"{what}: {RECORD} is damaged: its crc32 is {found} instead of {expected}")
+
+
+def _check_kinds(record: Mapping[str, Any], what: str) -> None:
+    """A result's record may have been edited; what everybody reads of it is of its kind, or was left out."""
+    odd = [name for name, kind in _KINDS.items() if not isinstance(record.get(name), kind | None)]
+    if not odd and not all(isinstance(entry, dict) for entry in record.get("history") or []):
+        odd = ["history"]
+    if odd:
+        raise InputError(f"{what}: {RECORD} is damaged: {odd[0]} is {str(record[odd[0]])[:40]!r}")
 
 
 def describe(folder: Path) -> str:
