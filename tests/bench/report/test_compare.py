@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench.report.compare import check, compare, write_baseline
+from uneven.bench.report.pack import pack
 from uneven.errors import InputError
 
 
@@ -85,16 +86,55 @@ def test_the_gate_lets_better_pass_and_names_what_is_worse(tmp_path: Path) -> No
     efficiency(bad, 0.80)
     faults = check(bad, file)
     assert [fault.split(":")[0] for fault in faults] == ["lenet cpu-async"] * 2
-    assert "accuracy 0.9220, the baseline has 0.9720" in faults[0]
+    assert "accuracy 0.922, the baseline has 0.972" in faults[0]
     assert "efficiency 0.800" in faults[1]
     (missing,) = check(sweep(tmp_path / "none", 0.0, 1.0), file)
     assert "efficiency was not measured" in missing
     assert check(sweep(tmp_path / "other", 0.0, 1.0, "mlp"), file) == ["lenet cpu-async: has no finished run"]
 
 
+def test_two_seeds_of_a_baseline_that_differ_by_chance_do_not_allow_any_quality(tmp_path: Path) -> None:
+    """Their interval, 0.0635 wide on either side, would let 99 % become 93 %."""
+    for seed, quality in enumerate((0.985, 0.995)):
+        make_run(tmp_path / "base", "lenet", "solo-0", seed, quality)
+        make_run(tmp_path / "now", "lenet", "solo-0", seed, quality - 0.05)
+    write_baseline(tmp_path / "base", tmp_path / "b.json")
+    (fault,) = check(tmp_path / "now", tmp_path / "b.json")
+    assert fault == "lenet solo-0: accuracy 0.94, the baseline has 0.99 (allowed: 0.012 worse)"
+
+
+def test_the_gate_does_not_pass_on_the_runs_that_are_left(tmp_path: Path) -> None:
+    root, file = sweep(tmp_path / "runs", 0.0, 1000.0), tmp_path / "baseline.json"
+    write_baseline(root, file)
+    pack(root, tmp_path / "results")
+    assert check(tmp_path / "results", file) == []
+    packed = tmp_path / "results" / "lenet" / "cpu-async" / "seed-0.json"
+    packed.write_text(packed.read_text().replace('"accuracy":0.97', '"accuracy":0.99'))
+    assert any("was changed since it was packed" in fault for fault in check(tmp_path / "results", file))
+    (root / "lenet" / "cpu-async" / "seed-1" / "failure.json").write_text('{"reason": "out of memory"}')
+    (fault,) = check(root, file)
+    assert fault.endswith("seed-1: out of memory")
+
+
+def test_an_efficiency_that_is_no_number_was_not_measured(tmp_path: Path) -> None:
+    root, file = sweep(tmp_path / "runs", 0.0, 1000.0), tmp_path / "baseline.json"
+    efficiency(root, 0.95)
+    write_baseline(root, file)
+    efficiency(root, float("nan"))
+    (fault,) = check(root, file)
+    assert "efficiency was not measured" in fault
+
+
 def test_a_file_that_is_no_baseline_is_told(tmp_path: Path) -> None:
     root = sweep(tmp_path / "runs", 0.0, 1.0)
-    damaged = ({}, {"quality": []}, {"quality": ["x"]}, {"quality": [1], "efficiency": [1]})
+    damaged = (
+        {},
+        {"quality": []},
+        {"quality": [float("nan")]},
+        {"quality": [1], "efficiency": [float("nan"), 0.01]},
+        {"quality": ["x"]},
+        {"quality": [1], "efficiency": [1]},
+    )
     wrong: list[Any] = [None, [], {}, {"other solo-0": {"quality": [1]}}, *({"lenet solo-0": row} for row in damaged)]
     for rows in wrong:
         (tmp_path / "b.json").write_text(json.dumps({"version": 1, "rows": rows}))

@@ -368,7 +368,7 @@ def read_efficiency(runs: Sequence[RunRecord]) -> dict[str, Any] | None:
     if not isinstance(paired, dict):
         return None
     figures = [paired.get(name) for name in ("efficiency", "half_width", "pairs")]
-    return paired if all(isinstance(one, int | float) for one in figures) else None
+    return paired if all(map(is_number, figures)) else None
 
 
 def _best(recipe: Recipe, rows: list[ModeReport], single: str | None) -> str | None:

@@ -15,8 +15,10 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.report.build import read_efficiency, write_report
-from uneven.bench.report.quality import MARGIN
+from uneven.bench.report.pack import changes
+from uneven.bench.report.quality import is_worse, slack_of
 from uneven.bench.single.folders import BrokenRun, RunRecord, nothing_found, read_run, read_runs
+from uneven.bench.single.run_times import is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
@@ -121,10 +123,10 @@ def write_baseline(root: Path, path: Path) -> None:
 
 
 def check(root: Path, baseline: Path) -> list[str]:
-    """One sentence for each figure that is worse than the baseline.
+    """One sentence for each figure that is worse than the baseline, and for each run that does not count.
 
-    Quality fails if it is worse by more than the margin and both intervals (better never fails). Efficiency, if both
-    measured it by pairs, fails if it fell by more than the slack and both intervals.
+    Quality fails if it is worse by more than the margin and chance (better never fails). Efficiency, if both measured
+    it by pairs, fails if it fell by more than the slack and both intervals.
     """
     saved = read_json(baseline)
     if not isinstance(saved, dict) or saved.get("version") != VERSION or not _are_rows(saved.get("rows")):
@@ -132,7 +134,7 @@ def check(root: Path, baseline: Path) -> list[str]:
             f"{baseline} is no baseline of version {VERSION}: make one by 'uneven bench check RUNS --save {baseline}'"
         )
     now = make_baseline(root)["rows"]
-    faults = []
+    faults = [*changes(root), *(f"{run.folder}: {run.reason}" for run in read_runs(root)[1])]
     for name, row in saved["rows"].items():
         if name not in now:
             faults.append(f"{name}: has no finished run")
@@ -151,22 +153,19 @@ def _is_row(name: str, row: Any) -> bool:
         return False
     quality, efficiency = row.get("quality"), row.get("efficiency")
     figures = [quality, [0.0, 0.0] if efficiency is None else efficiency]
-    are_numbers = all(isinstance(one, list) and one and all(isinstance(x, int | float) for x in one) for one in figures)
+    are_numbers = all(isinstance(one, list) and one and all(map(is_number, one)) for one in figures)
     return are_numbers and (efficiency is None or len(efficiency) == 2)
 
 
 def _faults(name: str, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     recipe = models.get(name.split()[0])
-    sign = 1.0 if recipe.higher_is_better else -1.0
-    margin = MARGIN.get(recipe.metric, 0.0)
     before, before_half = interval(saved["quality"])
     after, after_half = interval(now["quality"])
-    chance = math.hypot(*(0.0 if half == math.inf else half for half in (before_half, after_half)))
+    slack = slack_of(recipe, before_half, after_half)
     faults = []
-    if sign * (after - before) < -(margin + chance):
+    if is_worse(recipe, after, before, slack):
         faults.append(
-            f"{name}: {recipe.metric} {after:.4f}, the baseline has {before:.4f} "
-            f"(allowed: {margin:g} worse, and {chance:.4f} for chance)"
+            f"{name}: {recipe.metric} {after:.4g}, the baseline has {before:.4g} (allowed: {slack:.4g} worse)"
         )
     old, new = saved["efficiency"], now["efficiency"]
     if old is not None and new is None:

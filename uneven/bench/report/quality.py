@@ -1,5 +1,6 @@
 """The quality of runs: at the end, on the way to a target, after equal samples and after equal time."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -11,7 +12,19 @@ MARGIN = {
     "loss": 0.05,
     "mse": 0.0001,
 }  # a mode that is worse than solo by less counts as equally good
+MOST_CHANCE = 2.0  # margins: two seeds that differ by chance would allow any quality
 NEAR = 0.99  # the target is this fraction of solo's accuracy (or its loss divided by it), which solo itself reaches
+
+
+def slack_of(recipe: Recipe, *halves: float) -> float:
+    """By how much a mean may be worse than another: the margin, and chance as far as it is known, within limits."""
+    margin = MARGIN.get(recipe.metric, 0.0)
+    chance = math.hypot(*(0.0 if half == math.inf else half for half in halves))
+    return margin + min(chance, MOST_CHANCE * margin)
+
+
+def is_worse(recipe: Recipe, value: float, than: float, slack: float = 0.0) -> bool:
+    return (value < than - slack) if recipe.higher_is_better else (value > than + slack)
 
 
 def target_of(recipe: Recipe, solo: Sequence[RunRecord]) -> float | None:

@@ -17,7 +17,7 @@ from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
 from uneven.bench.report.pack import changes
-from uneven.bench.report.quality import MARGIN, at_time, best_on_the_way, longer_than
+from uneven.bench.report.quality import at_time, best_on_the_way, is_worse, longer_than, slack_of
 from uneven.bench.single.folders import (
     RunRecord,
     for_speed,
@@ -31,7 +31,6 @@ from uneven.bench.single.modes import OWN_LOOP
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
 NEAR_QUALITY = 2e-3  # of a run's quality, and of the last evaluation in its history
-MOST_CHANCE = 2.0  # margins: two seeds that differ by chance would allow any quality
 COMPARED = ("data", "epochs", "samples", "eval_samples", "precision")  # must be those of the runs it is held against
 
 
@@ -91,8 +90,8 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
     faults += _differences(runs, None if reference is None else (reference, by_mode[reference][0]))
     faults += _against_published(recipe, best if recipe.published and recipe.published.is_best else mean, worst)
     other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
-    slack = _slack(recipe, half, other_half)
-    if reference is not None and _is_worse(recipe, mean, other, slack):
+    slack = slack_of(recipe, half, other_half)
+    if reference is not None and is_worse(recipe, mean, other, slack):
         faults.append(f"{recipe.metric} {mean:.4g}, {reference} has {other:.4g} (allowed: {slack:.4g} worse)")
     longer = longer_than(longer, runs)
     equal_time, fault = _at_equal_time(recipe, mode, longer or runs, solo, is_made_for_it=bool(longer))
@@ -113,7 +112,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
 
 
 def _against_published(recipe: Recipe, quality: float, worst: float | None) -> list[str]:
-    if worst is None or recipe.published is None or not _is_worse(recipe, quality, worst):
+    if worst is None or recipe.published is None or not is_worse(recipe, quality, worst):
         return []
     return [f"{recipe.metric} {quality:.4g}, and {worst:g} is the worst that agrees with {recipe.published.source}"]
 
@@ -132,8 +131,8 @@ def _at_equal_time(
     if found is None or not is_timed or any(run.is_disturbed for run in [*runs, *for_speed(solo)]):
         return found, None
     (_, half), (other, other_half) = (interval([run.quality for run in group]) for group in (runs, solo))
-    slack = _slack(recipe, half, other_half)
-    if not _is_worse(recipe, found, other, slack):
+    slack = slack_of(recipe, half, other_half)
+    if not is_worse(recipe, found, other, slack):
         return found, None
     return found, (
         f"{recipe.metric} {found:.4g} when {solo[0].mode} has finished with {other:.4g} (allowed: {slack:.4g} worse)"
@@ -169,17 +168,6 @@ def _settings(run: RunRecord) -> dict[str, Any]:
 def _is_near(seconds: float, other: float) -> bool:
     part, least = NEAR_SECONDS
     return abs(seconds - other) <= max(least, part * other)
-
-
-def _slack(recipe: Recipe, *halves: float) -> float:
-    """By how much a mean may be worse than another: the margin, and chance as far as it is known, within limits."""
-    margin = MARGIN.get(recipe.metric, 0.0)
-    chance = math.hypot(*(0.0 if half == math.inf else half for half in halves))
-    return margin + min(chance, MOST_CHANCE * margin)
-
-
-def _is_worse(recipe: Recipe, value: float, than: float, slack: float = 0.0) -> bool:
-    return (value < than - slack) if recipe.higher_is_better else (value > than + slack)
 
 
 def _is_local(mode: str) -> bool:
