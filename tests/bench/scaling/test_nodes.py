@@ -10,6 +10,7 @@ from uneven.bench.scaling.measure import fitted, predict, scaling_of_nodes
 from uneven.bench.scaling.nodes import Measured, overhead_of, parse_runs, read_measured
 from uneven.bench.scaling.page import write_scaling_page
 from uneven.errors import InputError
+from uneven.timeline.clock import Machine
 from uneven.timeline.record import STATES, Account
 
 
@@ -65,6 +66,33 @@ def test_finished_runs_of_machines_become_one_table(tmp_path: Path) -> None:
     assert "nodes" in (tmp_path / "page.html").read_text()
 
 
+def test_a_run_counts_once_and_for_the_machines_that_it_was_on(tmp_path: Path) -> None:
+    """One run as that of one machine and of two would be a speed-up of 1.00."""
+    one, other = make_run(tmp_path / "one", 1000.0, 1), make_run(tmp_path / "other", 1600.0, 2)
+    with pytest.raises(InputError, match="is there twice"):
+        scaling_of_nodes(f"1={one},2={one.parent / 'other' / '..' / 'one'}")
+    recorded = json.loads((other / "timeline.json").read_text())
+    machines = [Machine(0, "localhost").to_json()]
+    (other / "timeline.json").write_text(json.dumps({**recorded, "machines": machines}))
+    with pytest.raises(InputError, match="other: that run was on 1 machine, as its timeline tells"):
+        scaling_of_nodes(f"1={one},2={other}")
+
+
+@pytest.mark.parametrize("history", [[{}], [None], [{"samples": 5, "train_seconds": 0.0}], [{"samples": "5"}]])
+def test_a_run_that_tells_no_speed_is_refused(history: list[object], tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", 1000.0, 1)
+    (folder / "state.json").write_text(json.dumps({"finished": True, "history": history}))
+    with pytest.raises(InputError, match="does not tell how many samples"):
+        scaling_of_nodes(f"1={folder}")
+
+
+def test_a_timeline_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", 1000.0, 1)
+    for text in ("[]", "{", '{"version": 1}', "null"):
+        (folder / "timeline.json").write_text(text)
+        assert scaling_of_nodes(f"1={folder}").points[0].per_s == pytest.approx(1000.0)
+
+
 @pytest.mark.parametrize("text", ["", "one", "0=a", "x=a", "1=", "1=a,2"])
 def test_runs_that_cannot_be_read_are_refused_by_word(text: str) -> None:
     with pytest.raises(InputError, match="must be a number of nodes and a folder"):
@@ -76,6 +104,6 @@ def test_speedups_need_a_run_of_one_node_and_runs_that_have_ended(tmp_path: Path
         parse_runs("2=a,3=b")
     assert parse_runs("2=b, 1=a,2=c") == {1: [Path("a")], 2: [Path("b"), Path("c")]}
     with pytest.raises(InputError, match="no finished run in"):
-        read_measured(tmp_path / "missing")
+        read_measured(tmp_path / "missing", 1)
     with pytest.raises(InputError, match="no finished run in"):
-        read_measured(make_run(tmp_path / "stopped", 10.0, 1, is_finished=False))
+        read_measured(make_run(tmp_path / "stopped", 10.0, 1, is_finished=False), 1)

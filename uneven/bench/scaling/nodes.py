@@ -4,13 +4,14 @@ A run over machines is started on each of them, by `uneven run --nodes` or anoth
 them itself. It reads the folders that they left under `out`, on the machine of rank 0.
 """
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from uneven.bench.single.run_times import is_number
 from uneven.errors import InputError
+from uneven.files import read_json
 from uneven.timeline.record import Account
 from uneven.timeline.timeline import Timeline
 
@@ -40,30 +41,42 @@ def parse_runs(text: str) -> dict[int, list[Path]]:
             raise InputError(
                 f"--runs {text!r}: {word.strip()!r} must be a number of nodes and a folder, as in 2=runs/two"
             )
+        if any(Path(folder).resolve() == one.resolve() for known in found.values() for one in known):
+            raise InputError(f"--runs {text!r}: {folder} is there twice, and a run counts once")
         found.setdefault(int(nodes), []).append(Path(folder))
     if 1 not in found:
         raise InputError(f"--runs {text!r} must have a run of 1 node: speed-ups are against it")
     return dict(sorted(found.items()))
 
 
-def read_measured(folder: Path) -> Measured:
-    """What the run that was saved under `out` in this folder has measured; InputError where it has not ended well."""
-    state, timeline = _read(folder / "state.json"), _read(folder / "timeline.json")
-    history = [] if state is None else state.get("history", [])
-    if state is None or not state.get("finished") or not history:
+def read_measured(folder: Path, nodes: int) -> Measured:
+    """What the run that was saved under `out` in this folder has measured.
+
+    InputError where it has not ended well, or was not on so many machines as far as its timeline tells.
+    """
+    state, timeline = read_json(folder / "state.json"), _timeline(folder)
+    ends = state["history"][-1:] if isinstance(state, dict) and isinstance(state.get("history"), list) else []
+    if not ends or not state.get("finished"):
         raise InputError(f"--runs: no finished run in {folder}: there must be a state.json, as fit(out=...) writes it")
-    seconds, samples = history[-1]["train_seconds"], history[-1]["samples"]
-    overhead = None if timeline is None else overhead_of(Timeline.from_json(timeline).accounts)
-    return Measured(samples / seconds, overhead)
+    end = ends[0] if isinstance(ends[0], dict) else {}
+    samples, seconds = end.get("samples", math.nan), end.get("train_seconds", math.nan)
+    if not is_number(samples) or not is_number(seconds) or not seconds > 0.0:
+        raise InputError(f"--runs: state.json in {folder} does not tell how many samples were trained in which time")
+    if timeline is None:
+        return Measured(samples / seconds, None)
+    if timeline.machines and len(timeline.machines) != nodes:
+        many = f"{len(timeline.machines)} machine{'s' * (len(timeline.machines) > 1)}"
+        raise InputError(f"--runs {nodes}={folder}: that run was on {many}, as its timeline tells")
+    return Measured(samples / seconds, overhead_of(timeline.accounts))
 
 
 def measure_nodes(text: str) -> Mapping[int, list[Measured]]:
-    return {nodes: [read_measured(folder) for folder in folders] for nodes, folders in parse_runs(text).items()}
+    return {nodes: [read_measured(folder, nodes) for folder in folders] for nodes, folders in parse_runs(text).items()}
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _timeline(folder: Path) -> Timeline | None:
+    """None where there is none, or one that cannot be read: speeds are known without it."""
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return Timeline.from_json(read_json(folder / "timeline.json"))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return record if isinstance(record, dict) else None
