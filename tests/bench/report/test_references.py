@@ -10,6 +10,7 @@ import pytest
 
 from tests.bench.folders import make_run
 from uneven.bench import models
+from uneven.bench.interval import interval
 from uneven.bench.report.build import build_report
 from uneven.bench.report.pack import pack
 from uneven.bench.report.references import Judged, compare_with_references
@@ -225,6 +226,25 @@ def test_a_sweep_that_goes_on_in_a_packed_folder_keeps_its_seal(tmp_path: Path) 
 def test_a_summary_that_contradicts_its_history(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     edit(lenet(tmp_path, "solo-0", 0.99) / "summary.json", **changes)
     assert any(words in fault for fault in judged(tmp_path)["solo-0"].faults)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_right"),
+    [
+        ({}, True),
+        ({"efficiency": 0.99}, False),
+        ({"half_width": 0.001}, False),
+        ({"pairs": 30}, False),
+        ({"ratios": [0.9, None, 1.0]}, False),
+    ],
+)
+def test_an_efficiency_is_that_of_its_pairs(changes: dict[str, Any], is_right: bool, tmp_path: Path) -> None:
+    mean, half = interval([0.9, 0.95, 1.0])
+    paired = {"efficiency": mean, "half_width": half, "pairs": 3, "ratios": [0.9, 0.95, 1.0], **changes}
+    folder = lenet(tmp_path, "cpu-async", 0.99).parent
+    (folder / "efficiency.json").write_text(json.dumps(paired))
+    faults = judged(tmp_path)["cpu-async"].faults
+    assert [fault.split(":")[0] for fault in faults] == ([] if is_right else ["efficiency"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 from uneven.bench import models
 from uneven.bench.interval import interval
 from uneven.bench.models.recipe import Recipe
+from uneven.bench.report.build import read_efficiency
 from uneven.bench.report.pack import changes
 from uneven.bench.report.quality import at_time, best_on_the_way, is_worse, longer_than, slack_of
 from uneven.bench.single.folders import (
@@ -27,6 +28,7 @@ from uneven.bench.single.folders import (
     single_device,
 )
 from uneven.bench.single.modes import OWN_LOOP
+from uneven.bench.single.run_times import is_number
 
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
@@ -87,6 +89,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
     reference = _reference(mode, by_mode, alone)
     faults = [fault for run in (*runs, *longer) for fault in _contradictions(run)]
+    faults += _wrong_pairs(runs)
     faults += _differences(runs, None if reference is None else (reference, by_mode[reference][0]))
     faults += _against_published(recipe, best if recipe.published and recipe.published.is_best else mean, worst)
     other, other_half = (math.nan, 0.0) if reference is None else interval([r.quality for r in by_mode[reference]])
@@ -233,6 +236,24 @@ def _contradictions(run: RunRecord) -> list[str]:
     if is_far and summary.get("precision") == "fp32":
         found.append(f"{name}: its last evaluation has {seen:.4g}, its summary {run.quality:.4g}")
     return found
+
+
+def _wrong_pairs(runs: Sequence[RunRecord]) -> list[str]:
+    """Where an efficiency is not that of its own pairs."""
+    paired = read_efficiency(runs) or {}
+    ratios = paired.get("ratios")
+    if not isinstance(ratios, list) or len(ratios) < 2:
+        return []
+    if not all(map(is_number, ratios)):
+        return ["efficiency: the ratios of its pairs are no numbers"]
+    mean, half = interval(ratios)
+    told, found = [paired[name] for name in ("efficiency", "half_width", "pairs")], (mean, half, len(ratios))
+    if all(math.isclose(one, other, abs_tol=NEAR) for one, other in zip(told, found, strict=True)):
+        return []
+    return [
+        f"efficiency: {told[0]:.4g} +- {told[1]:.4g} of {told[2]} pairs, but {len(ratios)} ratios have a mean of "
+        f"{mean:.4g} +- {half:.4g}"
+    ]
 
 
 def _wrong_seconds(run: RunRecord, end_s: float) -> list[str]:
