@@ -1,6 +1,8 @@
 """Mistakes are refused when the flow is described or built, with the node and the fix in the message."""
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -73,6 +75,28 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: start().map(F.relu).slices(3).build(X), "8 elements, which 3 slices do not divide"),
     (lambda: start().map(F.relu).over("tokens").build(), "unknown tag 'tokens'"),
     (lambda: FlowBuilder("a.b"), "a name consists of letters"),
+    (lambda: FlowBuilder(0), "a name consists of letters"),
+    (lambda: start().input("getattr"), "must be a new identifier.* not 'torch' or 'getattr'"),
+    (lambda: start().build(outputs=3), "must be a list of tags"),
+    (lambda: start().build(outputs=[3]), "must be a list of tags"),
+    (lambda: start().split([F.relu, F.gelu]).merge("add", dim=2), "dim=2.*belongs to 'cat'"),
+    (lambda: start().split([F.relu, F.gelu]).merge(torch.mul, dim=1), "dim=1.*belongs to 'cat'"),
+    (lambda: start().split([F.relu, F.gelu]).merge("cat", dim="rows"), "dim='rows'.*must be an integer"),
+    (lambda: start().split([F.relu, F.gelu]).merge(nn.Bilinear), r"make an instance: Bilinear\(\.\.\.\)"),
+    (lambda: start().split([F.relu, F.gelu]).merge(nn.Bilinear(8, 8, 2).forward), "hides its params"),
+    (lambda: start().map(F.relu).each(1.0), "dim=1.0.*must be an integer"),
+    (lambda: start().through(torch.add).using("h", start=3), "start=3.*must be a function"),
+    (lambda: start().through(torch.add).using("h", detach="no"), "detach='no'.*must be True or False"),
+    (
+        lambda: start().through(F.relu).through(torch.add).using("hidden", start=torch.ones_like).build(),
+        "'hidden'.*has start or detach.*same call",
+    ),
+    (lambda: start().through(torch.add).using("hidden", detach=False).build(), "has start or detach.*same call"),
+    (lambda: start().loop(nn.Linear(8, 8)).until(lambda x: [False] * len(x)).build(X), r"it returned \[False, False\]"),
+    (lambda: start().loop(nn.Linear(8, 8)).while_(lambda x: None).build(X), "condition.*it returned None"),
+    (lambda: start().switch(lambda x: 0.7, [F.relu, F.gelu]).build(X), "the selector chose 0.7: it must return an int"),
+    (lambda: start().switch(lambda x: x.mean().sigmoid(), [F.relu, F.gelu]).build(X), "the selector chose tensor"),
+    (lambda: start().switch(lambda x: [0, 1], [F.relu, F.gelu]).build(X), r"the selector chose \[0, 1\]"),
     (
         lambda: (
             start().through(FlowBuilder("part").through(F.relu)).through(FlowBuilder("part").through(F.gelu)).build()
@@ -186,3 +210,32 @@ def test_the_example_is_left_alone_and_no_gpu_is_asked(monkeypatch: pytest.Monke
     x = torch.linspace(-1, 1, 8).view(2, 4)
     start().through(nn.ReLU(inplace=True)).build(x)
     assert torch.equal(x, torch.linspace(-1, 1, 8).view(2, 4))
+
+
+HEAD = nn.Linear(8, 2)
+norm = nn.LayerNorm(8)  # has the name of a method of tensors
+
+
+def test_a_function_that_brings_params_along_is_refused_because_nobody_would_train_them() -> None:
+    inner = nn.Linear(8, 2)
+    hidden: list[Callable[..., object]] = [
+        lambda x: inner(x)[:, :1],
+        lambda x: HEAD(x).relu(),
+        functools.partial(nn.Bilinear(8, 8, 2), torch.ones(2, 8)),
+        functools.partial(F.linear, weight=torch.ones(2, 8), bias=None),
+        lambda x: x.norm(dim=1, keepdim=True),  # an attribute, not the module of that name
+    ]
+    for part, is_refused in zip(hidden, (True, True, True, False, False), strict=True):
+        for flow in (start().through(part), FlowBuilder("outer").through(start().label("inner").through(part))):
+            with pytest.raises(InputError, match="whose params would not be trained") if is_refused else nullcontext():
+                flow.build()
+    with pytest.raises(InputError, match=r"'inner'.*Linear"):
+        start().split([F.relu, F.gelu]).merge(lambda a, b: inner(a + b)).build()
+
+
+def test_a_function_may_use_a_part_of_its_graph_or_frozen_params() -> None:
+    words = nn.Embedding(5, 8)
+    tied = FlowBuilder.from_(words).through(lambda x: F.linear(x, words.weight)).build(torch.tensor([1, 2]))
+    assert list(tied.state_dict()) == ["embedding_1.weight"]
+    teacher = nn.Linear(8, 8).requires_grad_(False)
+    assert start().through(lambda x: teacher(x)).build(X)(X).shape == (2, 8)

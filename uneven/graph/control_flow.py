@@ -7,6 +7,7 @@ Each holds its parts as children and decides in forward when they run. Invariant
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,8 +67,15 @@ class Loop(nn.Module):
         """A mask of the samples that take the next pass; a 0-dim bool if the condition decides for the whole batch."""
         assert self.condition is not None
         verdict = self.condition(x)
-        verdict = verdict.detach() if isinstance(verdict, Tensor) else torch.tensor(bool(verdict), device=x.device)
         samples = len(x) if x.dim() else 1
+        if not isinstance(verdict, Tensor):
+            if not isinstance(verdict, bool | np.bool_):  # a list would count as true, whatever is in it
+                raise InputError(
+                    f"a loop's condition must return one bool, or a tensor with one for each of the {samples} samples; "
+                    f"it returned {verdict!r}"
+                )
+            verdict = torch.tensor(bool(verdict), device=x.device)
+        verdict = verdict.detach()
         if verdict.dtype != torch.bool or (verdict.dim() > 0 and verdict.numel() not in (1, samples)):
             raise InputError(
                 f"a loop's condition must return one bool, or one for each of the {samples} samples; "
@@ -178,7 +186,7 @@ class Switch(nn.Module):
     def forward(self, x: Tensor, *extra: Any) -> Tensor:
         choice = self.selector(x)
         if not isinstance(choice, Tensor) or choice.dim() == 0:
-            result: Tensor = self.branches[self._checked(int(choice))](x, *extra)
+            result: Tensor = self.branches[self._checked(self._integer(choice))](x, *extra)
             return result
         if len(x) == 0:
             empty: Tensor = self.branches[0](x, *extra)  # an empty batch has the same output shape in every branch
@@ -206,6 +214,16 @@ class Switch(nn.Module):
         self._checked(int(choice.min()))
         self._checked(int(choice.max()))
         return choice
+
+    def _integer(self, choice: Any) -> int:
+        """A choice for the whole batch; int() of a probability would be branch 0, and of a list no number."""
+        is_fraction = choice.is_floating_point() if isinstance(choice, Tensor) else not hasattr(choice, "__index__")
+        if is_fraction:
+            raise InputError(
+                f"the selector chose {choice!r}: it must return an integer, a tensor of one for each sample, or one of "
+                f"scores, of shape (samples, {len(self.branches)})"
+            )
+        return int(choice)
 
     def _checked(self, branch: int) -> int:
         if not 0 <= branch < len(self.branches):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from uneven.errors import InputError
 from uneven.graph.control_flow import WEIGHTINGS, Gate, Loop, Map, Switch, Weighting
 from uneven.graph.dryrun import dry_run
+from uneven.graph.function import refuse_hidden_params
 from uneven.graph.graph import Graph
 from uneven.graph.notes import Branches, Call, Flow, Merge, Part, Tag, Use
 from uneven.graph.wiring import to_module, wire
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MERGES: tuple[Merge, ...] = get_args(Merge)
 RESERVED = ("training", "plan", "shapes", "self", "x")  # names in a graph that are not attributes of its class
+
+TAKEN = ("x", "torch", "getattr")  # names that the source of forward uses itself, of which inputs are arguments
 
 
 class FlowBuilder(Flow):
@@ -46,7 +49,7 @@ class FlowBuilder(Flow):
 
     def __init__(self, label: str = "") -> None:
         super().__init__()
-        if label:
+        if label != "":
             self.label(label)
 
     @classmethod
@@ -88,6 +91,10 @@ class FlowBuilder(Flow):
         `detach=False` lets gradients flow into earlier calls.
         """
         self._refuse_if_placed("using")
+        if start is not None and not callable(start):
+            raise InputError(f"using(start={start!r}) must be a function of the stream, such as torch.ones_like")
+        if not isinstance(detach, bool):
+            raise InputError(f"using(detach={detach!r}) must be True or False")
         last = next((note for note in reversed(self.notes) if not isinstance(note, Tag)), None)
         if not isinstance(last, Call):
             raise InputError(f"using{tags} must follow a part that takes the values: through, also, fork, loop, ...")
@@ -98,8 +105,11 @@ class FlowBuilder(Flow):
         """Extra inputs of the graph: forward takes them after the stream, by position or by name."""
         self._refuse_if_placed("input")
         for name in names:
-            if not (isinstance(name, str) and name.isidentifier()) or name in (*self.inputs, "x", "torch"):
-                raise InputError(f"input({name!r}) must be a new identifier, such as 'mask' ('x' is the stream)")
+            if not (isinstance(name, str) and name.isidentifier()) or name in (*self.inputs, *TAKEN):
+                raise InputError(
+                    f"input({name!r}) must be a new identifier, such as 'mask' ('x' is the stream), and not "
+                    f"{' or '.join(map(repr, TAKEN[1:]))}"
+                )
             checked_name(name, "input")
         self.inputs.extend(names)
         return self
@@ -136,9 +146,11 @@ class FlowBuilder(Flow):
         With an example of its inputs the graph runs once, in eval mode, and a shape mismatch is reported with its node.
         With `outputs`, forward returns a tuple: the end of the stream, then these tagged values.
         """
-        if isinstance(outputs, str):
-            raise InputError(f"outputs={outputs!r} must be a list of tags, as in outputs=[{outputs!r}]")
+        if not isinstance(outputs, list | tuple) or not all(isinstance(tag, str) for tag in outputs):
+            example_tag = outputs if isinstance(outputs, str) else "scores"
+            raise InputError(f"outputs={outputs!r} must be a list of tags, as in outputs=[{example_tag!r}]")
         graph = wire(self, tuple(outputs))
+        refuse_hidden_params(graph)
         if example:
             dry_run(graph, example)
         return graph
@@ -189,13 +201,18 @@ class Split(_Incomplete):
         self._branches.tags = [checked_name(name, "tag") for name in names]
         return self
 
-    def merge(self, how: Merge | Callable[..., Any], dim: int = 1) -> FlowBuilder:
-        """Merge the branches into one stream: "add", "mean", "cat" along `dim`, or a function of all their results."""
+    def merge(self, how: Merge | Callable[..., Any], dim: int | None = None) -> FlowBuilder:
+        """Merge the branches into one stream: "add", "mean", "cat" along `dim` (1), or a function of all results."""
         if not callable(how) and how not in MERGES:
             raise InputError(
                 f"merge({how!r}) must be one of {', '.join(MERGES)}, or a function of the branches' results"
             )
-        self._branches.merge, self._branches.dim = how, dim
+        if dim is not None and how != "cat":
+            raise InputError(f"merge(..., dim={dim!r}) belongs to 'cat'; here it would be ignored: leave it out")
+        if callable(how):
+            checked(how, "merge")
+        self._branches.merge = how
+        self._branches.dim = 1 if dim is None else checked_dim(dim, "merge")
         return self._flow._append(self._branches, "merge")
 
 
@@ -244,16 +261,17 @@ class MapVerb(_Incomplete):
 
     def each(self, dim: int = 1) -> FlowBuilder:
         """Apply the body to every element of the stream along `dim`."""
-        return self._flow._call(Call("map", Map(self._body, dim, None, self._is_batched)))
+        return self._flow._call(Call("map", Map(self._body, checked_dim(dim, "each"), None, self._is_batched)))
 
     def over(self, tag: str, dim: int = 1) -> FlowBuilder:
         """Apply the body to every element of a tagged value along `dim`; the results become the stream."""
-        part = Map(self._body, dim, None, self._is_batched)
+        part = Map(self._body, checked_dim(dim, "over"), None, self._is_batched)
         return self._flow._call(Call("map", part, over=checked_name(tag, "over")))
 
     def slices(self, many: int, dim: int = -1) -> FlowBuilder:
         """Apply the body to `many` equal slices of the stream along `dim`."""
-        return self._flow._call(Call("map", Map(self._body, dim, checked_count(many, "slices"), self._is_batched)))
+        part = Map(self._body, checked_dim(dim, "slices"), checked_count(many, "slices"), self._is_batched)
+        return self._flow._call(Call("map", part))
 
 
 def checked(part: Part, verb: str) -> Part:
@@ -284,6 +302,12 @@ def checked_name(name: str, verb: str) -> str:
     if hasattr(Graph, name) or name in RESERVED:
         raise InputError(f"{verb}({name!r}): a graph has an attribute of this name; choose another name")
     return name
+
+
+def checked_dim(dim: int, verb: str) -> int:
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise InputError(f"{verb}(dim={dim!r}) must be an integer")
+    return dim
 
 
 def checked_count(count: int, argument: str) -> int:

@@ -1,11 +1,16 @@
 """A plain function as a module, so that all parts of a graph are modules."""
 
+import dis
 import functools
 import hashlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
+
+from uneven.errors import InputError
 
 
 class Function(nn.Module):
@@ -47,3 +52,38 @@ def identity(function: Any) -> str:
 def _constants(constants: tuple[Any, ...]) -> list[Any]:
     """Constants without memory addresses: an inner function is represented by its own constants."""
     return [_constants(value.co_consts) if hasattr(value, "co_consts") else repr(value) for value in constants]
+
+
+def refuse_hidden_params(graph: nn.Module) -> None:
+    """InputError for a function that uses a module of its own: its params would be neither trained nor saved.
+
+    A graph has the params of the modules that are its parts; those that a lambda or a partial brings along are not
+    among them. One that uses a part of the graph, as for tied weights, is taken, and so are params that are frozen.
+    """
+    own = {id(param) for param in graph.parameters()}
+    for part in graph.modules():
+        for how, module in _held_modules(part.function) if isinstance(part, Function) else ():
+            if any(param.requires_grad and id(param) not in own for param in module.parameters()):
+                raise InputError(
+                    f"the part {part.name!r} holds {how} ({type(module).__name__}), whose params would not be trained: "
+                    "pass the module itself as a part, and what is done with its result as the next one"
+                )
+
+
+def _held_modules(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a function reads from around it, or that a partial was given, each with its name there."""
+    held: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        yield from _held_modules(function.func)
+        held = {"its function": function.func, **{f"argument {i + 1}": value for i, value in enumerate(function.args)}}
+        held |= {f"{name}=": value for name, value in function.keywords.items()}
+    elif inspect.ismethod(function):
+        held = {"its owner": function.__self__}
+    elif inspect.isfunction(function):
+        # Not inspect.getclosurevars: it takes the attribute in `x.norm()` for a global of that name.
+        read = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+        held = {name: function.__globals__.get(name) for name in read}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a name that is not bound yet
+                held[name] = cell.cell_contents
+    yield from ((repr(name), value) for name, value in held.items() if isinstance(value, nn.Module))

@@ -144,13 +144,19 @@ class _Wiring:
                 "tag it before .also_with(skip, part), or swap the two"
             )
         if use.tag in self._tags or self._is_input(use.tag) or use.tag not in self._all_tags:
-            return self._find(use.tag)
+            node = self._find(use.tag)
+            if use.start is not None or not use.detach:
+                raise InputError(
+                    f"using({use.tag!r}) has start or detach, which are for state across calls, and {use.tag!r} is set "
+                    f"before it in the same call: leave them out, or give the state a .using(...) of its own"
+                )
+            return node
         if use.tag not in self._recalls:
             target = self._unused_module_name(f"memory_{use.tag}")
             self.modules[target] = Memory(use.tag, use.start, use.detach)
-            node = Node(self._free_node_name(f"recall_{use.tag}"), "recall", (stream,), target, verb="using")
-            self._recalls[use.tag], self._uses[use.tag] = node, use
-            self._add(node)
+            recall = Node(self._free_node_name(f"recall_{use.tag}"), "recall", (stream,), target, verb="using")
+            self._recalls[use.tag], self._uses[use.tag] = recall, use
+            self._add(recall)
         if self._uses[use.tag] != use:
             raise InputError(
                 f"the state {use.tag!r} is used twice with different start or detach: use the same in both"
