@@ -317,3 +317,15 @@ def test_samples_that_are_done_keep_their_gradient() -> None:
     graph(x).sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def test_a_pass_of_some_samples_may_have_another_dtype_as_under_autocast_on_a_gpu() -> None:
+    """CUDA's autocast does not promote in index_copy: a loop per sample in bf16 failed there in its first pass."""
+    x = torch.tensor([[1.0], [8.0], [3.0]], dtype=torch.float64, requires_grad=True)
+    graph = FlowBuilder().loop(lambda x: (x / 2).float()).while_(lambda x: x[:, 0] > 2).build()
+    result = graph(x)
+    assert result.dtype == torch.float64
+    assert result.flatten().tolist() == [1.0, 2.0, 1.5]
+    result.sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == [1.0, 0.25, 0.5]
