@@ -14,7 +14,8 @@ from uneven.average.background import BackgroundAverage
 from uneven.average.buffers import BufferAverage
 from uneven.average.replica import Replica
 from uneven.average.transport import make_transport
-from uneven.comm.group import SoloGroup
+from uneven.comm.group import SoloGroup, TorchGroup
+from uneven.errors import InputError
 
 
 @pytest.fixture(scope="module", params=["gloo", "shm", "cpu"])
@@ -22,6 +23,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pair_over(request.param) as pair:
         assert pair.group.backend == request.param  # type: ignore[attr-defined]
         yield pair
+
+
+def test_a_default_group_of_the_scripts_own_is_named_with_what_to_do(pair: Pair) -> None:
+    with pytest.raises(InputError, match=r"process group is there already.*take init_process_group\(\.\.\.\) out"):
+        TorchGroup(torch.distributed.HashStore(), 0, 2)
+    assert pair.group.world_size == 2  # it is the one that was there
 
 
 def test_another_group_does_not_queue_behind_the_first(pair: Pair) -> None:

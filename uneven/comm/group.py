@@ -18,6 +18,7 @@ from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
 from uneven.comm.store import Store, under
 from uneven.comm.work import GlooWork, Traffic, Work
+from uneven.errors import InputError
 
 T = TypeVar("T")
 
@@ -84,6 +85,12 @@ class TorchGroup:
     _lost = Lost()  # every group has its own
 
     def __init__(self, store: Store, rank: int, size: int, nccl: torch.device | None = None) -> None:
+        if dist.is_initialized():
+            raise InputError(
+                "torch's default process group is there already, and this run makes it: take init_process_group(...) "
+                "out of the script, or call destroy_process_group() before; to train in a group of your own there is "
+                "uneven.parallel"
+            )
         self.rank = rank
         self.world_size = size
         self.generation = 0
