@@ -99,6 +99,8 @@ class Builder(SettingMethods):
 
     def on_epoch(self, callback: Callable[[dict[str, Any]], None]) -> "Self":
         """callback(entry) after every epoch, with its loss, speed and metrics; an exception in it ends the run."""
+        if not callable(callback):
+            raise InputError(f"on_epoch must be a function of an entry of the history, got {type(callback).__name__}")
         self._on_epoch.append(callback)
         return self
 

@@ -101,7 +101,10 @@ class EpochLog:
 
 def common_metric(group: Group, metric: Any) -> float:
     """The mean of a metric over the ranks that have one (None: it was not evaluated here); a collective."""
-    row = [0.0, 0.0] if metric is None else [float(metric), 1.0]
+    try:
+        row = [0.0, 0.0] if metric is None else [float(metric), 1.0]
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"ddp.scheduler_step(metric) takes one number, got {type(metric).__name__}") from None
     total, count = group.all_reduce(torch.tensor(row, dtype=torch.float64)).wait().tolist()
     if not count:
         raise InputError("ddp.scheduler_step(None) on every rank: one rank at least must have evaluated the metric")

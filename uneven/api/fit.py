@@ -164,6 +164,8 @@ class Ddp:
 
         The ranks are those that `uneven run` or torchrun started; see uneven/api/manual.py.
         """
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Ddp.wrap takes the model itself, as in Ddp.wrap(Net()), got {model!r}")
         context = process_context()
         context.visitor.see_wrap()
         rank_info = context.make_rank_info()

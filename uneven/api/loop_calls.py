@@ -8,7 +8,7 @@ from uneven.api.epoch_log import EpochLog, common_metric
 from uneven.api.loop_resume import CheckpointCalls
 from uneven.api.loop_survival import LoopSurvival
 from uneven.comm.group import SoloGroup
-from uneven.config import EvalStep
+from uneven.config import EvalStep, check_evaluation
 from uneven.data.feed import make_feed
 from uneven.data.user_loader import take_test_set
 from uneven.step.evaluation import evaluate
@@ -64,6 +64,7 @@ class LoopCalls(CheckpointCalls):
         """
         worker, config = self.worker, self.worker.config
         test = take_test_set(dataset, eval_step, 1, batch_size, None, worker.task.loading.collate_fn)
+        check_evaluation(test)
         size = test.batch_size or config.batch_size
         feed = make_feed(test.dataset, self.device, config.seed, size, loading=test.loading)
         with self.pause("evaluation"):

@@ -67,7 +67,10 @@ class Wrapped:
         `count` is the number of samples (or tokens) this rank's loss was the mean of. With 0 this rank's gradients, if
         it has any, do not count.
         """
-        weight = float(count)
+        try:
+            weight = float(count)
+        except (TypeError, ValueError):
+            weight = float("nan")  # refused with the others
         if not 0.0 <= weight < float("inf"):
             raise InputError(f"count={count!r} must be a number of samples of at least 0")
         self._average(weight)

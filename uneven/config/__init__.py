@@ -39,7 +39,18 @@ from uneven.config.sources import (
     read_settings_file,
     resolve_sources,
 )
-from uneven.config.task import HOOKS, EvalStep, Evaluation, Loading, Task, TrainStep, check_list, check_task, is_stream
+from uneven.config.task import (
+    HOOKS,
+    EvalStep,
+    Evaluation,
+    Loading,
+    Task,
+    TrainStep,
+    check_evaluation,
+    check_list,
+    check_task,
+    is_stream,
+)
 
 __all__ = [
     "CHOICES",
@@ -77,6 +88,7 @@ __all__ = [
     "Task",
     "TrainStep",
     "check_evaluate",
+    "check_evaluation",
     "check_list",
     "check_settings",
     "check_task",

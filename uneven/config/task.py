@@ -90,10 +90,18 @@ def check_task(task: Task) -> None:
             f"before_step must be a function of (model) or (model, optimizer), got {type(task.before_step).__name__}"
         )
     if task.evaluation is not None:
-        check_function("eval_step", task.evaluation.eval_step, 2)
-        _check_dataset("the test set of evaluate", task.evaluation.dataset)
+        check_evaluation(task.evaluation)
     _check_dataset("dataset", task.dataset)
     check_callbacks(task.callbacks, task.evaluation is not None)
+
+
+def check_evaluation(evaluation: Evaluation) -> None:
+    """InputError where it cannot be evaluated; also for one that a loop of the user's own asks for between steps."""
+    check_function("eval_step", evaluation.eval_step, 2)
+    _check_dataset("the test set of evaluate", evaluation.dataset)
+    size = evaluation.batch_size
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise InputError(f"evaluate(batch_size={size!r}) must be a whole number of at least 1, or left out")
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

@@ -34,6 +34,14 @@ class TensorData:
     transform: Transform | None
 
     def __init__(self, *tensors: Tensor, transform: Transform | None = None) -> None:
+        wrong = next((t for t in tensors if not isinstance(t, Tensor) or t.dim() == 0), None)
+        if wrong is not None:
+            got = "one without dimensions" if isinstance(wrong, Tensor) else type(wrong).__name__
+            raise InputError(
+                f"TensorData needs tensors with a row for each sample, got {got}; torch.as_tensor makes one of an array"
+            )
+        if transform is not None and not callable(transform):
+            raise InputError(f"TensorData(transform={transform!r}) must be a function of (rows, keys)")
         lengths = [len(t) for t in tensors]
         if not tensors or len(set(lengths)) != 1:
             raise InputError(f"TensorData needs tensors of one common length, got lengths {lengths}")

@@ -171,6 +171,11 @@ class MuonAdamW(Optimizer):
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     """The group with its params as a list; InputError where it has no kind, or Muon something else than matrices."""
+    if not isinstance(settings, dict) or "params" not in settings:
+        raise InputError(
+            "MuonAdamW takes groups of params, each with its kind, as in [{'params': matrices, 'kind': 'muon'}, "
+            f"{{'params': rest, 'kind': 'adamw'}}], got {type(settings).__name__}"
+        )
     kind, params = settings.get("kind"), list(settings["params"])
     if kind not in KINDS:
         raise InputError(f"kind {kind!r} of a group of params must be one of {', '.join(KINDS)}")

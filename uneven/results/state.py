@@ -85,6 +85,8 @@ class TrainedState:
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Give a model of the same shape these params and buffers; a graph must be the same graph, too."""
+        if not isinstance(model, nn.Module):
+            raise InputError(f"load_into takes a model, as in state.load_into(Net()), got {model!r}")
         check_structure = getattr(model, "check_structure", None)
         if self.structure is not None and callable(check_structure):
             check_structure(self.structure, "the state")
