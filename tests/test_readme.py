@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from tests.forked import run_forked
+from uneven import Ddp
 from uneven.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -87,3 +93,16 @@ def test_every_command_shown_is_understood(command: str) -> None:
     end = words.index("--") if "--" in words else len(words)  # what follows -- belongs to the script
     done = CliRunner().invoke(app, [*words[:end], "--help"])
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(("page", "place"), [("settings.md", 1), ("checkpoints.md", 1)])
+def test_the_loops_that_other_pages_show_run(
+    page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes checkpoints
+    block = blocks("python", (ROOT / "docs" / page).read_text())[place]
+    assert "Ddp.setup" in block
+    model = nn.Linear(4, 2)
+    names: dict[str, object] = {"Ddp": Ddp, "F": F, "AveragedModel": AveragedModel, "model": model}
+    names["train_set"] = TensorDataset(torch.randn(96, 4), torch.arange(96) % 2)
+    exec(block, {**names, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})

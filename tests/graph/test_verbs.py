@@ -320,7 +320,7 @@ def test_samples_that_are_done_keep_their_gradient() -> None:
 
 
 def test_a_pass_of_some_samples_may_have_another_dtype_as_under_autocast_on_a_gpu() -> None:
-    """CUDA's autocast does not promote in index_copy: a loop per sample in bf16 failed there in its first pass."""
+    """The operations that CUDA's autocast promotes are without index_copy, those of a CPU's are with it."""
     x = torch.tensor([[1.0], [8.0], [3.0]], dtype=torch.float64, requires_grad=True)
     graph = FlowBuilder().loop(lambda x: (x / 2).float()).while_(lambda x: x[:, 0] > 2).build()
     result = graph(x)
