@@ -128,6 +128,20 @@ def test_the_meter_gives_the_mean_over_all_units(train_step: Any) -> None:
     assert math.isnan(step.meter.take(SoloGroup()))  # empty again: not a number
 
 
+@pytest.mark.parametrize("train_step", [mean_loss, loss_and_count])
+def test_a_number_of_one_element_is_a_number_whatever_its_dimensions(train_step: Any) -> None:
+    def with_dimensions(model: nn.Module, batch: Any) -> Any:
+        result = train_step(model, batch)
+        return tuple(part.reshape(1, 1) for part in result) if isinstance(result, tuple) else result.reshape(1)
+
+    plain, same = make_step(train_step, "sgd"), make_step(with_dimensions, "sgd")
+    for step in (plain, same):
+        step(batches([5, 5, 2]), 12)
+    assert same.meter.glance() == plain.meter.glance()
+    for ours, theirs in zip(same.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("result", [None, 1.5, torch.zeros(3), (lambda: 0)])
 def test_a_wrong_return_of_the_train_step_is_named(result: Any) -> None:
     step = make_step(lambda model, batch: result, "sgd")

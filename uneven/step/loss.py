@@ -11,7 +11,7 @@ WANTED = "it must return the batch's mean loss as one scalar tensor, or (loss_su
 
 
 def read_loss(result: Any) -> tuple[Tensor, Any]:
-    """The loss, and the count where the step returned one (else None)."""
+    """The loss, and the count where the step returned one (else None); tensors come back without dimensions."""
     count: Any = None
     loss = result
     if isinstance(result, tuple):
@@ -29,7 +29,12 @@ def read_loss(result: Any) -> tuple[Tensor, Any]:
             "the train step returned a loss without a graph (detached, computed under no_grad, or not from the model's "
             "trained params): return the loss as the model's forward gave it, before detach or backward"
         )
-    return loss, count
+    return _without_dimensions(loss), _without_dimensions(count)
+
+
+def _without_dimensions(value: Any) -> Any:
+    """A loss of shape (1,), as a head with one output gives it, adds to the others as any number does."""
+    return value.squeeze() if isinstance(value, Tensor) and value.ndim else value
 
 
 def warn_of_fraction(count: Any) -> None:
