@@ -83,6 +83,24 @@ def test_numbers_are_as_wide_as_the_widest_param_and_never_narrower_than_fp32() 
         assert Replica(model, plain_sgd(model)).new_flat().buffer.dtype == wide
 
 
+def test_a_complex_param_beside_a_real_one_is_merged_with_both_its_parts() -> None:
+    """Its two parts are real numbers of the buffer: as a complex buffer it could not be added to the real param."""
+    model = nn.ParameterList([nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([[2 + 3j]]))])
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9)
+    (model[0].sum() + model[1].real.sum() + 2 * model[1].imag.sum()).backward()
+    optimizer.step()
+    replica = Replica(model, optimizer, with_state=True)
+    flat = taken(replica)
+    assert flat.buffer.dtype == torch.float32
+    assert flat.buffer.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]
+    delta, average = filled(replica, 0.5), filled(replica, 4.0)
+    replica.merge(average, delta)
+    assert (model[0].item(), model[1].item()) == (0.5, 1.5 + 1.5j)
+    assert optimizer.state[model[1]]["momentum_buffer"].item() == 4 + 4j
+    replica.load(flat)
+    assert (model[0].item(), model[1].item()) == (0.0, 1 + 1j)
+
+
 def test_bf16_params_average_in_fp32() -> None:
     values = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 1.0078125, 1.0)]  # 1 + 2^-7: one bit more
     flats = []

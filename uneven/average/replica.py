@@ -1,7 +1,7 @@
 """A rank's replica as one flat buffer: its params and, with optimizer_state='average', its optimizer state.
 
 Invariant: the layout depends only on the model and the optimizer's class, so it is the same on every rank; state that
-does not exist yet, before the first step, is zeros in the buffer.
+does not exist yet, before the first step, is zeros in the buffer. The buffer is real: a complex tensor is two numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Replica:
         self._names = _state_names(optimizer) if with_state else ()
         self._dtype = torch.float32
         for param in self._params:
-            self._dtype = torch.promote_types(self._dtype, param.dtype)
+            self._dtype = torch.promote_types(self._dtype, _as_real(param.detach()).dtype)
 
     @property
     def device(self) -> torch.device:
@@ -78,11 +78,17 @@ class Replica:
 
     @property
     def _layout(self) -> list[Tensor]:
-        return [param.detach() for _ in range(1 + len(self._names)) for param in self._params]
+        return [_as_real(param.detach()) for _ in range(1 + len(self._names)) for param in self._params]
 
     def _tensors(self) -> list[Tensor | None]:
         states = [self._optimizer.state.get(param, {}) for param in self._params]
-        return [*(p.detach() for p in self._params), *(state.get(name) for name in self._names for state in states)]
+        found = [*(p.detach() for p in self._params), *(state.get(name) for name in self._names for state in states)]
+        return [None if tensor is None else _as_real(tensor) for tensor in found]
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """A view of its values as real numbers: those of other params in the same buffer cannot take complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_finite(values: Tensor) -> bool:
