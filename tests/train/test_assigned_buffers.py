@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.step.test_eager import CPU
-from tests.train.test_gradient_sync import Net, train
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, train
 from uneven.average.buffers import BufferAverage, HeldBuffers
+from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.step.capture import refuse_assigned
 from uneven.step.eager import EagerStep
 from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
+from uneven.train.built import build_model
 
 
 class Running(Net):
@@ -93,3 +95,33 @@ def test_what_was_assigned_is_not_written_into_and_a_cache_may_grow() -> None:
     held.settle()
     assert held.assigned == []
     assert model.seen is grown
+
+
+class Expanded(Net):
+    """Two layers hold one buffer, all of whose elements stand for one number."""
+
+    def __init__(self, dtype: torch.dtype, many: int = 9) -> None:
+        super().__init__(dtype)
+        ones = torch.full((1,), 0.5, dtype=dtype).expand(many)
+        self.first.register_buffer("factor", ones)
+        self.second.register_buffer("factor", ones)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) * self.first.factor * self.second.factor)
+
+
+@pytest.mark.parametrize("options", [{"policy": "sync"}, {"policy": "balanced"}, {"policy": "async"}])
+def test_an_expanded_buffer_is_one_like_any_other(options: dict[str, Any]) -> None:
+    """Nothing can be copied into it as it is: not what was before the measuring steps, nor rank 0's values."""
+    results = train(2, make_model=Expanded, **options)
+    assert results[0].state.slot > 0
+    for result in results:
+        assert torch.equal(result.state.buffers["first.factor"], torch.full((9,), 0.5, dtype=torch.float64))
+
+
+def test_an_expanded_buffer_of_two_layers_stays_one() -> None:
+    config = resolve({"batch_size": 4, "epochs": 1})
+    task = Task(lambda: Expanded(torch.float64), OPTIMIZERS["sgd"], lambda *_: None, [0])
+    model = build_model(task, config, CPU, 2)
+    assert model.first.factor is model.second.factor
+    assert model.first.factor.stride() == (1,)

@@ -211,9 +211,13 @@ class Backup:
 
 
 def _can_be_kept(buffer: Tensor) -> bool:
-    """Small, and with memory of its own for each element: an expanded tensor cannot be written."""
-    is_expanded = any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
-    return buffer.numel() <= SMALL and not is_expanded
+    """Small, and with memory of its own for each element."""
+    return buffer.numel() <= SMALL and not is_expanded(buffer)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory, as after `expand`: such a tensor cannot be written."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @torch.no_grad()

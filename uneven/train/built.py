@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -17,6 +17,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.parallel.activations import Activations
 from uneven.results.state_tree import split_tree
+from uneven.step.finite import is_expanded
 from uneven.step.schedule import Schedule
 
 # Wrappers that share out samples or params themselves, by class name: importing torch.distributed is comm's alone.
@@ -114,12 +115,22 @@ def build_model(task: Task, config: RunConfig, device: torch.device, world_size:
     """
     model = checked_model(task.make_model()).to(device)
     check_extra_state(model)
+    _give_own_memory(model)
     if not model.training:  # else a part of it that is in eval mode, as a frozen BatchNorm, is so on purpose
         model.train()
     is_sharded_later = config.is_model_parallel and world_size > 1  # activations are for the layers made then
     if config.activations in ("recompute", "offload") and not is_sharded_later:
         Activations(model, config.activations)
     return model
+
+
+def _give_own_memory(model: nn.Module) -> None:
+    """Every element of a buffer: into an expanded one, which stands several times for one number, nothing is copied."""
+    owned: dict[Tensor, Tensor] = {}  # a buffer that several modules hold stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_expanded(buffer):
+                module._buffers[name] = owned.setdefault(buffer, buffer.clone(memory_format=torch.contiguous_format))
 
 
 def check_schedule(schedule: Schedule, task: Task, is_own_loop: bool) -> None:
