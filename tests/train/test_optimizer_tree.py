@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from tests.launch.test_resume import make, step
@@ -86,6 +87,31 @@ def test_state_of_the_optimizers_own_goes_on(optimizer: Any, tmp_path: Path) -> 
         assert again.param_groups == whole.param_groups
         assert again.optimizer.keys() == whole.optimizer.keys()
     assert TrainedState.load(tmp_path / "whole").param_groups[0]["lr"] == 0.05 / 10
+
+
+class Transposed(nn.Module):
+    """A param whose rows do not follow one another in memory, as in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(1)
+        self.layer, self.out = nn.Linear(4, 3), nn.Linear(3, 1)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=own)
+        self.layer.weight.data = self.layer.weight.data.t().contiguous().t()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda p: AdamW(p, lr=0.05, fused=True), lambda p: SGD(p, lr=0.05, momentum=0.9, fused=True)]
+)
+def test_a_fused_step_goes_on_with_the_state_of_each_element(optimizer: Any, tmp_path: Path) -> None:
+    """It goes through param and state by their memory; the file has other strides than the param."""
+    whole = train_saving(Transposed, optimizer, out=tmp_path / "whole")
+    again = train_saving(Transposed, optimizer, out=tmp_path / "again", resume=tmp_path / "whole/step-3")
+    assert_same(again, whole)
 
 
 def without_class(checkpoint: Path) -> None:

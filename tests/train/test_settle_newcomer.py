@@ -47,3 +47,14 @@ def test_state_that_the_source_does_not_have_is_gone() -> None:
     _, newcomer = trained(Adam, 2)
     load_optimizer_state(newcomer, source.state_dict()["state"])
     assert not newcomer.state_dict()["state"]
+
+
+def test_state_lies_in_memory_as_its_param_does() -> None:
+    """What came over the network has its rows one after the other; a fused step goes through both by address."""
+    param = nn.Parameter(torch.zeros(3, 2).t())
+    newcomer = SGD([param], lr=0.1, momentum=0.9, fused=True)
+    momentum = torch.arange(6.0).view(2, 3)
+    load_optimizer_state(newcomer, {0: {"momentum_buffer": momentum}})
+    found = newcomer.state[param]["momentum_buffer"]
+    assert found.stride() == param.stride()
+    assert torch.equal(found, momentum)

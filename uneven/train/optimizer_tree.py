@@ -7,6 +7,7 @@ earlier versions have neither the class of the optimizer nor entries of its own.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -94,12 +95,32 @@ def join_optimizer(
         }
         for saved_group, own in zip(groups, own_groups, strict=True)
     ]
-    by_place = {place: state[name] for place, name in enumerate(names) if name in state}
+    by_place = lay_out({place: state[name] for place, name in enumerate(names) if name in state}, optimizer)
     return {
         **join_tree(saved.get("own", {}), tensors),
         "state": {**by_place, **join_tree(saved.get("own_state", {}), tensors)},
         "param_groups": merged,
     }
+
+
+def lay_out(state: Mapping[Any, Any], optimizer: Optimizer) -> dict[Any, Any]:
+    """State by place, its tensors in memory as the optimizer itself would make them: in the order of their param.
+
+    Files and collectives give the rows of a tensor one after the other. A fused step goes through the memory of param
+    and state side by side, so beside a param in channels_last, or transposed, it would take other elements' state.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    laid_out = dict(state)  # with state that is no param's, if there is any
+    for place, param in enumerate(params):
+        if place in state:
+            laid_out[place] = {key: _as_param_is(value, param) for key, value in state[place].items()}
+    return laid_out
+
+
+def _as_param_is(value: Any, param: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != param.shape or value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, what: str) -> None:

@@ -29,6 +29,7 @@ from uneven.step.finite import Fault
 from uneven.step.several import SeveralSteps
 from uneven.train.engine import Engine
 from uneven.train.gradient_sync import GradientSync
+from uneven.train.optimizer_tree import lay_out
 from uneven.train.resume import learn_sizes
 from uneven.train.settle_shards import settle_shards
 from uneven.train.step_guard import log_of
@@ -312,7 +313,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[int, Any]) -> None:
     replaces, learning rates among them.
     """
     groups, before = optimizer.param_groups, {param: dict(values) for param, values in optimizer.state.items()}
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": lay_out(state, optimizer)})
     optimizer.param_groups = groups
     with torch.no_grad():
         for param, values in before.items():
