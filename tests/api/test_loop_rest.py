@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 from tests.api.test_loop import DATA, make_loop, on_ranks_catching
 from tests.api.test_loop_parity import GAN_DATA, Pair, assert_params, g_loss, plain_batches, step_each
 from tests.ranks import ThreadGroup, on_threads
-from tests.train.test_gradient_sync import OPTIMIZERS, Net
+from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y
+from tests.train.test_streams import SizedPlain
 from uneven import Ddp, InputError, TrainedState
 from uneven.api.epoch_log import EpochLog
 from uneven.api.loop import Loop
@@ -68,6 +69,36 @@ def test_the_rest_of_an_epoch_is_left_out_on_every_rank(size: int, caller: int |
         assert state.finished
         assert (state.samples, state.skipped) == (144, [(0, 22), (1, 22), (2, 22)])
         assert [(entry["samples"], entry["skipped"]) for entry in state.history] == [(48, 22), (96, 22), (144, 22)]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("options", [{"policy": "sync"}, {"shares": (2.0, 1.0)}, {"shares": (0.0, 1.0)}])
+def test_after_the_rest_of_a_streams_epoch_its_next_one_follows(options: dict[str, Any], after: int) -> None:
+    """Samples are asked for ahead: those of the rest must not come in place of the next epoch's, nor be kept."""
+    kept: list[int] = []
+
+    def rank(group: ThreadGroup) -> TrainedState:
+        loop = make_loop(group, dataset=SizedPlain(), epochs=3, **options)
+        for epoch in range(3):
+            for batch in loop.batches(epoch):
+                step_each(loop, batch)
+                if loop.global_step == after * (epoch + 1):
+                    loop.skip_rest()
+        if group.rank == 0:
+            reader = loop.worker.engine.reader
+            assert reader is not None
+            assert reader._reader is not None
+            kept.extend(epoch for epoch, _ in reader._reader._held if epoch < 2)
+        return loop.finish()
+
+    model = Net(torch.float64)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for first in [*range(0, 24 * after, 24)] * 3:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X[first : first + 24].double()), Y[first : first + 24]).backward()
+        optimizer.step()
+    assert_params(on_threads(2, rank), {name: param.detach() for name, param in model.named_parameters()})
+    assert not kept, "what nobody trains is in memory"
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])

@@ -48,7 +48,7 @@ class Reader:
         """`around` is entered whenever the caller of `take` reads, not by the thread.
 
         `start`: the first (epoch, position) that anybody will take, where a run is resumed; what lies before it in its
-        epoch is read and dropped. `sizes` are those of the epochs before.
+        epoch is read and dropped, as with `go_to`. `sizes` are those of the epochs before.
         """
         self._read_pass, self._epochs, self._length = read_pass, epochs, length
         self._ahead, self._uses, self._around = ahead, uses, around
@@ -69,6 +69,8 @@ class Reader:
         """The samples at these positions; waits until they are read."""
         with self._changed:
             self._wait_for((epoch, stop))
+            if epoch < self._start[0]:
+                return []
             return [self._give((epoch, position)) for position in range(first, stop)]
 
     def ends_within(self, epoch: int, first: int, count: int) -> int:
@@ -77,6 +79,13 @@ class Reader:
             self._wait_for((epoch, first + count + 1))
             is_ended = epoch < len(self._sizes) and self._sizes[epoch] <= first + count
             return self._sizes[epoch] if is_ended else 0
+
+    def go_to(self, epoch: int) -> None:
+        """Nobody needs what lies before this epoch: it is read and dropped; whoever has asked for it gets nothing."""
+        with self._changed:
+            self._start = max(self._start, (epoch, 0))
+            self._held = {place: held for place, held in self._held.items() if place >= self._start}
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread, unless it waits for a sample that does not come."""

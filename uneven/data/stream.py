@@ -64,6 +64,9 @@ class ReaderFeed:
         self.place = "read in order by one loader process" if num_workers else "read in order by rank 0"
         self.lookahead = 2
         self._asks: ReaderClient | LocalReader | None = None
+        self._reader: Reader | None = None  # on rank 0
+        self._unanswered = 0  # ranges that were asked for and not received
+        self._has_begun = False
         self._close: list[Callable[[], None]] = []
 
     def connect(self, group: Group, axis: Axis, *, is_shared: bool = False, first_slot: int = 0) -> None:
@@ -90,7 +93,7 @@ class ReaderFeed:
                 start=(start.epoch, start.first),
                 sizes=axis.sizes if isinstance(axis, StreamAxis) else [axis.samples] * start.epoch,
             )
-            self._asks = LocalReader(reader)
+            self._reader, self._asks = reader, LocalReader(reader)
             self._close.append(reader.close)
             if group.world_size > 1:
                 connections = (group.world_size - 1) * (1 if has_end else 2)
@@ -107,20 +110,46 @@ class ReaderFeed:
                 axis.connect(lambda *question: _ask(ends, question))
 
     def stream(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Micros]]:
-        """Ranges are asked for `lookahead` parts ahead, so that rank 0 reads and sends while this rank trains."""
-        asked: deque[Part] = deque()
+        """Ranges are asked for `lookahead` parts ahead, so that rank 0 reads and sends while this rank trains.
+
+        Not beyond an epoch: where its rest is left out, a new stream begins with the next one, and nobody could give
+        back what the old one has taken of that.
+        """
+        due: deque[Part] = deque()
+        asked = 0  # parts of `due`, from its front on
         waiting = iter(parts)
-        assert self._asks is not None, "connected when the group has formed"
+        is_first, self._has_begun = not self._has_begun, True
         while True:
-            for part in islice(waiting, self.lookahead + 1 - len(asked)):
-                asked.append(part)
-                if part.samples:
-                    self._asks.send("take", part.slot.epoch, part.first, part.stop)
-            if not asked:
+            due.extend(islice(waiting, self.lookahead + 1 - len(due)))
+            if not due:
                 return
-            part = asked.popleft()
-            samples = iter(self._asks.receive() if part.samples else ())
+            if not is_first:
+                self._leave_out(due[0].slot.epoch)
+                is_first = True
+            while asked < len(due) and due[asked].slot.epoch == due[0].slot.epoch:
+                self._ask(due[asked])
+                asked += 1
+            part, asked = due.popleft(), asked - 1
+            samples = iter(self._receive() if part.samples else ())
             yield part, [(self._batch(list(islice(samples, size))), size) for size in part.sizes]
+
+    def _ask(self, part: Part) -> None:
+        assert self._asks is not None, "connected when the group has formed"
+        if part.samples:
+            self._asks.send("take", part.slot.epoch, part.first, part.stop)
+            self._unanswered += 1
+
+    def _receive(self) -> Any:
+        assert self._asks is not None, "connected when the group has formed"
+        self._unanswered -= 1
+        return self._asks.receive()
+
+    def _leave_out(self, epoch: int) -> None:
+        """What lies before this epoch is trained by nobody; answers that the last stream has not taken are of that."""
+        if self._reader is not None:
+            self._reader.go_to(epoch)
+        while self._unanswered:
+            self._receive()
 
     def open(self, inputs: Inputs) -> Batch:
         return inputs
