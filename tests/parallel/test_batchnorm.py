@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.ranks import Silent, ThreadGroup, on_threads
 from uneven import TrainedState, fit
 from uneven.config import Task, resolve
+from uneven.data.sample_order import permutation
 from uneven.data.tensors import TensorData
 from uneven.hardware.device import parse_devices
 from uneven.parallel.batchnorm import BatchNormSync, describe_batchnorm, synced_buffers, synchronise
@@ -173,12 +174,12 @@ def loss_and_count(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
 
-def train(size: int, step: Any = mean_loss, **changes: Any) -> list[RankResult]:
+def train(size: int, step: Any = mean_loss, make_model: Any = Net, **changes: Any) -> list[RankResult]:
     settings = {"batch_size": 64, "global_batch_size": 12, "epochs": 2, "seed": 3, "sync_batchnorm": True}
     config = resolve({**settings, **changes})
     targets = torch.randint(0, 3, (38,), generator=torch.Generator().manual_seed(1))
     data = TensorData(values(38, 1, 3, 3), targets)
-    task = Task(Net, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), step, data)
+    task = Task(make_model, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), step, data)
     devices = parse_devices(["cpu"] * size)
 
     def rank(group: ThreadGroup) -> RankResult:
@@ -212,6 +213,28 @@ def test_training_equals_one_process(size: int, options: dict[str, Any]) -> None
     dense = train(1, step=step, max_grad_norm=options.get("max_grad_norm"))[0]
     assert dense.state.buffers["second.num_batches_tracked"] == 8
     assert_equal(train(size, **options), dense)
+
+
+class Gated(Net):
+    """A param that one sample alone uses: the one that ranks without samples pass through the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.known = values(38, 1, 3, 3)[permutation(3, 0, 38)[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_known = (x == self.known).flatten(1).all(1)
+        out = super().forward(x)
+        return out + self.extra * is_known[:, None] * values(3) if is_known.any() else out
+
+
+@pytest.mark.parametrize("options", [{"shares": (2, 1, 0)}, {"shares": (1, 0), "strategy": "zero1"}])
+def test_a_param_that_no_sample_of_a_step_uses_stays_as_it_is(options: dict[str, Any]) -> None:
+    """Its momentum would move it on, had the rank without samples a gradient for it."""
+    dense = train(1, make_model=Gated)[0]
+    assert dense.state.params["extra"] != 1
+    assert_equal(train(len(options["shares"]), make_model=Gated, **options), dense)
 
 
 def test_unequal_micro_batches_neither_hang_nor_differ_between_ranks() -> None:

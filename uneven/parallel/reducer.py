@@ -66,6 +66,7 @@ class Reducer:
         self._largest: list[Tensor] = []  # per bucket since prepare(), see `largest_gradient`
         self._num_checked = 0  # buckets that were looked at for it
         self._used: set[int] = set()  # params with a gradient since prepare(), by their place in the buckets
+        self.is_dummy = False  # the backward that runs is of no sample: what it reaches is not used by it
         self.unused: tuple[int, ...] = ()  # params that had no gradient on any rank in the last sum, likewise
         self._summed: set[nn.Parameter] = set()  # params whose gradient is the sum of an earlier backward
         self._ready: set[int] = set()  # params that this backward is through with, likewise
@@ -248,7 +249,8 @@ class Reducer:
             view.copy_(param.grad)
             param.grad = view
         place = self._place[param]
-        self._used.add(place)
+        if not self.is_dummy:
+            self._used.add(place)
         if not self.require_sync:
             return
         if not self._is_manual and self._pass.enter():

@@ -243,6 +243,8 @@ class EagerStep:
         with self.precision.region(), self.batchnorm_sync.dummy_batch(samples == 0):
             result = self.train_step(self.model, batch)
         loss, count = self.weigh(result, samples, slot_samples)
+        if self.reducer is not None:
+            self.reducer.is_dummy = samples == 0
         self.precision.scaler.scale(loss).backward()
         return count
 
