@@ -215,6 +215,13 @@ def test_training_equals_one_process(size: int, options: dict[str, Any]) -> None
     assert_equal(train(size, **options), dense)
 
 
+@pytest.mark.parametrize("policy", ["sync", "balanced"])
+def test_ranks_with_one_sample_each_are_measured_with_two(policy: str) -> None:
+    """Alone, before the group has formed, a layer cannot train on one."""
+    options: dict[str, Any] = {"global_batch_size": 2, "max_steps": 8}  # with two values a channel rounding grows fast
+    assert_equal(train(2, policy=policy, **options), train(1, **options)[0])
+
+
 class Gated(Net):
     """A param that one sample alone uses: the one that ranks without samples pass through the layers."""
 
