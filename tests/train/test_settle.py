@@ -183,6 +183,16 @@ def test_a_newcomer_joins_at_some_collective(size: int, step: int, alone: Traine
         check(found, alone)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_newcomer_joins_when_all_is_trained(size: int, alone: TrainedState) -> None:
+    """The launcher admits it by heartbeats from before the end: it waited for steps while the others gave results."""
+    _, leader = train(size, [], policy="sync")
+    for place in range(leader.collectives[0] - 6, leader.collectives[0]):
+        found, leader = train(size, [], policy="sync", joins=[Join("new", place)])
+        assert set(found) == {*(f"m{n}" for n in range(size)), "new"}
+        check(found, alone)
+
+
 @pytest.mark.parametrize("step", [pytest.param(23, id="some"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_a_rank_is_lost_while_a_newcomer_joins(step: int, alone: TrainedState) -> None:

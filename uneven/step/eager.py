@@ -97,9 +97,9 @@ class EagerStep:
         else:
             own = OwnCheck(*self.own_check(counts, largest).tolist())
         fault = self.fault_of([own])
-        if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
-            fault = None  # finite gradients whose norm overflows: clipped to 0, as torch does
-        if fault is not None:
+        # Finite gradients whose norm overflows are clipped to 0, as torch does.
+        is_clipped = fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN
+        if fault is not None and not (is_clipped and self._is_finite()):
             self.skip()
             return fault
         if is_late:

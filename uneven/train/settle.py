@@ -86,6 +86,11 @@ class Settlement:
         return any(one.is_newcomer for one in self.standings)
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: whoever joins this late takes part in the result alone."""
+        return all(one.is_over or one.is_newcomer for one in self.standings)
+
+    @property
     def event_loss(self) -> float | None:
         """The loss of the event that is reached again, where one of them had it already.
 
@@ -122,7 +127,7 @@ def describe_settlement(settlement: Settlement, members: Sequence[str]) -> dict[
         "averages": furthest.averages,
         "rounds": 0,
         "has_loss": settlement.event_loss is not None,
-        "is_over": all(one.is_over for one in settlement.standings),
+        "is_over": settlement.is_over,
     }
 
 

@@ -247,7 +247,7 @@ class Settler:
         self._again = found.get("again_samples", 0 if not self._lines else self._again)
         run.segments = [*with_scale(record["segments"], settlement), self._segment(generation, settlement) | found]
         self._lr_scale = None
-        self.is_over = all(one.is_over for one in settlement.standings)  # whoever is not needs the others once more
+        self.is_over = settlement.is_over  # whoever is not needs the others once more
         if not self.is_over:
             self._events.undo()
         is_past = own.event < settlement.furthest.event
@@ -257,7 +257,7 @@ class Settler:
         if isinstance(before, GradientSync):
             before.guard = StepGuard(engine)
         info.has_settled()
-        if not self.is_over:
+        if not self.is_over or settlement.has_newcomers:  # who has just come has nothing yet to go on with
             self._train_on(old_members, before, cost, settlement)
 
     def _train_on(
