@@ -22,7 +22,7 @@ def refuse_script_steps(worker: Worker) -> Callable[[], None]:
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if engine.eager.is_applying:
+        if engine.eager.precision.is_stepping:
             return
         if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
             raise InputError(

@@ -75,7 +75,6 @@ class EagerStep:
         self.reducer: Reducer | None = None
         self.is_further_loss = False  # of a batch that had a loss already: added to that one, not counted again
         self._has_counted = False  # the first count is looked at: later ones are left where they are, on the device
-        self.is_applying = False  # an update, so that it is no step of the script itself
         self._is_zeroed = False  # the gradients, for the step that has begun
         self._accumulated: Tensor | None = None  # the counts of micro-batches ahead of the step
         self._has_begun = False  # between a step's first forward and its update
@@ -97,9 +96,9 @@ class EagerStep:
         else:
             own = OwnCheck(*self.own_check(counts, largest).tolist())
         fault = self.fault_of([own])
-        # Finite gradients whose norm overflows are clipped to 0, as torch does.
-        is_clipped = fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN
-        if fault is not None and not (is_clipped and self._is_finite()):
+        if fault is not None and norm is not None and fault.cause >= Cause.GRADIENT_NAN and self._is_finite():
+            fault = None  # finite gradients whose norm overflows: clipped to 0, as torch does
+        if fault is not None:
             self.skip()
             return fault
         if is_late:
@@ -317,10 +316,7 @@ class EagerStep:
         self._has_begun = False
 
     def _apply(self, optimizer: Optimizer) -> None:
-        self.is_applying = True
-        self.precision.scaler.step(optimizer)
-        self.precision.scaler.update()
-        self.is_applying = False
+        self.precision.step(optimizer)
 
     @property
     def _sums(self) -> Reducer:

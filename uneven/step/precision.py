@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.optim import Optimizer
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,8 +19,16 @@ class Precision:
         self.name = name
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.is_stepping = False  # an optimizer: whoever else steps it is the user's script (api/script_steps.py)
         # Makes its tensors: a rank without samples steps, too, and has scaled no loss before.
         self.scaler.scale(torch.ones((), device=device))
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Every update of a run goes through here."""
+        self.is_stepping = True
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.is_stepping = False
 
     def region(self) -> AbstractContextManager[object]:
         if self.name == "fp32":
