@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.plan.probes import pair
 from tests.plan.scripts import alone, script  # noqa: F401, a fixture
@@ -43,7 +44,7 @@ def test_a_loop_by_hand_is_left_where_it_would_begin(capsys: pytest.CaptureFixtu
 def test_a_visitor_sees_what_is_wrapped_before_anything_is_done() -> None:
     process_context().visitor = RunVisitor()
     with pytest.raises(LeftScript):
-        Ddp.wrap("no model")  # type: ignore[arg-type]
+        Ddp.wrap(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("given", [{"save_every": 1, "checkpoint_copies": 2}, {"resume": None}])
