@@ -112,9 +112,9 @@ class StopSignals:
         """Terminated, once in the main thread and always in others: the run is saved, the process is to end."""
         if not is_main_thread():
             raise Terminated
+        had_left, self._has_left = self._has_left, True  # before the handlers go: no more signals from our thread
         self.restore()
-        if not self._has_left:
-            self._has_left = True
+        if not had_left:
             raise Terminated
 
     def _begin(self) -> None:
@@ -152,6 +152,7 @@ class StopSignals:
             return
         number, began_s, on = abs(first.number), first.at_s, first.runs
         own = first.number > 0  # whether this process itself has got it
+        is_over = False  # the run, and the main thread is to end
         for one in on:
             one.stop(number)
         while True:
@@ -162,10 +163,14 @@ class StopSignals:
                 if time.monotonic() >= began_s + grace_s:
                     saved = "not saved" if self._stoppables else "saved, but the script did not end"
                     end_process(number, f"{saved} within grace={grace_s:g} s: ended")
+                # Again: one that comes just before the main thread begins to wait does not end that wait.
+                if is_over and not self._has_left and not self._stoppables:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 continue
             if again is None:
                 return
             if again.number == 0:
+                is_over = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             elif not own:
                 own = True
