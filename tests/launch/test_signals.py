@@ -145,10 +145,19 @@ print(code, stopped == [signal.SIGTERM], signal.getsignal(signal.SIGTERM) == sig
 """
 
 
-def test_a_signal_after_the_last_run_acts_by_default_and_two_at_once_are_one(tmp_path: Path) -> None:
+# As for a main thread that begins to wait just after the signal has come: that does not end its wait.
+FIRST_IS_LOST = """
+import signal
+send, sent = signal.pthread_kill, []
+signal.pthread_kill = lambda *call: send(*call) if sent else sent.append(call)
+"""
+
+
+@pytest.mark.parametrize("before", ["", FIRST_IS_LOST])
+def test_a_signal_after_the_last_run_acts_by_default_and_two_at_once_are_one(before: str, tmp_path: Path) -> None:
     """In a process of its own, which a signal that comes at the wrong moment ends."""
     script = tmp_path / "signalled.py"
-    script.write_text(AFTER_THE_LAST)
+    script.write_text(before + AFTER_THE_LAST)
     answer = run_forked([sys.executable, script])
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["143", "True", "True"]

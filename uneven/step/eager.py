@@ -308,15 +308,12 @@ class EagerStep:
         return any(item is not None for item in (counts, self.before_step, self.max_grad_value, self.max_grad_norm))
 
     def apply_update(self) -> None:
-        self._apply(self.optimizer)
+        self.precision.step(self.optimizer)
         self.end_update()  # not before: a group that is lost inside a sharded step leaves it undecided
 
     def end_update(self) -> None:
         """The step that has begun is applied; called by itself where the update was the replay of a CUDA graph."""
         self._has_begun = False
-
-    def _apply(self, optimizer: Optimizer) -> None:
-        self.precision.step(optimizer)
 
     @property
     def _sums(self) -> Reducer:

@@ -26,9 +26,11 @@ class Precision:
     def step(self, optimizer: Optimizer) -> None:
         """Every update of a run goes through here."""
         self.is_stepping = True
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        self.is_stepping = False
+        try:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        finally:
+            self.is_stepping = False
 
     def region(self) -> AbstractContextManager[object]:
         if self.name == "fp32":

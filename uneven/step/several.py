@@ -250,7 +250,7 @@ class SeveralSteps(EagerStep):
         total = total_count(checks)
         member = self.optimizers.members[name]
         self._prepare(member, self._params[name], None if total is None else torch.tensor(total, dtype=torch.float64))
-        self._apply(member)
+        self.precision.step(member)
 
     def _exchange(self, what: int, stats: Sequence[float]) -> list[list[float]]:
         """Name what this rank does next; returns every rank's statistics. RankError where ranks do different things."""
