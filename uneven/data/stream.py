@@ -66,7 +66,7 @@ class ReaderFeed:
         self._asks: ReaderClient | LocalReader | None = None
         self._reader: Reader | None = None  # on rank 0
         self._unanswered = 0  # ranges that were asked for and not received
-        self._has_begun = False
+        self._has_begun = False  # a stream: whoever begins another has left out the rest of its epoch
         self._close: list[Callable[[], None]] = []
 
     def connect(self, group: Group, axis: Axis, *, is_shared: bool = False, first_slot: int = 0) -> None:
@@ -118,14 +118,14 @@ class ReaderFeed:
         due: deque[Part] = deque()
         asked = 0  # parts of `due`, from its front on
         waiting = iter(parts)
-        is_first, self._has_begun = not self._has_begun, True
+        is_after_another, self._has_begun = self._has_begun, True
         while True:
             due.extend(islice(waiting, self.lookahead + 1 - len(due)))
             if not due:
                 return
-            if not is_first:
+            if is_after_another:
                 self._leave_out(due[0].slot.epoch)
-                is_first = True
+                is_after_another = False
             while asked < len(due) and due[asked].slot.epoch == due[0].slot.epoch:
                 self._ask(due[asked])
                 asked += 1
