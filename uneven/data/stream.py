@@ -118,14 +118,14 @@ class ReaderFeed:
         due: deque[Part] = deque()
         asked = 0  # parts of `due`, from its front on
         waiting = iter(parts)
-        is_after_another, self._has_begun = self._has_begun, True
+        has_left_rest, self._has_begun = self._has_begun, True
         while True:
             due.extend(islice(waiting, self.lookahead + 1 - len(due)))
             if not due:
                 return
-            if is_after_another:
+            if has_left_rest:
                 self._leave_out(due[0].slot.epoch)
-                is_after_another = False
+                has_left_rest = False
             while asked < len(due) and due[asked].slot.epoch == due[0].slot.epoch:
                 self._ask(due[asked])
                 asked += 1
