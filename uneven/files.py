@@ -41,15 +41,16 @@ def read_json(path: Path) -> Any:
 
 def json_text(document: Any) -> str:
     """A document as JSON, which has no name for NaN and infinity, as a metric may be: they are null."""
-    return json.dumps(_finite(document), indent=1, allow_nan=False)
+    return json.dumps(finite(document), indent=1, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None for NaN and infinity, wherever in it they are."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {name: finite(entry) for name, entry in value.items()}
+    return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def write_atomically(path: Path, content: bytes, work: Path | None = None) -> None:

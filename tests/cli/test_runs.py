@@ -16,6 +16,7 @@ from tests.cli.documents import check_document
 from tests.launch.test_listing import HEARD, home
 from uneven.cli import main as command_line
 from uneven.cli.front_schemas import FRONT
+from uneven.launch import history
 from uneven.launch.listing import FINISHED, STOPPED, Listing
 from uneven.launch.live_status import describe
 from uneven.launch.rank_log import LogFile
@@ -83,6 +84,31 @@ def test_status_of_ended_runs_and_of_none(home: Path, call: Call) -> None:
     assert (code, out) == (2, "")
     assert "run 'zzz': there is no such run; known is abc123 (train.py, ended)" in err
     assert call("status", "--watch", "--json")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"id": "x", "end": "soon"}',
+        b'{"id": "x", "samples": [1]}',
+        b'{"id": "x", "since": {}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"7",
+        b'{"id": "cut',
+    ],
+)
+def test_a_damaged_line_of_the_history_is_left_out(damage: bytes, home: Path, call: Call) -> None:
+    Listing("/home/me/train.py", run_id="abc123").close(STOPPED, samples=1234)
+    with (history.state_folder() / history.NAME).open("ab") as file:
+        file.write(damage + b"\n")
+    Listing("/home/me/train.py", run_id="def456").close(STOPPED, samples=5678)
+    for arguments in ((), ("--json",)):
+        code, out, err = call("status", "--all", *arguments)
+        assert (code, err) == (0, "")
+        assert "abc123" in out
+        assert "def456" in out
+    assert call("status", "last")[0] == 0
 
 
 @pytest.mark.parametrize(

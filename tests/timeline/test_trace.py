@@ -3,6 +3,7 @@
 The rules are those of the Trace Event Format document: which keys each phase must have, and of what type.
 """
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,13 @@ def test_the_shortest_of_too_many_spans_are_left_out_and_counted() -> None:
     assert to_trace(equal, max_spans=2)["otherData"]["kept"] == 1
 
 
-def test_nan_and_infinity_become_strings() -> None:
+def test_nan_and_infinity_become_null_in_every_file(tmp_path: Path) -> None:
     events = [Event(1, 0, "epoch", {"train_loss": float("nan"), "all": [float("inf"), 1.0]})]
-    trace = to_trace(Timeline(lanes_of([("compute", 5)]).lanes, [], events, []))
-    again = json.loads(json.dumps(trace), parse_constant=no_constant)
-    assert again["traceEvents"][-1]["args"] == {"train_loss": "nan", "all": ["inf", 1.0]}
+    save_timeline(Timeline(lanes_of([("compute", 5)]).lanes, [], events, []), tmp_path)
+    trace = json.loads((tmp_path / "trace.json").read_text(), parse_constant=no_constant)
+    assert trace["traceEvents"][-1]["args"] == {"train_loss": None, "all": [None, 1.0]}
+    record = json.loads((tmp_path / "timeline.json").read_text(), parse_constant=no_constant)
+    assert record["events"] == [{"t": 1, "rank": 0, "kind": "epoch", "train_loss": None, "all": [None, 1.0]}]
+    with (tmp_path / "timeline.csv").open() as file:
+        (fields,) = [row["fields"] for row in csv.DictReader(file) if row["kind"] == "epoch"]
+    assert json.loads(fields, parse_constant=no_constant) == {"train_loss": None, "all": [None, 1.0]}

@@ -13,6 +13,7 @@ from typing import Any
 
 MOST = 100  # runs that are kept
 NAME = "runs.jsonl"
+_NUMBERS = ("since", "end", "seconds", "samples")  # of a record, where it has them
 
 
 def state_folder() -> Path:
@@ -47,18 +48,24 @@ def remember(record: dict[str, Any]) -> None:
 
 
 def ended_runs() -> list[dict[str, Any]]:
-    """Those that are remembered, the newest first."""
+    """Those that are remembered, the newest first. What is no record of a run is left out: a damaged file."""
     found = []
     with suppress(OSError, RuntimeError):
         for line in _lines(state_folder() / NAME):
-            with suppress(ValueError):  # a line that was cut off by a full disk
+            with suppress(ValueError, RecursionError):  # a line that was cut off by a full disk
                 record = json.loads(line)
-                found += [record] if isinstance(record, dict) and "id" in record else []
+                found += [record] if _is_run(record) else []
     return found[::-1]
+
+
+def _is_run(record: Any) -> bool:
+    if not isinstance(record, dict) or "id" not in record:
+        return False
+    return all(isinstance(record.get(name), int | float | None) for name in _NUMBERS)
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line for line in path.read_text().splitlines() if line.strip()]
+        return [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     except FileNotFoundError:
         return []

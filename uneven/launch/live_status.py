@@ -6,6 +6,8 @@ Called about once a second by launch/listing.py, with what the launcher hears an
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from uneven.files import finite
+
 NAME = "status.json"  # in the private folder of a run
 BEFORE_TRAINING = "start"  # the phase of a rank that has not sent a heartbeat
 COMMON = ("policy", "out", "epochs", "steps", "total")  # what is said once for all ranks
@@ -52,7 +54,7 @@ def _describe_rank(rank: int, status: Mapping[str, Any], device: str, host: str,
         "samples": own,
         "share": own / trained if trained else None,
         "samples_per_s": _speed(status),
-        "loss": _finite(status.get("loss")),
+        "loss": finite(status.get("loss")),
         "round": (status.get("rounds") or {}).get("round"),
     }
 
@@ -73,8 +75,3 @@ def _epoch(lead: Mapping[str, Any]) -> int | None:
 def _speed(status: Mapping[str, Any]) -> float:
     seconds = float(status.get("seconds", 0.0))
     return int(status.get("own", 0)) / seconds if seconds > 0 else 0.0
-
-
-def _finite(value: Any) -> float | None:
-    """JSON has no NaN."""
-    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None

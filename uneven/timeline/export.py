@@ -11,6 +11,8 @@ JSON, version 1:
   cold_start: [{rank, device, phases: {name: seconds}, waited_s, waited_for, steps: [[slot, seconds]]}],
   links: [{machine, host, ranks, rounds, round_bytes, round_ms, mb_per_s, steps, step_bytes, step_ms, total_bytes}],
   samples: [{t, machine, cpu, process_cpu, ram_bytes, process_bytes, gpus: [[index, utilisation, memory]]}]
+A number in an event that is not finite (the loss of a diverged run) is null, in all three files: JSON has no such
+numbers, and viewers refuse a file that contains them.
 All times are on the clock of machine 0. `offset_ns` was added to those of another machine, more or less as it drifted
 (`readings`, on its own clock); they may be off by `error_ns`. Files of earlier versions have no machines and no links.
 CSV columns: t_ms, rank, kind, ms, fields (JSON), machine, host. `kind` is a state, an event's kind, "sample", or
@@ -23,10 +25,10 @@ counters are its samples. Its times are in microseconds. `otherData` holds the m
 import csv
 import io
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+from uneven.files import finite
 from uneven.timeline.clock import Machine
 from uneven.timeline.cold_start import cold_starts
 from uneven.timeline.links import machine_links
@@ -39,8 +41,9 @@ TraceEvent = dict[str, Any]
 
 def save_timeline(timeline: Timeline, folder: Path) -> None:
     """Write the three files into a folder that exists."""
-    record = {
-        **timeline.to_json(),
+    record = timeline.to_json()
+    record |= {
+        "events": finite(record["events"]),
         "cold_start": [start.to_json() for start in cold_starts(timeline)],
         "links": [link.to_json() for link in machine_links(timeline)],
     }
@@ -65,7 +68,7 @@ def to_csv(timeline: Timeline) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["t_ms", "rank", "kind", "ms", "fields", "machine", "host"])
     for t_ns, rank, kind, length, fields, machine in rows:
-        text = json.dumps(fields) if fields else ""
+        text = json.dumps(finite(fields)) if fields else ""
         writer.writerow([f"{t_ns / 1e6:.4f}", rank, kind, f"{length / 1e6:.4f}", text, machine, hosts[machine]])
     return out.getvalue()
 
@@ -100,7 +103,7 @@ def to_trace(timeline: Timeline, max_spans: int = MAX_TRACE_SPANS) -> dict[str, 
     for event in timeline.events:
         pid, tid = _pid(event.rank), _tid(event.rank)
         entry = {"ph": "i", "s": "t", "name": event.kind, "pid": pid, "tid": tid, "ts": event.t_ns / 1e3}
-        entries.append({**entry, "args": _finite(event.fields)} if event.fields else entry)
+        entries.append({**entry, "args": finite(event.fields)} if event.fields else entry)
     entries += _counters(timeline)
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": facts}
 
@@ -125,18 +128,6 @@ def _min_length(timeline: Timeline, limit: int) -> tuple[int, dict[str, Any]]:
     if dropped:
         facts["thinned"] = f"spans shorter than {shortest_ns / 1e3:g} us are left out ({sum(dropped) / 1e9:.3f} s)"
     return shortest_ns, facts
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinity (the loss of a diverged run) as strings: JSON has no such numbers, and viewers
-    refuse a file that contains them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _finite(field) for name, field in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(element) for element in value]
-    return value
 
 
 def _process_metadata(pid: int, name: str, sort_index: int) -> list[TraceEvent]:
@@ -167,7 +158,7 @@ def _round_entries(round_: RankRound) -> list[TraceEvent]:
     length = (round_.merged_ns - round_.snapshot_ns) / 1e3
     return [
         {**whole, "name": f"round {round_.number}", "ts": round_.snapshot_ns / 1e3, "dur": length}
-        | {"args": _finite(args)},
+        | {"args": finite(args)},
         *({**whole, "name": name, "ts": a / 1e3, "dur": (b - a) / 1e3} for name, a, b in stages if a < b),
     ]
 
