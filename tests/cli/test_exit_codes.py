@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,31 @@ def test_another_exception_of_the_script_keeps_its_traceback(call: Call, folder:
     (folder / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         call("run", "--devices", "cpu", "broken.py")
+
+
+@pytest.mark.parametrize("line", ["--help", "--version", "devices", "devices --json", "bench list", "status --all"])
+def test_a_full_disk_behind_the_output_is_a_machine_that_cannot(
+    line: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = call(*line.split())
+    assert sys.stdout is not full, "nothing is left for the end of Python to flush"
+    assert (code, err) == (3, "uneven: output: No space left on device\n")
+
+
+@pytest.mark.parametrize("line", ["run {}.py", "plan {}.py", "bench report {}"])
+def test_a_name_that_is_too_long_is_one_short_line(line: str, call: Call) -> None:
+    code, out, err = call(*line.format("x" * 5000).split())
+    assert (code, out) == (2, "")
+    assert err.endswith(": File name too long\n")
+    assert len(err) < 200
+
+
+def test_a_disk_that_a_script_finds_full_keeps_the_traceback(call: Call, folder: Path) -> None:
+    (folder / "writes.py").write_text("open('/dev/full', 'w', buffering=1).write('x\\n')\n")
+    with pytest.raises(OSError, match="No space left"):
+        call("run", "--devices", "cpu", "writes.py")
 
 
 def test_the_codes_are_documented() -> None:

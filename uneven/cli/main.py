@@ -4,6 +4,7 @@ Nothing here imports torch: verbs that need it import it inside. The first scree
 `main` is the one place where an error becomes an exit code; tests/cli/test_exit_codes.py holds it for every verb.
 """
 
+import errno
 import io
 import os
 import sys
@@ -14,14 +15,19 @@ from uneven.cli.verbs import EXIT_CODES as EXIT_CODES
 from uneven.cli.verbs import first_screen, is_colored
 from uneven.errors import STOPPED, InputError, MachineError, RankError
 
+_REFUSED = {
+    errno.ENAMETOOLONG: InputError.exit_code,
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MachineError.exit_code),
+}
+
 
 def main() -> None:
     """Run the command line; a failure the user can do something about is a message on stderr and its exit code."""
     _show_what_the_terminal_can()
-    if sys.argv[1:] in (["--help"], ["-h"]):
-        _print_first_screen()
-        return
     try:
+        if sys.argv[1:] in (["--help"], ["-h"]):
+            _print_first_screen()
+            return
         _run()
     except (InputError, MachineError, RankError) as error:
         print(f"uneven: {error}", file=sys.stderr)
@@ -32,7 +38,8 @@ def main() -> None:
         _end_if_torch_is_missing(error)
         sys.excepthook = _print_from_users_frame
         raise
-    except Exception:
+    except Exception as error:
+        _end_if_refused_by_system(error)
         sys.excepthook = _print_from_users_frame  # here, because typer sets its own when the app is called
         raise
 
@@ -65,6 +72,24 @@ def _end_if_torch_is_missing(error: ModuleNotFoundError) -> None:
     except MachineError as missing:
         print(f"uneven: {missing}", file=sys.stderr)
         sys.exit(missing.exit_code)
+
+
+def _end_if_refused_by_system(error: Exception) -> None:
+    """One line for a name that is too long and for a full disk, behind stdout as well. What a user's script ran into
+    keeps its traceback."""
+    from uneven.launch.user_frames import user_place
+
+    if not isinstance(error, OSError) or error.errno not in _REFUSED or user_place(error) is not None:
+        return
+    if error.filename is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nothing is left for the end of Python to flush
+    where = "output" if error.filename is None else _shown(str(error.filename))
+    print(f"uneven: {where}: {error.strerror}", file=sys.stderr)
+    sys.exit(_REFUSED[error.errno])
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:100]}...{name[-20:]}"
 
 
 def _print_first_screen() -> None:
