@@ -25,6 +25,7 @@ from uneven.parallel.batchnorm import BatchNormSync
 from uneven.parallel.buckets import UNLIMITED, Bucket
 from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros, refuse_assigned
+from uneven.step.captured_model import CapturedModel
 from uneven.step.captured_update import CapturedUpdate, make_captured_update
 from uneven.step.eager import EagerStep
 from uneven.step.finite import Fault, OwnCheck
@@ -39,6 +40,7 @@ Sizes = tuple[tuple[int, ...], int]  # (of the micro-batches, samples of the slo
 @dataclass(frozen=True)
 class _Graph:
     capture: Capture
+    model: CapturedModel
     used: frozenset[int]  # params that had a gradient: a replay calls no hooks
     check: Tensor  # this rank's OwnCheck, written by the replay
 
@@ -77,6 +79,7 @@ class CapturedBackward:
     def _replay(self, inputs: InputMicros, sizes: tuple[int, ...], slot_samples: int) -> Tensor:
         graph = self._graphs.pop((sizes, slot_samples), None) or self._record(inputs, slot_samples)
         self._keep(sizes, slot_samples, graph)
+        graph.model.check()
         graph.capture.replay(inputs)
         self._eager.mark_begun()
         self._reducer.replayed(graph.used)
@@ -166,7 +169,7 @@ class CapturedBackward:
         beside = next((graph.capture for graph in self._graphs.values()), None)
         check = capture.record(lambda fixed: self._run_eagerly(fixed, slot_samples), beside)
         refuse_assigned(self._held)
-        return _Graph(capture, self._reducer.used, check)
+        return _Graph(capture, CapturedModel(self._eager.model), self._reducer.used, check)
 
     def _run_eagerly(self, inputs: InputMicros, slot_samples: int) -> Tensor:
         return self._eager.first_half([(self._open_batch(micro), samples) for micro, samples in inputs], slot_samples)

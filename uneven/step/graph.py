@@ -15,6 +15,7 @@ from uneven.comm.host_copy import copy_to_host_async
 from uneven.data.feed import Inputs
 from uneven.data.tensors import Batch
 from uneven.step.capture import Capture, InputMicros
+from uneven.step.captured_model import CapturedModel
 from uneven.step.eager import EagerStep
 from uneven.step.finite import OwnCheck, Verdict
 from uneven.step.on_device import run_on_device
@@ -33,6 +34,7 @@ class GraphStep:
         self._open_batch = open_batch
         self._device = device
         self._capture: Capture | None = None
+        self._model = CapturedModel(eager.model)
         self._check: Tensor | None = None  # the OwnCheck that every replay writes
         self._settings = CapturedSettings(eager.optimizer, device)
         self._constants = self._settings.constants()
@@ -49,7 +51,7 @@ class GraphStep:
         self._constants = self._settings.constants()
         with self._settings.rates_in_tensors():
             self._check = capture.record(lambda fixed: self._run_on_device(fixed, slot_samples))
-        self._capture = capture
+        self._capture, self._model = capture, CapturedModel(self._eager.model)
 
     def __call__(self, inputs: InputMicros, slot_samples: int) -> Verdict:
         """Returns whether the step was finite; asking waits until the device has done it."""
@@ -57,6 +59,7 @@ class GraphStep:
         if capture is None or check is None or not capture.fits(inputs) or not self._has_same_constants:
             fault = self._eager(self._opened(inputs), slot_samples)
             return lambda: fault
+        self._model.check()
         self._settings.write_rates()
         capture.replay(inputs)
         copied = copy_to_host_async(check)

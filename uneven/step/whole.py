@@ -25,6 +25,7 @@ from uneven.errors import RankError
 from uneven.parallel.buckets import Bucket
 from uneven.parallel.reducer import Reducer
 from uneven.step.capture import Capture, InputMicros
+from uneven.step.captured_model import CapturedModel
 from uneven.step.eager import EagerStep, split_checks
 from uneven.step.finite import Fault, OwnCheck, judge, total_count
 from uneven.step.on_device import update_where
@@ -79,6 +80,7 @@ def can_time_graphs() -> bool:
 
 class _Graph(NamedTuple):
     capture: Capture
+    model: CapturedModel
     unused: tuple[nn.Parameter, ...]  # by all ranks: they have no gradient
 
 
@@ -116,6 +118,7 @@ class WholeStep:
         place = (key, self._settings.constants())
         graph = self._graphs.pop(place)
         self._graphs[place] = graph
+        graph.model.check()
         self._settings.write_rates()
         self._row.copy_(torch.tensor(row, dtype=self._row.dtype))
         self._moments.began()
@@ -161,7 +164,7 @@ class WholeStep:
                 capture.record(lambda fixed: self._run(fixed, slot_samples, unused, has_count), beside)
         finally:
             self._eager.cancel()
-        self._graphs[key, self._settings.constants()] = _Graph(capture, unused)
+        self._graphs[key, self._settings.constants()] = _Graph(capture, CapturedModel(self._eager.model), unused)
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.pop(next(iter(self._graphs))).capture.close()
 
