@@ -28,6 +28,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import forked
+from uneven.errors import MachineError
 
 # How long an example takes is the machine's affair: on a busy one no test fails for it. `make soak` draws more of them.
 settings.register_profile("soak", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -117,6 +118,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device (torch {torch.__version__})"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    return (yield from _skipped_without_muon())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[None]:
+    return (yield from _skipped_without_muon())
+
+
+def _skipped_without_muon() -> Iterator[None]:
+    """torch.optim.Muon came with torch 2.9; what needs it is skipped where it is not."""
+    try:
+        return (yield)
+    except (MachineError, AttributeError) as error:
+        import torch  # not at the top, see above
+
+        if hasattr(torch.optim, "Muon") or "Muon" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True, scope="session")

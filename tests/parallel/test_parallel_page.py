@@ -21,12 +21,13 @@ NAMES = {
     *("DDPFlat", "DDPBucketed", "Zero1", "ShardedOptimizer", "Zero2", "FSDP", "TensorParallel", "SequenceParallel"),
     "MuonAdamW",
 }
+RUN = {name: block for name, block in EXAMPLES.items() if name != "MuonAdamW" or hasattr(torch.optim, "Muon")}
 
 
 def run_examples(group: Any) -> dict[str, dict[str, Tensor]]:
     """The params that each example ends with, on the ranks of a torch process group."""
     found = {}
-    for name, block in EXAMPLES.items():
+    for name, block in RUN.items():
         torch.manual_seed(3)  # the sequence example makes its own model
         space: dict[str, Any] = {}
         exec(SHARED.replace("dist.group.WORLD", "the_group"), space := {"the_group": group})
@@ -51,7 +52,7 @@ def run_in_groups() -> dict[str, dict[str, dict[str, Tensor]]]:
 
 def check_examples(found: dict[str, dict[str, dict[str, Tensor]]]) -> None:
     for by_name in found.values():
-        assert by_name.keys() == EXAMPLES.keys()
+        assert by_name.keys() == RUN.keys()
         for name, params in by_name.items():
             expected = alone(name)
             assert params.keys() == expected.keys()

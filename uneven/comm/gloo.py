@@ -12,6 +12,7 @@ from torch import Tensor
 
 from uneven.comm.forming import TIMEOUT, Forming
 from uneven.comm.gloo_address import count_devices, make_options
+from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
 from uneven.comm.store import Store, under
@@ -132,7 +133,8 @@ class _Formed:
         def make() -> None:
             gloo: Any = dist.ProcessGroupGloo
             try:
-                made.append(gloo(own_store, self.rank, self.size, options))
+                with gloo_to_stderr():
+                    made.append(gloo(own_store, self.rank, self.size, options))
             except RuntimeError as error:
                 failed.append(error)
 

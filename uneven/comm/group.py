@@ -14,6 +14,7 @@ from torch import Tensor
 
 from uneven.comm.forming import TIMEOUT, Forming
 from uneven.comm.gloo_address import count_devices, gloo_backend
+from uneven.comm.gloo_output import gloo_to_stderr
 from uneven.comm.lost import Lost, free
 from uneven.comm.sockets import Connections, listening_since
 from uneven.comm.store import Store, under
@@ -162,7 +163,8 @@ class TorchGroup:
 
     def _form(self, form: Callable[[], T]) -> T:
         """Form torch's default group or one more, and remember where its connections are, to cut them."""
-        formed, own = listening_since(form, count_devices())
+        with gloo_to_stderr():
+            formed, own = listening_since(form, count_devices())
         self._connections.add(under(f"connections/{len(self._family)}", self._store), own, Forming())
         return formed
 

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from uneven.comm.group import Group, SoloGroup
 from uneven.comm.joined import AnyGroup, as_group
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
 from uneven.parallel.ddp import copied_params
 from uneven.parallel.flat_shards import FlatShards, checked_shares, group_by_kind
 from uneven.parallel.sharded_optimizer import ShardedOptimizer, call_closure
@@ -46,7 +46,7 @@ class MuonAdamW(Optimizer):
         sums_gradients: bool = True,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(f"MuonAdamW needs torch 2.9 or newer, this is {torch.__version__}")
+            raise MachineError(f"MuonAdamW needs torch 2.9 or newer, this is {torch.__version__}")
         self._is_initialized = False
         self._given = [{**settings, "params": list(settings["params"])} for settings in map(_checked, groups)]
         self._group: Group = SoloGroup() if group is None else as_group(group)

@@ -149,7 +149,7 @@ def measure(strategy: Any, module: nn.Module, optimizer: Optimizer, device: torc
     attributes = [value for owner in (strategy, *optimizers) for value in vars(owner).values()]
     gradients = [param.grad for param in params if param.grad is not None]
     gradients += _tensors_in([value for value in attributes if type(value).__name__.endswith("Reducer")], set())
-    all_tensors = [value for value in gc.get_objects() if _is_tensor(value) and value.device == device]
+    all_tensors = [tensor for tensor in _live_tensors() if tensor.device == device]
     counted: set[int] = set()
     param_bytes, state_bytes, gradient_bytes, other_bytes = (
         _uncounted_bytes(tensors, counted) for tensors in (params, state, gradients, all_tensors)
@@ -179,6 +179,16 @@ def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
 
 def _is_tensor(value: Any) -> bool:
     return issubclass(type(value), Tensor)  # isinstance would import the lazy modules that gc returns
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    for value in gc.get_objects():
+        if _is_tensor(value):
+            try:
+                _ = value.device
+            except RuntimeError:
+                continue  # torch 2.8: of one that another thread frees at this moment only the Python object is left
+            yield value
 
 
 def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -220,7 +230,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._track([value for value in gc.get_objects() if _is_tensor(value)])
+        self._track(_live_tensors())
         self.peak = self._count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
