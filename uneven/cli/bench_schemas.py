@@ -43,6 +43,7 @@ _JUDGED = {
     "reference": "text?|solo-0",
     "reference_quality": "number?|0.9875",
     "equal_time": "number?|0.9878",
+    "is_short": "bool|false",
     "faults": ["text|why"],
 }
 _SUMMARY = {

@@ -237,7 +237,8 @@ def check(
     """A gate: fails (exit code 1) where a model and mode is worse than what was published, or than a baseline.
 
     Without --baseline, quality is held against the published figure, against one device alone (or PyTorch's DDP at the
-    same batch), and at equal time; packed results also against their checksums. With it, quality and efficiency
+    same batch), and at equal time; packed results also against their checksums. Runs of less than a tenth of their
+    recipe's epochs are "short": their quality is held against nothing. With --baseline, quality and efficiency are held
     against those of other runs.
 
     Examples:
@@ -291,7 +292,7 @@ def _check_references(runs: Path, as_json: bool) -> None:
             published = "" if row.published is None else f"{row.published:g}"
             other = "" if row.reference_quality is None else f"{row.reference} {row.reference_quality:.4g}"
             equal = "" if row.equal_time is None or row.mode.startswith("solo-") else f"{row.equal_time:.4g}"
-            verdict = "fails" if row.faults else "holds"
+            verdict = "fails" if row.faults else "short" if row.is_short else "holds"
             table.add_row(verdict, row.model, row.mode, str(row.seeds), f"{row.quality:.4g}", published, other, equal)
         print_whole(Console(highlight=False, markup=False, emoji=False), table)
     if faults:

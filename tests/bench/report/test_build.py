@@ -1,14 +1,16 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.bench.folders import make_run
+from tests.bench.folders import SECOND, make_run, make_timeline
 from uneven.bench.report.build import build_report
 from uneven.bench.report.page import curve, render_page
 from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
+from uneven.timeline.sample import Sample
 
 PAIR_SPEEDS = {"solo_samples_per_s": [800.0, 300.0], "joint_samples_per_s": 1074.0}
 
@@ -127,6 +129,16 @@ def test_the_timelines_give_busy_rounds_and_idle_time(tmp_path: Path) -> None:
     assert row.utilisation == {"0: cpu": pytest.approx(0.75), "1: cpu@0.4": pytest.approx(0.75)}
     assert (row.rounds, row.transfer_ms, row.wait_ms) == (2, 2.0, 4.0)
     assert sum(row.idle_s.values()) == pytest.approx(2 * 0.25 * 2000 / 1330.0)
+
+
+@pytest.mark.parametrize(("devices", "gpus"), [(["cpu"], {}), (["cuda:0", "cpu"], {"gpu 0": [80.0, 0.0]})])
+def test_gpus_are_told_of_runs_that_used_one(devices: list[str], gpus: dict[str, list[float]], tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "lenet", "cpu-async" if len(devices) > 1 else "solo-0", 0, 0.9, devices=devices)
+    timeline = make_timeline(devices, 2.0)
+    samples = [Sample(at * SECOND // 4, 50.0, 100.0, 1, 1, ((0, 80.0, 1),)) for at in range(8)]
+    (folder / "timeline.json").write_text(json.dumps(replace(timeline, samples=samples).to_json()))
+    ((row,),) = (model.rows for model in build_report(tmp_path).models)
+    assert row.gpus == gpus
 
 
 def test_broken_folders_are_named_and_the_rest_is_reported(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ def test_worse_than_one_device_alone(tmp_path: Path) -> None:
     assert "when solo-0 has finished" in timed
 
 
+def test_the_quality_after_one_epoch_of_fifty_is_held_against_nothing(tmp_path: Path) -> None:
+    for epochs in (1, 5):
+        for mode, loss, speed in (("solo-0", 2.8, 50.0), ("torch-ddp", 2.9, 40.0), ("cpu-async", 9.0, 60.0)):
+            make_run(tmp_path / str(epochs), "gpt-nano", mode, 0, loss, speed, epochs=epochs)
+    rows = judged(tmp_path / "1")
+    assert all(row.is_short and row.reference is None and row.faults == [] for row in rows.values())
+    rows = judged(tmp_path / "5")
+    assert not any(row.is_short for row in rows.values())
+    assert "solo-0 has 2.8" in rows["cpu-async"].faults[0]
+
+
+def test_what_is_short_is_still_held_against_its_own_figures(tmp_path: Path) -> None:
+    make_run(tmp_path, "gpt-nano", "cpu-async", 0, 2.8, epochs=1, train_seconds=1.0)
+    assert any("a second" in fault for fault in faults_of(tmp_path))
+
+
 def test_a_larger_batch_is_held_against_pytorchs_own(tmp_path: Path) -> None:
     lenet(tmp_path, "solo-0", 0.995)
     lenet(tmp_path, "cpu-sync", 0.990)

@@ -31,11 +31,18 @@ def mode_times(runs: Sequence[RunRecord], alone: Sequence[float]) -> dict[str, A
             for cause in dict.fromkeys(cause for times in found for cause in times.idle_s)
         },
         "lost": _means(lost),
-        "gpus": {
-            name: [statistics.mean(times.gpus[name][at] for times in found if name in times.gpus) for at in (0, 1)]
-            for name in dict.fromkeys(name for times in found for name in times.gpus)
-        },
+        "gpus": _gpus(runs),
         "calibration": found[0].calibration,
+    }
+
+
+def _gpus(runs: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """What NVML saw while they trained; of runs on CPUs alone it is what other programs did."""
+    used = [run for run in runs if any(str(device).startswith("cuda") for device in run.summary["devices"])]
+    found = [times.gpus for run in used if (times := run.times()) is not None]
+    names = dict.fromkeys(name for gpus in found for name in gpus)
+    return {
+        name: [statistics.mean(gpus[name][at] for gpus in found if name in gpus) for at in (0, 1)] for name in names
     }
 
 

@@ -2,8 +2,9 @@
 
 Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and at equal
 time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the local
-policies. What was changed, added or taken away since the runs were packed is a fault, and so is a run whose own
-figures contradict each other.
+policies. Runs of less than a tenth of their recipe's epochs are there for their speed: after one epoch of fifty the
+order of two qualities says nothing about the fiftieth, so theirs is held against nothing. What was changed, added or
+taken away since the runs were packed is a fault, and so is a run whose own figures contradict each other.
 """
 
 import math
@@ -33,6 +34,7 @@ from uneven.bench.single.run_times import is_number
 NEAR = 1e-6  # of two figures that are computed from each other
 NEAR_SECONDS = (0.02, 0.5)  # of a rank's time and the last one in the history: a part of it, and at least so many
 NEAR_QUALITY = 2e-3  # of a run's quality, and of the last evaluation in its history
+LEAST_PART = 0.1  # of a recipe's epochs, for a quality that can be held against another
 COMPARED = ("data", "epochs", "samples", "eval_samples", "precision")  # must be those of the runs it is held against
 
 
@@ -50,6 +52,7 @@ class Judged:
     reference: str | None  # the mode that it is held against, and ...
     reference_quality: float | None
     equal_time: float | None  # quality when the best single device had finished
+    is_short: bool = False  # trained too little for its quality to be held against anything
     faults: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +90,8 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
     mean, half = interval([run.quality for run in runs])
     best = statistics.mean(best_on_the_way(recipe, run) for run in runs)
     worst = recipe.published.worst if recipe.published is not None and all(map(_is_whole, runs)) else None
-    reference = _reference(mode, by_mode, alone)
+    is_short = any(run.summary["epochs"] < LEAST_PART * recipe.epochs for run in runs)
+    reference = None if is_short else _reference(mode, by_mode, alone)
     faults = [fault for run in (*runs, *longer) for fault in _contradictions(run)]
     faults += _wrong_pairs(runs)
     faults += _differences(runs, None if reference is None else (reference, by_mode[reference][0]))
@@ -98,7 +102,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
         faults.append(f"{recipe.metric} {mean:.4g}, {reference} has {other:.4g} (allowed: {slack:.4g} worse)")
     longer = longer_than(longer, runs)
     equal_time, fault = _at_equal_time(recipe, mode, longer or runs, solo, is_made_for_it=bool(longer))
-    faults += [fault] if fault else []
+    faults += [fault] if fault and not is_short else []
     return Judged(
         model=recipe.name,
         mode=mode,
@@ -110,6 +114,7 @@ def _judge(recipe: Recipe, mode: str, by_mode: dict[str, list[RunRecord]], longe
         reference=reference,
         reference_quality=None if reference is None else other,
         equal_time=equal_time,
+        is_short=is_short,
         faults=faults,
     )
 
