@@ -144,7 +144,7 @@ def test_other_initial_values_are_told_and_rounding_is_not() -> None:
     ("changes", "skip", "words"),
     [
         ({}, None, None),
-        ({"torch": "2.8.0"}, None, "node3: torch is 2.8.0, the leader's is "),
+        ({"torch": "2.0.0"}, None, "node3: torch is 2.0.0, the leader's is "),
         ({"code": {"train.py": "other"}}, None, "node3: the file train.py is another (other), the leader's is same;"),
         ({"code": {"train.py": "other"}}, "code", None),
         ({"clock": 60.0}, None, "node3: the clock is 60 s ahead of the leader's; set it there"),
