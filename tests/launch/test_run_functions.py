@@ -1,6 +1,7 @@
-"""What the user's functions find in a run of `fit`: random numbers, the model's modes, their rank."""
+"""What the user's functions find in a run of `fit`: random numbers, the modes of the model and of torch, their rank."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,33 @@ def test_the_ranks_of_fit_know_their_number(tmp_path: Path) -> None:
 
     train(step=step, devices="cpu,cpu", epochs=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank 0", "rank 1"]
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Samples of the default dtype, wherever they are made."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 2)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_the_script_has_set_for_all_of_torch_holds_in_ranks_and_loader_processes(num_workers: int) -> None:
+    settings: dict[str, Any] = {"model": lambda: nn.Linear(6, 2), "dataset": Drawn(), "epochs": 1}
+    expected = train(**settings).params
+    found = train(**settings, devices="cpu,cpu", global_batch_size=16, num_workers=num_workers).params
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)  # of the same dtype, too

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, get_worker_info
 from uneven.data.epoch_order import seed_generators
 from uneven.data.loader_context import end_with_parent, outlive_sigterm
 from uneven.data.pickling import MappedArrays, dumps, give_mapped, loads
+from uneven.data.torch_modes import TorchModes
 
 
 class KeyedDataset(Dataset[Any]):
@@ -55,8 +56,10 @@ class WorkerStart:
             self._worker_init_fn(worker)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_start, (dumps(self._worker_init_fn), self._ends_with_rank)
+        return _unpickle_start, (TorchModes.read(), dumps(self._worker_init_fn), self._ends_with_rank)
 
 
-def _unpickle_start(pickled: bytes, ends_with_rank: bool) -> WorkerStart:
+def _unpickle_start(modes: TorchModes, pickled: bytes, ends_with_rank: bool) -> WorkerStart:
+    """In a loader process that was not forked: nothing has set its modes yet."""
+    modes.set()
     return WorkerStart(loads(pickled), ends_with_rank)
