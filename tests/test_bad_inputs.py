@@ -123,6 +123,12 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("model without params", {"model": nn.Tanh, "devices": TWO}, "Tanh has no param to train"),
     ("model is frozen", {"model": lambda: Net().requires_grad_(False), "devices": TWO}, "set it to True"),
     ("model is lazy", {"model": lambda: nn.LazyLinear(2), "devices": TWO}, "lazy layers.*run one batch through it"),
+    (
+        "model of complex128",
+        {"model": lambda: nn.Linear(4, 2, dtype=torch.complex128), "devices": TWO},
+        "complex128.*64",
+    ),
+    ("sparse optimizer", {"optimizer": torch.optim.SparseAdam, "devices": TWO}, "SparseAdam.*sums dense ones.*cadence"),
     ("model on meta", {"model": lambda: nn.Linear(4, 2, device="meta"), "devices": TWO}, "meta device.*to_empty"),
     ("model compiled", {"model": Compiled, "devices": TWO}, "_orig_mod.*compile='default'"),
     ("model in DataParallel", {"model": lambda: nn.DataParallel(Net()), "devices": TWO}, "DataParallel.*its .module"),

@@ -23,7 +23,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.parallel.catalog import check_optimizer
 from uneven.step.schedule import Schedule
-from uneven.train.built import checked_model, checked_optimizer
+from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer
 
 LIMIT_S = 10.0  # a model that takes longer is left to the ranks
 
@@ -38,7 +38,9 @@ def try_functions(task: Task, config: RunConfig, schedule_length: int) -> None:
     def make_all() -> None:
         torch.default_generator.manual_seed(config.seed)
         model = checked_model(task.make_model())
+        check_types(model)
         optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
+        check_dense(optimizer, config)
         check_optimizer(config.strategy, optimizer, config.redundancy)
         Schedule(task.make_scheduler, optimizer, schedule_length)
 

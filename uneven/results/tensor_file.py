@@ -20,7 +20,7 @@ from torch import Tensor
 from uneven.errors import InputError
 
 PIECE = 1 << 20  # bytes written and summed at once
-_TYPES = {
+TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -89,10 +89,10 @@ def _pieces(
     position = 0
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in _TYPES:
+        if tensor.dtype not in TYPES:
             raise InputError(f"{name} is of {tensor.dtype}, which a safetensors file cannot hold; convert it")
         end = position + tensor.numel() * tensor.element_size()
-        kind = _TYPES[tensor.dtype]
+        kind = TYPES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -17,6 +17,7 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.parallel.activations import Activations
 from uneven.results.state_tree import split_tree
+from uneven.results.tensor_file import TYPES
 from uneven.step.finite import is_expanded
 from uneven.step.schedule import Schedule
 
@@ -69,6 +70,25 @@ def check_extra_state(model: nn.Module) -> None:
             split_tree(entry, f"{name} of the model's state_dict")
 
 
+def check_types(model: nn.Module) -> None:
+    """InputError where a file, by which the result leaves a rank or the run, cannot hold a tensor of the model."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype not in TYPES:
+            raise InputError(
+                f"{name} is of {tensor.dtype}, which a safetensors file cannot hold: make it of another type "
+                "(complex64), or train on one device without out"
+            )
+
+
+def check_dense(optimizer: Any, config: RunConfig) -> None:
+    """InputError for an optimizer of sparse gradients alone where sums over the devices make them dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and not config.is_local:
+        raise InputError(
+            f"SparseAdam takes sparse gradients alone, and policy={config.policy!r} sums dense ones over the devices: "
+            "use Adam or SGD, policy='cadence' or 'async', or one device"
+        )
+
+
 def checked_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
     """The optimizer; InputError where it is none, holds other params than the model's, or calls the step itself."""
     kind = type(optimizer).__name__
@@ -115,6 +135,8 @@ def build_model(task: Task, config: RunConfig, device: torch.device, world_size:
     """
     model = checked_model(task.make_model()).to(device)
     check_extra_state(model)
+    if config.out is not None:
+        check_types(model)
     _give_own_memory(model)
     if not model.training:  # else a part of it that is in eval mode, as a frozen BatchNorm, is so on purpose
         model.train()
