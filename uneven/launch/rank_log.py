@@ -113,7 +113,12 @@ class Tee:
         self._rest = ""  # of a line that is not complete
 
     def write(self, text: str) -> int:
-        count = self.terminal.write(text)
+        try:
+            return self.terminal.write(text)
+        finally:  # a terminal that is gone is no reason to lose the line here
+            self._keep(text)
+
+    def _keep(self, text: str) -> None:
         with suppress(Exception):
             *lines, rest = (self._rest + text).split("\n")
             if len(rest) > MOST_REST:
@@ -122,7 +127,6 @@ class Tee:
             if lines:
                 # A bar that is drawn over itself is kept as it stood last.
                 self.log.write(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-        return count
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -25,6 +25,7 @@ from rich.text import Text
 from uneven.config import results_of
 from uneven.policy.axis import Axis
 from uneven.results.notebook import Block, in_notebook
+from uneven.results.terminal import Terminal
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue")
 _NAMED_PHASES = ("compile", "evaluation", "checkpoint", "user")  # shown in place of the loss: no bar moves in them
@@ -61,11 +62,11 @@ class Reporter:
         self._title = title
         self._log: Callable[[Sequence[str]], None] | None = None  # keeps the lines, too
         self._said: list[str] = []  # before there was one
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _console(Terminal())
         stream: Any = sys.stderr
         if style == "bar" and hasattr(stream, "terminal"):
             # What this process prints is kept in a log (launch/rank_log.py), which is no place for bars.
-            self._console, self._log = Console(file=stream.terminal, highlight=False), stream.log.write
+            self._console, self._log = _console(Terminal(stream.terminal)), stream.log.write
         self._bar: Progress | None = None
         self._headings: dict[int, TaskID] = {}  # of machines, where there are several
         self._epochs = 0
@@ -287,6 +288,10 @@ def _keep_prints() -> None:
         kept: Any = getattr(stream, "rich_proxied_file", None)
         if hasattr(kept, "log"):
             setattr(sys, name, type(kept)(stream, kept.log))  # rich puts back the one that was there before it
+
+
+def _console(terminal: Terminal) -> Console:
+    return Console(file=cast(TextIO, terminal), highlight=False)
 
 
 class _TextColumn(ProgressColumn):
