@@ -78,4 +78,22 @@ def test_a_report_is_right_when_the_run_ended_and_counts_once(tmp_path: Path) ->
     assert not report.is_right
     assert report.why == "2 samples were lost and 0 trained twice"
     report.code = 1
-    assert "exit code 1 after 1 faults" in report.why
+    assert "exit code 1 after 1 fault" in report.why
+
+
+def test_what_was_trained_since_a_checkpoint_that_all_went_back_to_is_told(tmp_path: Path) -> None:
+    """Shards without a copy: an exact policy, and more than a step."""
+    segments = [{"slot": 0}, {"slot": 1, "generation": 1, "checkpoint": "step-1", "again_samples": 12}]
+    event = {"t": 9, "rank": 0, "kind": "generation", "number": 1, "ms": 3, "again": 12}
+    (tmp_path / "state.json").write_text(json.dumps({"finished": True}))
+    (tmp_path / "log.json").write_text(json.dumps(log_of(WHOLE, segments=segments)))
+    (tmp_path / "timeline.json").write_text(json.dumps({"events": [event]}))
+    report = ChaosReport(0, ranks=3, code=0, faults=[Injected(1.0, 1, "kill", 0.25)])
+    read_results(report, tmp_path)
+    assert report.to_json()["trained_again"] == 12
+    again = "trained again  12 samples since a checkpoint, and at most a step for each rank that was lost"
+    assert again in report.lines()
+
+
+def test_one_fault_is_one_fault() -> None:
+    assert ChaosReport(0, code=1, faults=[Injected(1.0, 1, "kill")]).why.endswith("exit code 1 after 1 fault")

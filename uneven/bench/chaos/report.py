@@ -46,6 +46,7 @@ class ChaosReport:
     generations: list[dict[str, Any]] = field(default_factory=list)  # from the timeline, of the slowest rank each
     counted: Counted | None = None  # None: the run did not come to its end
     trained_again: int | None = None  # samples, at most; None: unknown, in an exact policy parts of a step per loss
+    went_back: bool = False  # an exact policy, to a checkpoint: `trained_again` counts from there
 
     @property
     def settle_times(self) -> list[float]:
@@ -63,7 +64,8 @@ class ChaosReport:
     def why(self) -> str:
         """In one line, what is wrong."""
         if self.code != 0:
-            return f"the run did not survive: it ended with exit code {self.code} after {len(self.faults)} faults"
+            faults = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            return f"the run did not survive: it ended with exit code {self.code} after {faults}"
         if self.counted is None:
             return "the run left no finished state: it must train by fit, Ddp.builder or Ddp.setup, and to the end"
         return f"{self.counted.lost:,} samples were lost and {self.counted.doubled:,} trained twice"
@@ -93,9 +95,11 @@ class ChaosReport:
         settled = "nothing had to be settled" if self.code == 0 or not self.faults else "not at all"
         if times:
             settled = f"median {median(times):.2f} s, at most {max(times):.2f} s"
-        again = "unknown" if self.counted is None else "at most a step for each rank that was lost"
+        step = "at most a step for each rank that was lost"
+        again = "unknown" if self.counted is None else step
         if self.trained_again is not None:
             again = f"up to {self.trained_again:,} samples"
+            again = f"{self.trained_again:,} samples since a checkpoint, and {step}" if self.went_back else again
         if self.counted is None:
             samples = "unknown: the run did not come to its end"
         elif self.is_exactly_once:
@@ -124,7 +128,8 @@ def read_results(report: ChaosReport, out: Path) -> None:
         if event.get("kind") == "generation" and event["ms"] >= found.get(event["number"], event)["ms"]:
             found[event["number"]] = {name: event[name] for name in event if name not in ("t", "rank", "kind")}
     report.generations = list(found.values())
-    if any(log.get("rounds", [])):
+    report.went_back = any("checkpoint" in segment for segment in log.get("segments", []))
+    if any(log.get("rounds", [])) or report.went_back:
         report.trained_again = sum(generation.get("again", 0) for generation in report.generations)
 
 
