@@ -232,3 +232,25 @@ def test_a_result_of_version_1_loads_without_checksums(tmp_path: Path) -> None:
     (tmp_path / "state.safetensors").write_bytes(b"short")
     with pytest.raises(InputError, match=r"state\.safetensors is damaged: [^\n]+$"):
         TrainedState.load(tmp_path)
+
+
+def test_a_loaded_result_knows_who_trained_what_and_can_be_saved_elsewhere(tmp_path: Path) -> None:
+    """Else its `rank_samples` and `segments` are empty, and a copy of it cannot be replayed."""
+    task: dict[str, Any] = {
+        "model": lambda: nn.Linear(3, 1),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "step": lambda model, batch: model(batch[0]).square().mean(),
+        "dataset": TensorData(torch.randn(20, 3)),
+        "batch_size": 4, "epochs": 2, "devices": "cpu", "progress": "off",
+    }  # fmt: skip
+    state = fit(**task, out=tmp_path / "run", save_every="3 steps")
+    loaded = TrainedState.load(tmp_path / "run")
+    for name in ("log", "rounds", "saves", "stop_rounds", "segments", "members", "rank_samples"):
+        assert getattr(loaded, name) == getattr(state, name), name
+    assert loaded.rank_samples == [40]
+    assert TrainedState.load(tmp_path / "run" / "step-3").segments == state.segments
+    loaded.save(tmp_path / "copy")
+    again = fit(**task, replay=tmp_path / "copy")
+    assert all(torch.equal(again.params[name], state.params[name]) for name in state.params)
+    resumed = fit(**task, out=tmp_path / "run", save_every="3 steps", resume="auto")  # all is trained
+    assert resumed.rank_samples == [40]

@@ -66,6 +66,16 @@ def log_record(
     return {**head, "ranks": log, "rounds": rounds, "dropped": dropped, "skipped": list(skipped), **resumed}
 
 
+def read_parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """A rank's (slot, first, samples), as JSON has them."""
+    return [(slot, first, samples) for slot, first, samples in rows]
+
+
+def read_rounds(rows: Sequence[Sequence[float]]) -> list[tuple[int, int, int, float]]:
+    """A rank's rounds, as JSON has them."""
+    return [(int(due), int(entered), int(merged), scale) for due, entered, merged, scale in rows]
+
+
 def read_global_batch(folder: Path) -> tuple[int | None, int]:
     """`global_batch_size` and `accumulate` of the recorded run, which may have chosen them by itself."""
     config = _read(folder)["config"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from uneven.comm.gather import gather_bytes
 from uneven.comm.group import Group
 from uneven.config import RunConfig, Task
-from uneven.data.replay import read_generations
+from uneven.data.replay import read_generations, read_parts, read_rounds
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.replayed import train_members
@@ -75,14 +75,14 @@ def collect(group: Group, result: RankResult, axis: Axis) -> TrainedState:
     }
     packed = zlib.compress(json.dumps(own).encode(), level=1)
     records = [json.loads(zlib.decompress(data)) for data in gather_bytes(group, packed)]
-    logs = [_parts(record["log"]) for record in records]
-    rounds = [_rounds(record["rounds"]) for record in records]
+    logs = [read_parts(record["log"]) for record in records]
+    rounds = [read_rounds(record["rounds"]) for record in records]
     timelines = [Timeline.from_json(record["timeline"]) for record in records]
-    dropped = [_parts(record["dropped"]) for record in records]
-    logs += [_parts(earlier["log"]) for earlier in records[0]["earlier_logs"]]
-    dropped += [_parts(earlier["dropped"]) for earlier in records[0]["earlier_logs"]]
+    dropped = [read_parts(record["dropped"]) for record in records]
+    logs += [read_parts(earlier["log"]) for earlier in records[0]["earlier_logs"]]
+    dropped += [read_parts(earlier["dropped"]) for earlier in records[0]["earlier_logs"]]
     if any(rounds):
-        rounds += [_rounds(earlier.get("rounds", [])) for earlier in records[0]["earlier_logs"]]
+        rounds += [read_rounds(earlier.get("rounds", [])) for earlier in records[0]["earlier_logs"]]
     run, segments, members = result.run, [dict(segment) for segment in result.run.segments], []
     if any("generation" in segment for segment in segments):
         members = [record.get("member") for record in [*records, *records[0]["earlier_logs"]]]
@@ -114,16 +114,5 @@ def read_result(folder: Path) -> TrainedState:
 
 def read_state(folder: Path) -> TrainedState:
     """What `write_state` wrote, log and timeline included."""
-    log = json.loads((folder / "log.json").read_text())
     timeline = Timeline.from_json(json.loads((folder / "timeline.json").read_text()))
-    logs, rounds = [_parts(parts) for parts in log["ranks"]], [_rounds(rows) for rows in log["rounds"]]
-    resumed = {name: log[name] for name in ("saves", "stop_rounds", "segments")} | {"members": log.get("members", [])}
-    return replace(TrainedState.load(folder), folder=None, timeline=timeline, log=logs, rounds=rounds, **resumed)
-
-
-def _parts(rows: list[list[int]]) -> list[tuple[int, int, int]]:
-    return [(slot, first, samples) for slot, first, samples in rows]
-
-
-def _rounds(rows: list[list[float]]) -> list[tuple[int, int, int, float]]:
-    return [(int(due), int(entered), int(merged), scale) for due, entered, merged, scale in rows]
+    return replace(TrainedState.load(folder), folder=None, timeline=timeline)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from uneven.config import results_of
-from uneven.data.replay import log_record
+from uneven.data.replay import log_record, read_parts, read_rounds
 from uneven.data.sample_order import check_dropped, prove_exactly_once
 from uneven.errors import InputError
 from uneven.files import folder_error, sync_folder
@@ -178,7 +178,10 @@ class TrainedState:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TrainedState":
-        """A state that `save` wrote, or a checkpoint; InputError in one line where a file is missing or damaged."""
+        """A state that `save` wrote, or a checkpoint; InputError in one line where a file is missing or damaged.
+
+        A result comes with its log, without its timeline; the log of a checkpoint is its ranks' own.
+        """
         folder = Path(folder)
         if not (folder / RECORD).is_file():
             checkpoint = next(iter(find_checkpoints(folder)), None)
@@ -214,9 +217,20 @@ class TrainedState:
                 structure=record.get("structure"),
                 checkpoint=Path(record["checkpoint"]) if record.get("checkpoint") else None,
                 skipped=[(epoch, samples) for epoch, samples in record.get("skipped", [])],
+                **_read_log(folder, record),
             )
         except KeyError as error:
             raise InputError(f"{what}: there is no {error} in it") from error
+
+
+def _read_log(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a result has in log.json, whose checksum was compared; of a checkpoint its segments."""
+    if "log.json" not in record.get("files", {}):
+        return {"segments": record.get("segments", [])}
+    log = json.loads((folder / "log.json").read_bytes())
+    plain = {name: log.get(name, []) for name in ("saves", "stop_rounds", "segments", "members")}
+    parts, rounds = [read_parts(rows) for rows in log["ranks"]], [read_rounds(rows) for rows in log["rounds"]]
+    return {"log": parts, "rounds": rounds, **plain}
 
 
 def _rank_0_optimizer(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
