@@ -182,3 +182,16 @@ def test_wrong_files_of_hosts(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_hosts(path)
+
+
+@pytest.mark.parametrize(
+    ("fewest", "most", "words"),
+    [
+        (2, 2, "one other machine"),
+        (3, 3, "2 other machines"),
+        (2, 4, "1-3 other machines"),
+        (1, 2, "0-1 other machines"),
+    ],
+)
+def test_how_many_are_to_join_in_words(fewest: int, most: int, words: str) -> None:
+    assert LeadOptions(fewest, most, "token").others == words

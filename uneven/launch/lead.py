@@ -281,9 +281,8 @@ def _reached(node: RemoteNode) -> dict[str, Any]:
 def _announce(door: Door, options: LeadOptions, devices: Sequence[Device], reporter: Reporter) -> None:
     """The one line for the other machines. A token that the user gave is known to the user, and is not repeated."""
     token = f" --token {options.token}" if options.shows_token else ""
-    how_many = f"{options.fewest - 1}" if options.fewest == options.most else f"{options.fewest - 1}-{options.most - 1}"
     lines = [f"uneven: {host_label()} leads with {','.join(map(str, devices))} at {door.address}"]
     if not options.hosts:
         known = "" if options.shows_token else " (with the token that was given here)"
-        lines += [f"on {how_many} other machines, in the script's folder{known}:", f"  uneven join {door.place}{token}"]
+        lines += [f"on {options.others}, in the script's folder{known}:", f"  uneven join {door.place}{token}"]
     reporter.say(lines)

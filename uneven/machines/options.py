@@ -37,6 +37,14 @@ class LeadOptions:
     ssh: str = "ssh"
 
     @property
+    def others(self) -> str:
+        """How many machines are to join, in words."""
+        fewest, most = self.fewest - 1, self.most - 1
+        if (fewest, most) == (1, 1):
+            return "one other machine"
+        return f"{most if fewest == most else f'{fewest}-{most}'} other machines"
+
+    @property
     def door_ports(self) -> Ports | None:
         return self.ports if self.port is None else (self.port, self.port)
 
