@@ -21,7 +21,7 @@ from uneven.errors import StoppedError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.requests import Requests
-from uneven.launch.signals import SIGNALS, Stoppable
+from uneven.launch.signals import SAME_S, SIGNALS, Stoppable
 from uneven.launch.watch import Watch
 from uneven.results.progress import Reporter
 
@@ -215,3 +215,9 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
     with pytest.raises(StoppedError, match="before its first step"):
         watch.wait(requests)
     assert requests.is_terminated
+
+
+def test_the_settings_name_the_time_in_which_two_signals_are_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    assert SAME_S == 1.0
+    assert "Two\n  SIGTERMs within a second are one" in page
