@@ -283,3 +283,15 @@ def test_a_run_in_this_process_is_listed_and_its_figures_are_its_own(home: Path)
     assert [rank["device"] for rank in run.record["ranks"]] == ["cpu"]
     (record,) = ended_runs()
     assert (record["id"], record["result"], record["samples"]) == (run.id, FINISHED, 64)
+
+
+def test_every_run_of_a_process_has_a_log_and_an_entry_of_its_own(home: Path, tmp_path: Path) -> None:
+    """However short it is. What is shown before it has a worker is of the run before, whose folder is another one."""
+    for name in ("first", "second"):
+        builder = Ddp.builder(make, make_optimizer, step).dataset(SAMPLES).settings(out=tmp_path / name)
+        builder.settings(batch_size=4, epochs=1, devices="cpu", progress="off").run().join()
+    for record, name in zip(ended_runs(), ("second", "first"), strict=True):
+        assert record["out"] == str(tmp_path / name)
+        log = (tmp_path / name / "logs" / "launcher.log").read_text()
+        assert log.count("1 device: cpu") == 1
+        assert f"state and timeline are in {tmp_path / name}" in log

@@ -207,7 +207,7 @@ def _start_loop(task: Task, optimizer: Any, choice: Choice, start: Start) -> Loo
         )
     requests, stoppable = start.requests, start.stoppable
     ended: dict[str, TrainedState] = {}
-    start.list_run(context, reporter, devices)
+    start.list_run(context, reporter, config, devices)
     begin = read_counters(context.tree_pid)
 
     def make_worker(task: Task) -> Worker:

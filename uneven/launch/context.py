@@ -302,6 +302,7 @@ class ProcessContext:
             if opened is not None:
                 opened.close()
         self._peers = self._progress = None
+        self.shown.leave(self._worker)
         rank_info, worker, self._rank_info, self._worker = self._rank_info, self._worker, None, None
         self.ranks.leave_run(worker, has_formed=rank_info is not None)
         if rank_info is not None:

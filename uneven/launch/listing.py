@@ -62,6 +62,7 @@ class Listing:
         self._began_s, self._shown_s = time.time(), float("-inf")
         self._keeps, self._is_closed, self._ending = keeps, threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._read: Callable[[], Mapping[str, Any]] | None = None  # of `follow`
         self.last: dict[str, Any] = {}  # the status that was last written
         self._heard: tuple[Sequence[Mapping[str, Any]], Generations] | None = None
         self.on_shown: Callable[[Mapping[str, Any]], None] = lambda _: None  # other machines are told
@@ -129,6 +130,7 @@ class Listing:
                 with suppress(Exception):  # the worker may be in the middle of anything
                     self.show(read())
 
+        self._read = read
         with suppress(Exception):
             self.show(read())
         self._thread = threading.Thread(target=run, name="uneven-status", daemon=True)
@@ -153,6 +155,9 @@ class Listing:
     def _remember(self, result: str, why: str, samples: int | None) -> None:
         if self._thread is not None:
             self._thread.join()
+        if self._read is not None and result != FAILED:  # one that failed early leaves no folder, so no log there
+            with suppress(Exception):
+                self.show(self._read())  # the run may have ended before the thread's first look
         self._show_heard()
         if result == FAILED and why:
             self.log.write([why])

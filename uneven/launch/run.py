@@ -303,7 +303,7 @@ def _launch(
     if (finished := prepared.finished) is not None:
         return Run(lambda *_: finished, prepared.config, devices, prepared.reporter, context, start)
     starts_ranks = context.is_alone and needs_ranks(devices)
-    start.list_run(context, prepared.reporter, None if starts_ranks else devices)
+    start.list_run(context, prepared.reporter, prepared.config, None if starts_ranks else devices)
     on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
     train = on_ranks if starts_ranks else partial(_train_in_process, context)
     body = partial(train, task, prepared.config, devices)

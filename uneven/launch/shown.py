@@ -5,6 +5,7 @@ process alone, launch/listing.py reads them. `uneven status` shows them.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Shown:
     def keep(self, report: Report, rank_info: RankInfo, out: Path | None) -> Report:
         """A run begins, whose results go to `out`: the report to give to its worker."""
         self._report, self._kept, self.saved = report, HeartbeatReport(str(rank_info.device)), None
-        self._result = {}
+        self._last, self._result = {}, {}
         self._logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
         return self
 
@@ -44,6 +45,12 @@ class Shown:
         about = {"policy": config.policy, "out": None if config.out is None else str(config.out), "epoch": epoch}
         self._last = {**figures, **about, "reached": where["slot"]}
         return {**self._last, **where, "grace": config.grace}
+
+    def leave(self, worker: Worker | None) -> None:
+        """The run is over: its last figures, which nobody may have asked for yet."""
+        if worker is not None:
+            with suppress(Exception):  # it may have failed in the middle of anything, and nothing depends on them
+                self.show(worker)
 
     def last(self) -> dict[str, Any]:
         """Of a run that is over: its figures, and where its state is."""

@@ -5,7 +5,9 @@ Made by launch/run.py for `fit` and the builder, and for a loop of your own (api
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from uneven.config import RunConfig
 from uneven.hardware.device import Device
 from uneven.launch.context import ProcessContext
 from uneven.launch.folder_lock import HeldFolder
@@ -28,8 +30,13 @@ class Start:
     held: HeldFolder | None = None  # the run's folder, on the rank that writes there
     listing: Listing | None = None  # of a process alone; a launcher's ranks are in its own
 
-    def list_run(self, context: ProcessContext, reporter: Reporter, devices: tuple[Device, ...] | None) -> None:
-        """Put the run on the list of this user's runs, unless a launcher has; with `devices` it is in this process."""
+    def list_run(
+        self, context: ProcessContext, reporter: Reporter, config: RunConfig, devices: tuple[Device, ...] | None
+    ) -> None:
+        """Put the run on the list of this user's runs, unless a launcher has; with `devices` it is in this process.
+
+        What the context shows is of another run until this one has its worker, and while another one is on beside it.
+        """
         if not context.is_alone:
             return
         try:
@@ -39,7 +46,13 @@ class Start:
         listing.attach(reporter)
         if devices is not None:
             names, hosts = [str(device) for device in devices], [str(listing.about["host"])]
-            listing.follow(lambda: describe([context.show()], names[:1], hosts))
+            out = None if config.out is None else str(config.out)
+
+            def read() -> dict[str, Any]:
+                shown = context.show()
+                return describe([shown if shown.get("out") == out else {}], names[:1], hosts)
+
+            listing.follow(read)
 
     def tell_saved(self, context: ProcessContext, folder: Path | None) -> None:
         """The state of the run is there; the launcher is told by the next heartbeat."""
