@@ -135,3 +135,29 @@ def test_logs_belong_to_the_run_of_their_folder(tmp_path: Path) -> None:
     (out / "logs" / "events.tfevents").touch()
     assert make_out_folder(out) is None
     assert (out / "logs" / "events.tfevents").exists()
+
+
+def test_the_log_of_an_earlier_run_stays_in_its_folder(tmp_path: Path) -> None:
+    """A script may train several times in one process, under uneven run: each run's folder has its own log."""
+    first, second = tmp_path / "first" / "rank-0.log", tmp_path / "second" / "rank-0.log"
+    log = LogFile(tmp_path / "private" / "rank-0.log")
+    (tmp_path / "private").mkdir()
+    log.write(["before all"])
+    log.begin_run()
+    log.write(["settings of the first"])
+    log.move(first)
+    log.write(["the first"])
+    log.move(first)  # looked at again
+    log.begin_run()
+    log.write(["settings of the second"])
+    log.move(second)
+    log.write(["the second"])
+    kept = [[line.split(" ", 1)[1] for line in path.read_text().splitlines()] for path in (first, second)]
+    assert kept[0] == ["before all", "settings of the first", "the first", "settings of the second"]
+    assert kept[1] == ["settings of the second", "the second"]
+    second.rename(tmp_path / "aside")  # the next run writes to the same folder, and has moved what was there
+    log.begin_run()
+    log.move(second)
+    log.write(["the third"])
+    assert second.read_text().endswith("the third\n")
+    assert "the second" not in second.read_text()

@@ -40,6 +40,7 @@ from uneven.launch.parity import (
     check_links,
     exchange_devices,
 )
+from uneven.launch.rank_log import begin_run_log
 from uneven.launch.results_file import tell_result
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
 from uneven.launch.resume_machines import plan_over_machines
@@ -65,6 +66,7 @@ class Prepared:
 
 def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str = "train") -> Prepared:
     """Check a task, print its configuration; InputError or MachineError where it cannot be trained here."""
+    begin_run_log()
     refuse_unsupported()
     check_task(task)
     if context.ranks.is_newcomer:

@@ -37,7 +37,9 @@ class LogFile:
     def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
         """Without a path lines are kept until `move` names a folder."""
         self._path, self._most_bytes = path, most_bytes
-        self._waiting: list[str] = []
+        self._waiting: list[str] = []  # the lines with which the next file begins
+        self._is_kept = False  # it is in the folder of a run
+        self._begins = False  # another run begins, whose folder is not known yet
         self._lock = threading.Lock()
         _files.add(self)
 
@@ -49,19 +51,25 @@ class LogFile:
         stamp = datetime.now().isoformat(timespec="milliseconds")
         new = [f"{stamp} {_CONTROL.sub('', one)}\n" for line in lines for one in str(line).splitlines() or [""]]
         with self._lock, suppress(OSError):
-            if self._path is None:
+            if self._path is None or self._begins:
                 self._waiting = [*self._waiting, *new][-MOST_LINES:]
-            else:
+            if self._path is not None:
                 self._add("".join(new).encode(errors="replace"))
 
+    def begin_run(self) -> None:
+        """Another run of this process begins: what is printed from here on is its own, too."""
+        with self._lock:
+            self._begins = self._is_kept
+            self._waiting = [] if self._is_kept else self._waiting
+
     def move(self, path: Path) -> None:
-        """Go on in another file, with what was written so far."""
+        """Go on in another file, with what was written so far. A file in the folder of an earlier run stays there."""
         with self._lock, suppress(OSError):
-            if (before := self._path) == path:
+            before, was_kept, waiting = self._path, self._is_kept, self._waiting
+            self._path, self._is_kept, self._begins, self._waiting = path, True, False, []
+            if before == path and path.exists():
                 return
-            self._path = path
-            if before is None:
-                waiting, self._waiting = self._waiting, []
+            if before is None or was_kept:
                 self._add("".join(waiting).encode(errors="replace"))
                 return
             for old, new in ((_older(before), _older(path)), (before, path)):
@@ -161,6 +169,12 @@ def keep_logs_in(folder: Path, name: str) -> None:
     """Training begins: from now on the log of this process, if it has one, is in this folder of a run."""
     if os.environ.get(SWITCH) != "0" and (log := own_log()) is not None and folder.is_dir():
         log.move(folder / FOLDER / name)
+
+
+def begin_run_log() -> None:
+    """A run begins in this process, which may have had others: their logs stay with them."""
+    if (log := own_log()) is not None:
+        log.begin_run()
 
 
 def end_log(*lines: str) -> None:
