@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.test_restarts import SAMPLES, make, make_optimizer, step
-from uneven import Ddp, TrainedState
+from uneven import Ddp, Run, TrainedState
 from uneven.errors import InputError, RankError, StoppedError, Terminated
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
@@ -295,3 +295,27 @@ def test_every_run_of_a_process_has_a_log_and_an_entry_of_its_own(home: Path, tm
         log = (tmp_path / name / "logs" / "launcher.log").read_text()
         assert log.count("1 device: cpu") == 1
         assert f"state and timeline are in {tmp_path / name}" in log
+
+
+MAY_START = threading.Event()
+
+
+class Waits:
+    def on_start(self, info: Any) -> None:
+        MAY_START.wait()
+
+
+@pytest.mark.usefixtures("home")
+def test_two_runs_at_once_in_a_process_tell_their_epochs_to_their_own_listeners() -> None:
+    told: tuple[list[Any], list[Any]] = ([], [])
+
+    def begin(epochs: int, entries: list[Any], *callbacks: Any) -> Run:
+        builder = Ddp.builder(make, make_optimizer, step).dataset(SAMPLES).callbacks(*callbacks)
+        builder.on_epoch(entries.append)
+        return builder.settings(batch_size=4, epochs=epochs, devices="cpu", progress="off").run()
+
+    first = begin(3, told[0], Waits())
+    begin(2, told[1]).join()
+    MAY_START.set()
+    first.join()
+    assert [[entry["epoch"] for entry in entries] for entries in told] == [[1, 2, 3], [1, 2]]

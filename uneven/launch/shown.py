@@ -18,23 +18,49 @@ from uneven.train.worker import Worker
 KEPT = ("device", "total", "epochs", "steps", "samples", "own", "seconds", "loss")
 
 
+class RunReport:
+    """A Report (train/rank_info.py) that hands everything on to that of the run, and keeps its figures.
+
+    Each run has its own: two may be on at once in a process alone, and each has listeners of its own.
+    """
+
+    def __init__(self, report: Report, device: str, logs: tuple[Path, str] | None) -> None:
+        """`logs`: the folder of the run, and the name of this rank's log."""
+        self._report, self._logs = report, logs
+        self.kept = HeartbeatReport(device)
+
+    def started(self, axis: Any, place: str) -> None:
+        self.kept.started(axis, place)
+        if self._logs is not None:
+            keep_logs_in(*self._logs)
+        self._report.started(axis, place)
+
+    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
+        self.kept.stepped(samples, own_samples, training_s, loss)
+        self._report.stepped(samples, own_samples, training_s, loss)
+
+    def epoch_done(self, entry: dict[str, Any]) -> None:
+        self._report.epoch_done(entry)
+
+    def say(self, lines: Sequence[str]) -> None:
+        self._report.say(lines)
+
+
 class Shown:
-    """A Report (train/rank_info.py) that hands everything on to that of the run, and keeps its figures."""
+    """The figures of the run that has begun last in this process."""
 
     def __init__(self) -> None:
         self.saved: str | None = None  # where the state of the last run is
-        self._report: Report | None = None
         self._kept = HeartbeatReport("")
         self._last: dict[str, Any] = {}
         self._result: dict[str, Any] = {}  # what the run came to in the end
-        self._logs: tuple[Path, str] | None = None  # the folder of the run, and the name of this rank's log
 
     def keep(self, report: Report, rank_info: RankInfo, out: Path | None) -> Report:
         """A run begins, whose results go to `out`: the report to give to its worker."""
-        self._report, self._kept, self.saved = report, HeartbeatReport(str(rank_info.device)), None
-        self._last, self._result = {}, {}
-        self._logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
-        return self
+        logs = (out, rank_file(rank_info.rank)) if out is not None and rank_info.is_with_first else None
+        own = RunReport(report, str(rank_info.device), logs)
+        self._kept, self.saved, self._last, self._result = own.kept, None, {}, {}
+        return own
 
     def show(self, worker: Worker) -> dict[str, Any]:
         """Where a worker is; on a heartbeat's thread at any moment."""
@@ -59,23 +85,3 @@ class Shown:
     def reached(self, state: TrainedState) -> None:
         """The run has its result, which the history keeps: the figures reported last are a moment older."""
         self._result = {"samples": state.samples, "reached": state.slot}
-
-    def started(self, axis: Any, place: str) -> None:
-        assert self._report is not None, "a run has begun"
-        self._kept.started(axis, place)
-        if self._logs is not None:
-            keep_logs_in(*self._logs)
-        self._report.started(axis, place)
-
-    def stepped(self, samples: int, own_samples: int, training_s: float, loss: float) -> None:
-        assert self._report is not None, "a run has begun"
-        self._kept.stepped(samples, own_samples, training_s, loss)
-        self._report.stepped(samples, own_samples, training_s, loss)
-
-    def epoch_done(self, entry: dict[str, Any]) -> None:
-        assert self._report is not None, "a run has begun"
-        self._report.epoch_done(entry)
-
-    def say(self, lines: Sequence[str]) -> None:
-        assert self._report is not None, "a run has begun"
-        self._report.say(lines)
