@@ -1,6 +1,8 @@
 """What the user's functions find in a run of `fit`: random numbers, the modes of the model and of torch, their rank."""
 
+import importlib
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +90,62 @@ def test_what_the_script_has_set_for_all_of_torch_holds_in_ranks_and_loader_proc
     found = train(**settings, devices="cpu,cpu", global_batch_size=16, num_workers=num_workers).params
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)  # of the same dtype, too
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the user's, which the script imports and then changes."""
+    (tmp_path / "my_settings.py").write_text("hidden = 4\nscale = 1.0\n")
+    (tmp_path / "my_net.py").write_text(
+        "import torch, my_settings\nfrom my_settings import scale\n"
+        "def make(): return torch.nn.Sequential(torch.nn.Linear(6, my_settings.hidden), "
+        "torch.nn.Linear(my_settings.hidden, 2))\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 32\n"
+        "    def __getitem__(self, i): return torch.full((6,), my_settings.scale * i / 32), torch.tensor(i % 2)\n"
+        "def step(model, batch):\n"
+        "    return scale * torch.nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("my_settings")
+    module.hidden, module.scale = 16, 3.0
+    yield importlib.import_module("my_net")
+    for name in ("my_settings", "my_net"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_the_script_has_set_in_another_module_holds_in_ranks_and_loader_processes(
+    num_workers: int, settings: Any
+) -> None:
+    """They import it anew: where it was read as the file has it, another model was trained, without a word."""
+    common: dict[str, Any] = {"model": settings.make, "dataset": settings.Data(), "step": settings.step, "epochs": 1}
+    expected = train(**common).params
+    assert expected["0.weight"].shape == (16, 6)
+    found = train(**common, devices="cpu,cpu", global_batch_size=16, num_workers=num_workers).params
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_object_in_another_module_makes_of_the_ranks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_objects.py").write_text(
+        "import torch, types\ncfg = types.SimpleNamespace(hidden=4, rate=0.1)\n"
+        "def make(): return torch.nn.Sequential(torch.nn.Linear(6, cfg.hidden), torch.nn.Linear(cfg.hidden, 2))\n"
+        "def optimizer(params): return torch.optim.SGD(params, lr=cfg.rate)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    objects = importlib.import_module("my_objects")
+    common: dict[str, Any] = {"model": objects.make, "optimizer": objects.optimizer, "epochs": 1, "progress": "lines"}
+    train(**common, devices="cpu,cpu")
+    assert "where the script runs" not in capsys.readouterr().err
+    objects.cfg.hidden, objects.cfg.rate = 16, 0.5
+    train(**common, devices="cpu,cpu")
+    said = [line for line in capsys.readouterr().err.splitlines() if "where the script runs" in line]
+    assert [line.partition(" where")[0].strip() for line in said] == [
+        "the model's 0.weight is float32 [4, 6] in the ranks and float32 [16, 6]",
+        "the optimizer's lr is 0.1 in the ranks and 0.5",
+    ]
+    assert all(line.endswith("or start the script by uneven run") for line in said)
+    del sys.modules["my_objects"]

@@ -2,9 +2,9 @@
 
 The factories are pickled (by value where they come from `__main__` or a notebook, so that no script is run again);
 large tensors and arrays are written once, beside the pickle, and mapped by every rank, so N ranks hold one copy; files
-that a data set has mapped itself are mapped again. What the script has set for all of torch comes first, and is set in
-the rank before anything is made there. The folder is private to the user. Nothing that arrives over a network is ever
-unpickled.
+that a data set has mapped itself are mapped again. What the script has set for all of torch, and in other modules,
+comes first, and is set in the rank before anything is made there. The folder is private to the user. Nothing that
+arrives over a network is ever unpickled.
 """
 
 import io
@@ -18,21 +18,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from uneven.data.module_values import read_changed, set_changed
 from uneven.data.pickling import MAPPED_BYTES, give_mapped, key_of_memmap
 from uneven.data.torch_modes import TorchModes
 
 
 def write_payload(content: Any, folder: Path) -> None:
     buffer = io.BytesIO()
-    pickle.dump(TorchModes.read(), buffer)
+    pickle.dump((TorchModes.read(), read_changed()), buffer)
     _Pickler(buffer, folder).dump(content)
     (folder / "payload").write_bytes(buffer.getvalue())
 
 
 def read_payload(folder: Path) -> Any:
-    """The content, with torch's modes set to those of the launcher."""
+    """The content, with torch's modes, and the settings in the user's modules, set to those of the launcher."""
     with (folder / "payload").open("rb") as file:
-        pickle.load(file).set()
+        modes, changed = pickle.load(file)
+        modes.set()
+        set_changed(changed)
         return _Unpickler(file, folder).load()
 
 

@@ -5,7 +5,7 @@ process is started; the folder `out` is made last. Among ranks that `uneven run`
 prints and writes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,7 @@ class Prepared:
     reporter: Reporter
     finished: TrainedState | None = None  # the result of a run that was to be resumed, where nothing is left to train
     held: HeldFolder | None = None  # `out`, until the run is over
+    made: Mapping[str, Mapping[str, str]] | None = None  # by the user's functions, in a trial
 
 
 def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str = "train") -> Prepared:
@@ -106,9 +107,10 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices), roster.machines)
     # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
+    made = None
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
-        try_functions(task, config, axis.schedule_length)
+        made = try_functions(task, config, axis.schedule_length)
     is_lead = context.rank == 0
     held = None
     if config.out is not None and is_lead and finished is None:
@@ -121,7 +123,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     reporter.say(context.notes)
     if finished is not None and is_lead:
         tell_result(finished, None)  # what follows trains nothing, and has no end to tell of
-    return Prepared(config, devices, reporter, finished, held)
+    return Prepared(config, devices, reporter, finished, held, made)
 
 
 def _open_folder(out: Path, config: RunConfig) -> list[str]:

@@ -120,6 +120,7 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
     """
     from uneven.launch.context import set_process_context
     from uneven.launch.heartbeat import HeartbeatReport
+    from uneven.launch.made import compare_in_rank
     from uneven.launch.payload import read_payload
     from uneven.launch.requests import Requests
     from uneven.launch.training import has_result, train_as_rank, write_state
@@ -130,6 +131,7 @@ def _train(context: "ProcessContext", folder: Path, number: int, end: Callable[[
     context.begin_run(requests)
     context.start_heartbeat(lambda: report.status, end)
     task, config, program = read_payload(folder)
+    task = compare_in_rank(task, report.say) if context.rank == 0 else task
     set_process_context(context)  # for what the user's functions ask of it, as Ddp.rank()
     report.loaded()
     own_folder = folder / f"result-{number}"

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -306,7 +307,7 @@ def _launch(
     start.list_run(context, prepared.reporter, prepared.config, None if starts_ranks else devices)
     on_ranks = partial(train_on_ranks, program=program, listing=start.listing)
     train = on_ranks if starts_ranks else partial(_train_in_process, context)
-    body = partial(train, task, prepared.config, devices)
+    body = partial(train, replace(task, made=prepared.made), prepared.config, devices)
     return Run(body, prepared.config, devices, prepared.reporter, context, start, plan)
 
 

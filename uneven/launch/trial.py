@@ -7,6 +7,7 @@ is not run: it may write somewhere. What the trial does not find, the ranks do.
 """
 
 import gc
+import json
 import os
 import select
 import signal
@@ -15,12 +16,13 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
+from uneven.launch.made import describe_model, describe_optimizer
 from uneven.parallel.catalog import check_optimizer
 from uneven.step.schedule import Schedule
 from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer
@@ -28,28 +30,32 @@ from uneven.train.built import check_dense, check_types, checked_model, checked_
 LIMIT_S = 10.0  # a model that takes longer is left to the ranks
 
 
-def try_functions(task: Task, config: RunConfig, schedule_length: int) -> None:
-    """InputError where the functions make what cannot be trained.
+def try_functions(task: Task, config: RunConfig, schedule_length: int) -> dict[str, dict[str, str]] | None:
+    """InputError where the functions make what cannot be trained; else what they made, None where that is not known.
 
     An exception of their own is left to the ranks, which report it with their name and traceback: a function may need
     what only a rank has.
     """
 
-    def make_all() -> None:
+    def make_all() -> dict[str, dict[str, str]]:
         torch.default_generator.manual_seed(config.seed)
         model = checked_model(task.make_model())
         check_types(model)
         optimizer = checked_optimizer(task.make_optimizer(model.parameters()), model)
         check_dense(optimizer, config)
         check_optimizer(config.strategy, optimizer, config.redundancy)
+        made = {"model": describe_model(model), "optimizer": describe_optimizer(optimizer)}
         Schedule(task.make_scheduler, optimizer, schedule_length)
+        return made
 
-    if hasattr(os, "fork") and (message := _input_error_of(make_all)):
-        raise InputError(message)
+    told = json.loads(_told_by(make_all) or "{}") if hasattr(os, "fork") else {}
+    if "error" in told:
+        raise InputError(told["error"])
+    return told.get("made")
 
 
-def _input_error_of(body: Callable[[], None]) -> str:
-    """Run `body` in a forked child; the message of the InputError that it raises, else empty."""
+def _told_by(body: Callable[[], Any]) -> str:
+    """Run `body` in a forked child; as JSON what it made, or the message of its InputError. Empty: something else."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a child that hangs, for whatever reason, is ended
@@ -68,7 +74,7 @@ def _input_error_of(body: Callable[[], None]) -> str:
         os.waitpid(pid, 0)
 
 
-def _run_and_exit(body: Callable[[], None], writing: int) -> NoReturn:
+def _run_and_exit(body: Callable[[], Any], writing: int) -> NoReturn:
     """In the child: silent, on one thread (a pool of OpenMP's does not survive a fork), gone when it is done.
 
     Garbage of the parent's stays uncollected: freeing a CUDA object in a forked child aborts it.
@@ -82,15 +88,20 @@ def _run_and_exit(body: Callable[[], None], writing: int) -> NoReturn:
             os.dup2(nowhere, number)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  a notebook's streams are not these files
         torch.set_num_threads(1)
-        body()
+        _write_all(writing, {"made": body()})
     except InputError as error:
-        os.write(writing, str(error).encode())
+        _write_all(writing, {"error": str(error)})
     except BaseException:
         # Not lost: whatever else the functions raise here (a library that must not be forked, a device that only a rank
         # has) may be the trial's own fault, and the ranks run them again and report it with a traceback.
         pass
     finally:
         os._exit(0)
+
+
+def _write_all(writing: int, told: Any) -> None:
+    with os.fdopen(writing, "wb") as file:
+        file.write(json.dumps(told).encode())
 
 
 def _read_all(reading: int) -> str:
