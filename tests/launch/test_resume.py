@@ -144,7 +144,7 @@ def test_all_checkpoints_damaged_or_of_another_model_is_one_line(run: Path) -> N
         ({"resume": "empty"}, "resume='empty': no checkpoint in it"),
         ({"resume": "auto"}, "resume='auto' looks for checkpoints in the run's own folder: add out="),
         ({"resume": "run", "seed": 6}, "it has seed=5, this run 6; pass seed=5"),
-        ({"resume": "run", "shuffle": False}, "it has shuffle=True, this run False"),
+        ({"resume": "run", "shuffle": False}, "it has shuffle=True, this run False; pass shuffle=True and no sampler"),
         ({"resume": "run", "global_batch_size": 4}, "it has global_batch_size=8, this run 4"),
         ({"resume": "run", "policy": "cadence", "batch_size": 4}, "pass batch_size=8"),
         ({"resume": "run", "samples": 32}, "its data set had 40 samples an epoch, this one has 32"),

@@ -236,9 +236,10 @@ def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:
 
 def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:
     if saved != own:
-        raise InputError(
-            f"checkpoint {checkpoint.folder}: it has {name}={saved!r}, this run {own!r}; pass {name}={saved!r}"
+        how = f"pass {name}={saved!r}" + (
+            " and no sampler, which orders by itself" if name == "shuffle" and saved else ""
         )
+        raise InputError(f"checkpoint {checkpoint.folder}: it has {name}={saved!r}, this run {own!r}; {how}")
 
 
 def _finished(run: Path, config: RunConfig, check: Callable[[Checkpoint], None]) -> TrainedState | None:
