@@ -108,10 +108,25 @@ def test_equal_numbers_of_another_type_are_a_change(imported: Callable[[str], Mo
 def test_another_process_gets_them(imported: Callable[[str], ModuleType]) -> None:
     module: Any = imported(SOURCE)
     table, names = module.table, module.names
-    set_changed({module.__name__: {"hidden": 16, "table": {"c": 3}, "names": ["y"], "Config.hidden": 8}, "missing": {}})
+    set_changed({module.__name__: {"hidden": 16, "table": {"c": 3}, "names": ["y"], "Config.hidden": 8}})
     assert (module.hidden, module.Config.hidden) == (16, 8)
     assert (table, names) == ({"c": 3}, ["y"]), "who holds the same dict or list has the new values, too"
     set_changed({module.__name__: {"gone.name": 1}})
+
+
+def test_a_module_gets_them_when_it_is_imported_and_not_before(
+    imported: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    name = imported(SOURCE).__name__
+    del sys.modules[name]
+    set_changed({name: {"hidden": 16, "Config.hidden": 8}, "never.there": {"x": 1}})
+    assert name not in sys.modules
+    assert read_changed()[name] == {"hidden": 16, "Config.hidden": 8}, "a rank hands it on to its loader processes"
+    reader: Any = imported(f"from {name} import hidden as taken, Config")
+    assert (reader.taken, reader.Config.hidden) == (16, 8)
+    with pytest.raises(ModuleNotFoundError, match="never"):
+        importlib.import_module("never.there")
 
 
 def test_installed_packages_and_broken_files_are_left_out(imported: Callable[[str], ModuleType]) -> None:

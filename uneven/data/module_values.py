@@ -11,7 +11,7 @@ Objects are left alone, too: docs/limits.md.
 """
 
 import ast
-import importlib
+import importlib.util
 import os
 import pickle
 import sys
@@ -19,6 +19,8 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,8 +37,13 @@ _literals: dict[str, dict[str, Any]] = {}  # by file, as it was when first read
 
 
 def read_changed() -> Changed:
-    """What was changed in the modules that this process has imported, installed packages left out."""
+    """What was changed in the modules that this process has imported, installed packages left out.
+
+    With what others wait for here until they are imported: a rank hands it on to its loader processes.
+    """
     found: Changed = {}
+    for finder in sys.meta_path:
+        found |= finder.values if isinstance(finder, _Finder) else {}
     for name, module in list(sys.modules.items()):
         if name == "__main__" or not _is_users(module):
             continue
@@ -45,14 +52,46 @@ def read_changed() -> Changed:
     return found
 
 
-def set_changed(changed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give these values to the modules of this process; one that cannot be imported here is left out."""
+def set_changed(changed: Changed) -> None:
+    """Give these values to the modules of this process: to one that is not imported yet, as soon as it is."""
+    later: Changed = {}
     for name, values in changed.items():
-        with suppress(Exception):
-            module = importlib.import_module(name)
-            for path, value in values.items():
-                owner, _, attribute = path.rpartition(".")
-                _set(getattr(module, owner) if owner else module, attribute, value)
+        if name in sys.modules:
+            _give(sys.modules[name], values)
+        else:
+            later[name] = values
+    if later:
+        sys.meta_path.insert(0, _Finder(later))
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules as ever, and sees to it that they get their values when their code has run."""
+
+    def __init__(self, values: Changed) -> None:
+        self.values = values
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        values = self.values.pop(name, None)
+        spec = None if values is None else importlib.util.find_spec(name)  # asks the others: the name is not here now
+        if spec is None or spec.loader is None or values is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _give(module, values)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _give(module: ModuleType, values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        with suppress(Exception):  # the file is another one by now
+            _set(getattr(module, owner) if owner else module, name, value)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
