@@ -49,6 +49,7 @@ def init(hidden=3):
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(module_values, "_literals", {})
+    monkeypatch.setattr(module_values, "_given", None)
     names: list[str] = []
 
     def make(source: str) -> ModuleType:

@@ -14,6 +14,7 @@ import ast
 import importlib.util
 import os
 import pickle
+import re
 import sys
 import sysconfig
 from collections import Counter
@@ -33,17 +34,20 @@ _INSTALLED = ("site-packages", "dist-packages")
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _LIBRARY = str(Path(sysconfig.get_paths()["stdlib"])) + os.sep
 
+_GLOBAL = re.compile(r"^\s*global\s+(.*)", re.MULTILINE)  # a walk through the whole tree takes as long as to parse it
+
 _literals: dict[str, dict[str, Any]] = {}  # by file, as it was when first read
+_given: Changed | None = None  # what `set_changed` was called with
 
 
 def read_changed() -> Changed:
     """What was changed in the modules that this process has imported, installed packages left out.
 
-    With what others wait for here until they are imported: a rank hands it on to its loader processes.
+    A process that was given such values itself hands them on: a rank to its loader processes.
     """
+    if _given is not None:
+        return _given
     found: Changed = {}
-    for finder in sys.meta_path:
-        found |= finder.values if isinstance(finder, _Finder) else {}
     for name, module in list(sys.modules.items()):
         if name == "__main__" or not _is_users(module):
             continue
@@ -54,6 +58,8 @@ def read_changed() -> Changed:
 
 def set_changed(changed: Changed) -> None:
     """Give these values to the modules of this process: to one that is not imported yet, as soon as it is."""
+    global _given
+    _given = changed
     later: Changed = {}
     for name, values in changed.items():
         if name in sys.modules:
@@ -68,11 +74,11 @@ class _Finder(MetaPathFinder):
     """Finds modules as ever, and sees to it that they get their values when their code has run."""
 
     def __init__(self, values: Changed) -> None:
-        self.values = values
+        self._values = values
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         del path, target
-        values = self.values.pop(name, None)
+        values = self._values.pop(name, None)
         spec = None if values is None else importlib.util.find_spec(name)  # asks the others: the name is not here now
         if spec is None or spec.loader is None or values is None:
             return None
@@ -151,8 +157,9 @@ def _literals_of(file: str) -> dict[str, Any]:
     if file not in _literals:
         found: dict[str, Any] = {}
         with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-            tree = ast.parse(Path(file).read_bytes())
-            own = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+            source = Path(file).read_text()
+            tree = ast.parse(source)
+            own = {name for names in _GLOBAL.findall(source) for name in re.findall(r"\w+", names)}
             found.update({name: value for name, value in _assigned_once(tree.body) if name not in own})
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
