@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.launch.test_run import X, Y, eval_step, make_net, train, train_step
 from uneven import Ddp, TensorData
+from uneven.data import module_values
 
 
 def mixing_step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -107,6 +108,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "    return scale * torch.nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module_values, "_given", None)  # by a test that has read a payload in this process
     module = importlib.import_module("my_settings")
     module.hidden, module.scale = 16, 3.0
     yield importlib.import_module("my_net")

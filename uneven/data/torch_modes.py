@@ -32,7 +32,13 @@ class TorchModes(NamedTuple):
         )
 
     def set(self) -> None:
-        torch.set_default_dtype(self.default_dtype)
-        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
-        torch.backends.cudnn.deterministic = self.has_deterministic_cudnn
-        torch.autograd.set_detect_anomaly(self.detects_anomalies, self.checks_nan)
+        """What differs and nothing else: use_deterministic_algorithms imports torch's compiler, which takes seconds."""
+        now = TorchModes.read()
+        if self.default_dtype != now.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if (self.is_deterministic, self.only_warns) != (now.is_deterministic, now.only_warns):
+            torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+        if self.has_deterministic_cudnn != now.has_deterministic_cudnn:
+            torch.backends.cudnn.deterministic = self.has_deterministic_cudnn
+        if (self.detects_anomalies, self.checks_nan) != (now.detects_anomalies, now.checks_nan):
+            torch.autograd.set_detect_anomaly(self.detects_anomalies, self.checks_nan)
