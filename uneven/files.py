@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,9 @@ RUN_FILES = (
     "logs",  # what its processes printed
 )
 LOGS = ("rank-*.log", "rank-*.log.1", "launcher.log", "launcher.log.1")  # in that folder
+_OURS = str(Path(__file__).parent) + os.sep
+_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
 NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
 
 
@@ -37,6 +41,11 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
         return None
+
+
+def is_users_code(file: str) -> bool:
+    """Whether source code is neither uneven's own nor of an installed package or the standard library."""
+    return not file.startswith((_OURS, _LIBRARY)) and not any(part in _INSTALLED for part in Path(file).parts)
 
 
 def json_text(document: Any) -> str:

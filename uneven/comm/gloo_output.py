@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.torch_version import TorchVersion
 
-WRITES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+WRITES: bool = TorchVersion(torch.__version__) < "2.13"
 
 _lock = threading.Lock()
 _inside = 0  # threads that form a group

@@ -59,9 +59,8 @@ class Task:
     loading: Loading = Loading()
     callbacks: tuple[Any, ...] = ()
     before_step: Callable[..., Any] | None = None  # (model) or (model, optimizer), with the summed gradients in place
-    made: Mapping[str, Mapping[str, str]] | None = (
-        None  # what the functions made where the script runs (launch/made.py)
-    )
+    # What the functions made where the script runs, for ranks to compare with (launch/made.py).
+    made: Mapping[str, Mapping[str, str]] | None = None
 
 
 def is_stream(dataset: Any) -> bool:

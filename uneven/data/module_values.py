@@ -12,11 +12,9 @@ Objects are left alone, too: docs/limits.md.
 
 import ast
 import importlib.util
-import os
 import pickle
 import re
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,14 +24,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from uneven.files import is_users_code
+
 Changed = dict[str, dict[str, Any]]  # module -> name, or Class.name -> value
 
 MOST_BYTES = 1 << 16  # of a value; a larger one is data, and no setting
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
-_INSTALLED = ("site-packages", "dist-packages")
-_OURS = str(Path(__file__).parent.parent) + os.sep
-_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"])) + os.sep
-
 _GLOBAL = re.compile(r"^\s*global\s+(.*)", re.MULTILINE)  # a walk through the whole tree takes as long as to parse it
 
 _literals: dict[str, dict[str, Any]] = {}  # by file, as it was when first read
@@ -147,9 +143,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_users(module: Any) -> bool:
     file = getattr(module, "__file__", None)
-    if not isinstance(module, ModuleType) or not isinstance(file, str) or not file.endswith(".py"):
-        return False
-    return not file.startswith((_OURS, _LIBRARY)) and not any(part in _INSTALLED for part in Path(file).parts)
+    is_source = isinstance(module, ModuleType) and isinstance(file, str) and file.endswith(".py")
+    return is_source and is_users_code(str(file))
 
 
 def _literals_of(file: str) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def _literals_of(file: str) -> dict[str, Any]:
     if file not in _literals:
         found: dict[str, Any] = {}
         with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-            source = Path(file).read_text()
+            source = importlib.util.decode_source(Path(file).read_bytes())
             tree = ast.parse(source)
             own = {name for names in _GLOBAL.findall(source) for name in re.findall(r"\w+", names)}
             found.update({name: value for name, value in _assigned_once(tree.body) if name not in own})

@@ -106,8 +106,8 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     _check_evaluation(task, config)
     if config.replay is not None:
         config = _check_replay(axis, config, len(devices), roster.machines)
-    # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     made = None
+    # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
         made = try_functions(task, config, axis.schedule_length)

@@ -236,10 +236,9 @@ def _freeze(config: RunConfig, checkpoint: Checkpoint, ranks: int) -> RunConfig:
 
 def _compare(checkpoint: Checkpoint, name: str, saved: Any, own: Any) -> None:
     if saved != own:
-        how = f"pass {name}={saved!r}" + (
-            " and no sampler, which orders by itself" if name == "shuffle" and saved else ""
-        )
-        raise InputError(f"checkpoint {checkpoint.folder}: it has {name}={saved!r}, this run {own!r}; {how}")
+        beside = " and no sampler, which orders by itself" if name == "shuffle" and saved else ""
+        what = f"it has {name}={saved!r}, this run {own!r}"
+        raise InputError(f"checkpoint {checkpoint.folder}: {what}; pass {name}={saved!r}{beside}")
 
 
 def _finished(run: Path, config: RunConfig, check: Callable[[Checkpoint], None]) -> TrainedState | None:

@@ -8,6 +8,8 @@ import runpy
 from pathlib import Path
 from types import TracebackType
 
+from uneven.files import is_users_code
+
 OURS = str(Path(__file__).parent.parent)
 RUNPY = ("<frozen runpy>", runpy.__file__)
 
@@ -67,9 +69,6 @@ def _is_ours(entry: TracebackType) -> bool:
 
 
 def _is_users(entry: TracebackType) -> bool:
-    """Neither ours nor of an installed package or the standard library."""
+    """Not a part of Python's import system either, which has no file."""
     name = _file(entry)
-    is_installed = (
-        "site-packages" in name or "dist-packages" in name or name.startswith(str(Path(runpy.__file__).parent))
-    )
-    return not _is_ours(entry) and not is_installed and not name.startswith("<frozen")
+    return is_users_code(name) and not name.startswith("<frozen")
