@@ -73,7 +73,7 @@ LONGEST = (
     "cli/test_exit_codes.py",
     "network/test_join.py",
     "network/test_engines.py",
-    "launch/test_resume_machines.py",
+    "launch/test_resume_ranks.py",
     "api/test_loop_resume.py",
     "test_shape.py",
     "cli/test_bench.py",

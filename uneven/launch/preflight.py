@@ -43,7 +43,7 @@ from uneven.launch.parity import (
 from uneven.launch.rank_log import begin_run_log
 from uneven.launch.results_file import tell_result
 from uneven.launch.resume import ResumePlan, check_data, check_length, go_on_in_folder, plan_resume
-from uneven.launch.resume_machines import plan_over_machines
+from uneven.launch.resume_ranks import plan_together
 from uneven.launch.streams import check_streams
 from uneven.launch.trial import try_functions
 from uneven.policy.axis import Axis
@@ -85,10 +85,10 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     notes += differing
     _check_before_step(task, config, len(devices))
     check_streams(task, config, len(devices), is_one_machine=is_one_machine)
-    if among is not None:
-        plan = plan_over_machines(task, config, context, roster)
-    else:
+    if context.is_alone or len(devices) == 1:
         plan = plan_resume(task, config, len(devices)) if config.resume is not None else ResumePlan(config, [])
+    else:
+        plan = plan_together(task, config, context, roster)
     config, finished = plan.config, plan.finished
     notes += plan.notes
     if config.global_batch_size == "auto":

@@ -1,10 +1,12 @@
-"""Resume and replay over several machines: rank 0 chooses, and every machine gets what its ranks read.
+"""Resume and replay on ranks that others have started: rank 0 chooses, and every machine gets what its ranks read.
 
 The folder to resume from or to repeat is on the machine of rank 0, and need not be on another. Rank 0 alone looks for
-the checkpoint and tells its choice through the store. Where the run has a leader, the first rank of each other machine
-copies what the ranks there need into a private folder (machines/transfer.py), which is removed after the run; else the
-machines must see rank 0's folder. Called by launch/preflight.py, before a group has formed: all ranks exchange whether
-they can go on, and raise the same error where one cannot.
+the checkpoint and tells its choice through the store. It moves an earlier result aside only when all ranks have read
+what they need: one that looked by itself found half of the files (tests/api/test_resume_starts.py, once). Where the run
+has a leader, the first rank of each other machine copies what the ranks there need into a private folder
+(machines/transfer.py), which is removed after the run; else the machines must see rank 0's folder. Called by
+launch/preflight.py, before a group has formed: all ranks exchange whether they can go on, and raise the same error
+where one cannot.
 """
 
 import json
@@ -42,8 +44,8 @@ class _Choice:
     key: str | None = None
 
 
-def plan_over_machines(task: Task, config: RunConfig, context: ProcessContext, roster: Roster) -> ResumePlan:
-    """What `plan_resume` does, on ranks of several machines; InputError on all ranks where one of them cannot go on."""
+def plan_together(task: Task, config: RunConfig, context: ProcessContext, roster: Roster) -> ResumePlan:
+    """What `plan_resume` does, on all ranks; InputError on all of them where one cannot go on."""
     rank, ranks = context.environment.rank, len(roster.devices)
     context.starts += 1  # all ranks count alike
     store = context.environment.connect(f"start/{context.starts}")

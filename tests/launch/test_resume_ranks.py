@@ -21,7 +21,7 @@ from uneven.config import Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import first_group, membership, preflight
+from uneven.launch import first_group, membership, preflight, resume
 from uneven.launch.context import ProcessContext
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.requests import Requests
@@ -47,6 +47,7 @@ class Lab:
 
     def __init__(self, home: Path, door: PlainDoor | None) -> None:
         self.a, self.b, self.door = home / "a", home / "b", door
+        self.machines = (0, 1, 1)
         self.lines: list[list[str]] = []
         self.refused: list[str] = []
 
@@ -57,8 +58,8 @@ class Lab:
         reports, self.refused = [Lines() for _ in range(3)], ["", "", ""]
 
         def rank(group: ThreadGroup) -> TrainedState:
-            _local.is_elsewhere = group.rank > 0
-            elsewhere = {"out": Path("/not/here")} if group.rank and changes.get("out") else {}
+            _local.rank, _local.is_elsewhere = group.rank, self.machines[group.rank] > 0
+            elsewhere = {"out": Path("/not/here")} if _local.is_elsewhere and changes.get("out") else {}
             config = resolve(
                 {"batch_size": 8, "epochs": 3, "seed": 3, "lr_scale": 1.0, "progress": "off", **changes}
                 | elsewhere
@@ -92,11 +93,11 @@ class Lab:
             assert not self.b.exists() or list(self.b.iterdir()) == [], "something stays on lab-b"
 
     def _context(self, rank: int, port: int) -> ProcessContext:
-        roster = Roster(parse_devices("cpu,cpu,cpu"), (0, 1, 1), ("lab-a", "lab-b"))
+        roster = Roster(parse_devices("cpu,cpu,cpu"), self.machines, ("lab-a", "lab-b")[: 1 + max(self.machines)])
         door = None if self.door is None else self.door.door
-        local = 0 if rank == 0 else rank - 1
+        here = roster.local_ranks(rank)
         environment = LaunchEnvironment(
-            *("uneven run", rank, 3, local, 1 if rank == 0 else 2),
+            *("uneven run", rank, 3, here.index(rank), len(here)),
             host="127.0.0.1",
             port=port,
             door=door,
@@ -222,6 +223,35 @@ def test_rank_0s_reason_not_to_resume_is_everybodys(make_lab: Callable[..., Lab]
     with pytest.raises(InputError):
         lab.train(resume=lab.a / "none", other={"resume": None}, **EXACT)
     assert "was given other settings than rank 0" in lab.refused[0]
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 0), (0, 0, 1)])
+def test_nothing_is_moved_aside_before_all_ranks_have_read_it(
+    machines: tuple[int, ...], make_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = make_lab(has_door=False, is_shared=True)
+    lab.machines = machines
+    out = lab.a / "run"
+    lab.train(out=out, save_every="4 steps", **SAME["balanced"]).save(out)
+    moved, readers = threading.Event(), set[int]()
+    go_on, read = preflight.go_on_in_folder, resume.read_checkpoint
+
+    def move(*given: Any) -> list[str]:
+        moved.set()
+        return go_on(*given)
+
+    def read_slowly(*given: Any) -> Any:
+        if _local.rank > 0:
+            readers.add(_local.rank)
+            assert not moved.wait(0.2), "a rank reads what is moved"
+        return read(*given)
+
+    monkeypatch.setattr(preflight, "go_on_in_folder", move)
+    monkeypatch.setattr(resume, "read_checkpoint", read_slowly)
+    longer = lab.train(out=out, save_every="4 steps", resume="auto", epochs=4, **SAME["balanced"])
+    assert longer.finished
+    assert moved.is_set()
+    assert readers == {1, 2}
 
 
 def test_a_part_that_does_not_arrive_costs_the_save_and_names_the_host(
