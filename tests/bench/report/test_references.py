@@ -141,6 +141,20 @@ def test_no_verdict_on_time_of_disturbed_runs(tmp_path: Path) -> None:
     assert judged(tmp_path)["cpu-cadence"].faults == []
 
 
+def test_seeds_beside_others_count_at_equal_time_if_the_mode_had_ended(tmp_path: Path) -> None:
+    """When it had ended is known by the runs that had the devices to themselves."""
+    lenet(tmp_path, "solo-0", 0.99)
+    first = lenet(tmp_path, "cpu-async", 0.984, 1300.0)
+    for seed, quality in ((1, 0.992), (2, 0.991)):
+        make_run(tmp_path, "lenet", "cpu-async", seed, quality, 500.0, epochs=5, is_disturbed=True)
+    row = judged(tmp_path)["cpu-async"]
+    assert (row.equal_time, row.faults) == (pytest.approx(0.989), [])
+    shutil.rmtree(first)
+    lenet(tmp_path, "cpu-async", 0.984, 700.0)
+    (fault,) = judged(tmp_path)["cpu-async"].faults
+    assert fault.startswith("accuracy 0.8856 when solo-0 has finished"), "its last evaluation before"
+
+
 def test_runs_that_were_made_for_equal_time_are_held_against_the_single_device(tmp_path: Path) -> None:
     lenet(tmp_path, "solo-0", 0.99)
     lenet(tmp_path, "cpu-balanced", 0.99, 1400.0)

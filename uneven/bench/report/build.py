@@ -291,7 +291,7 @@ def _row(
     seconds = statistics.median(run.summary["train_seconds"] for run in timed)
     when_reached = [when for run in timed if (when := reached(recipe, run, target)) is not None]
     longer = longer_than(longer, runs)
-    judged = for_speed(longer or runs)
+    judged = longer or runs
     equal_time, is_end = (None, False) if is_for_speed or not has_speed else at_time(recipe, judged, solo)
     paired = read_efficiency(runs)
     estimate = speed / sum(alone) if speed and alone and len(runs[0].summary["devices"]) > 1 else None
@@ -326,7 +326,7 @@ def _row(
         equal_time=equal_time,
         equal_time_is_end=is_end,
         equal_time_epochs=int(statistics.median(run.summary["epochs"] for run in longer)) if longer else None,
-        is_equal_time_disturbed=any(run.is_disturbed for run in (*judged, *for_speed(solo))),
+        is_equal_time_disturbed=any(run.is_disturbed for run in (*for_speed(judged), *for_speed(solo))),
         passed=None if is_for_speed else passed(recipe, runs),
         loss_gap=None if is_for_speed else loss_gap(runs, solo),
         trajectories=[] if is_for_speed else [run.metrics for run in runs],

@@ -47,15 +47,20 @@ def reached(recipe: Recipe, run: RunRecord, target: float | None, evaluations: i
 
 
 def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]) -> tuple[float | None, bool]:
-    """The mean quality of the runs when the single device has finished, and whether all of them had ended by then.
+    """The mean quality of the runs when the single device has finished, and whether they had ended by then.
 
-    A run that was still on is judged by its last evaluation before that moment; None where one had none.
+    Times are those of undisturbed runs. Where these had ended, the others would have, too, had they run alone, so that
+    all seeds count. Where one was still on, undisturbed runs alone do, by their last evaluation before that moment;
+    None where one had none.
     """
     if not solo:
         return None, False
     seconds = statistics.median(run.summary["train_seconds"] for run in for_speed(solo))
+    timed = for_speed(runs)
+    if all(run.summary["train_seconds"] <= seconds for run in timed):
+        return statistics.mean(run.quality for run in runs), True
     found = []
-    for run in runs:
+    for run in timed:
         if run.summary["train_seconds"] <= seconds:
             found.append(run.quality)
             continue
@@ -63,7 +68,7 @@ def at_time(recipe: Recipe, runs: Sequence[RunRecord], solo: Sequence[RunRecord]
         if not before:
             return None, False
         found.append(float(before[-1][recipe.metric]))
-    return statistics.mean(found), all(run.summary["train_seconds"] <= seconds for run in runs)
+    return statistics.mean(found), False
 
 
 def longer_than(longer: Sequence[RunRecord], runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -133,12 +133,13 @@ def _at_equal_time(
     An exact mode that is slower than the single device is in the middle of its schedule then, so it is held to this
     only by runs that were made for it.
     """
-    runs = for_speed(runs)
-    found, _ = at_time(recipe, runs, solo)
+    timed = for_speed(runs)
+    found, has_ended = at_time(recipe, runs, solo)
     is_timed = (_is_local(mode) or is_made_for_it) and not runs[0].takes_turns
-    if found is None or not is_timed or any(run.is_disturbed for run in [*runs, *for_speed(solo)]):
+    if found is None or not is_timed or any(run.is_disturbed for run in [*timed, *for_speed(solo)]):
         return found, None
-    (_, half), (other, other_half) = (interval([run.quality for run in group]) for group in (runs, solo))
+    judged = runs if has_ended else timed
+    (_, half), (other, other_half) = (interval([run.quality for run in group]) for group in (judged, solo))
     slack = slack_of(recipe, half, other_half)
     if not is_worse(recipe, found, other, slack):
         return found, None

@@ -21,8 +21,8 @@ NOTES = (
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
     "an interval stands beside it, else (~) an estimate from runs one after the other.",
     "At equal time: the quality when the best single device has finished. With a number of epochs it is that of runs "
-    "made for it, whose epochs and schedule fit that time; else that of the last evaluation before, or of the end "
-    "where the run had ended by then.",
+    "made for it, whose epochs and schedule fit that time; else that of the last evaluation before, or of the end, "
+    "over all seeds, where the mode had ended by then.",
     "Busy is the share of the training time in which a device computes (a time-weighted mean). Samples: each device's "
     "share of them, in percent. On CUDA devices PyTorch's DDP waits inside backward, which counts as computing.",
     "The verdict: what you own is the sum of the devices' speeds alone, what equal-batch DDP could give at most is the "
