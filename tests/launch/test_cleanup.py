@@ -27,7 +27,7 @@ def dead_pid() -> int:
 
 
 def folder_of(home: Path, pid: int, space: int | None = None) -> Path:
-    space = cleanup._pid_namespace() if space is None else space
+    space = cleanup.pid_namespace() if space is None else space
     folder = home / f"uneven-{space}-{pid}-abc"
     folder.mkdir()
     (folder / "payload").write_text("data")

@@ -10,10 +10,11 @@ import pytest
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import peers
+from uneven.launch import deadlines, peers
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.lines import LineKeeper
 from uneven.launch.peers import PeerWatch
+from uneven.launch.stopped import process_identity
 
 DEVICES = parse_devices("cpu,cpu@0.4")
 ROSTER = Roster(DEVICES, (0, 1), ("here", "there"))
@@ -54,6 +55,30 @@ def test_silence_is_a_loss_except_in_code_that_may_hold_pythons_lock() -> None:
     check_deadlines(ranks("user", "user"), [0, 1], 120.0)
     check_deadlines(ranks("compute", "compute", deadline=None), [0, 1], 120.0)
     check_deadlines(ranks("compute", "compute"), [], 120.0)  # both have ended
+
+
+def test_in_code_of_the_users_own_silence_counts_from_when_a_signal_has_stopped_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that was stopped inside a callback was never missed, and the others waited for ever."""
+    stopped = set[str]()
+    monkeypatch.setattr(deadlines, "is_stopped", stopped.__contains__)
+    found = ranks("user", "wait", process="here 12 345")
+    found[1].update({"count": 10**6, "rank": 1, "slot": 3, "phase": "wait"}, 2000.0)
+    check_deadlines(found, [0, 1], 2000.0)
+    stopped.add("here 12 345")
+    for now_s in (2000.0, 2014.0):
+        check_deadlines(found[:1], [0], now_s)
+    stopped.clear()  # it was woken, and is on with its work
+    check_deadlines(found[:1], [0], 2020.0)
+    stopped.add("here 12 345")
+    check_deadlines(found[:1], [0], 2021.0)
+    check_deadlines(found[:1], [0], 2035.0)
+    with pytest.raises(RankError, match=r"rank 0 .* fell silent 16 s ago \(stopped or swapped out\?\)"):
+        check_deadlines(found[:1], [0], 2037.0)
+    forever = ranks("user", "user", process="here 12 345", deadline=None)
+    for now_s in (200.0, 2000.0):
+        check_deadlines(forever, [0, 1], now_s)
 
 
 class DictStore(dict[str, bytes]):
@@ -129,7 +154,9 @@ def test_the_first_heartbeat_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) ->
     store: Any = DictStore()
     watch = PeerWatch(store, 1, ROSTER, lambda: {"slot": 0, "phase": "setup"}, lambda _: None)
     watch.close()
-    assert json.loads(store["heartbeat/there/rank-1"])["count"] == 2  # the first, and that its run is over
+    last = json.loads(store["heartbeat/there/rank-1"])
+    assert last["count"] == 2  # the first, and that its run is over
+    assert last["process"] == process_identity()
 
 
 def test_ranks_of_one_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:

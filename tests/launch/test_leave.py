@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_run(home: Path, name: str, **about: Any) -> Path:
-    folder = home / f"uneven-{cleanup._pid_namespace()}-{os.getpid()}-{name}"
+    folder = home / f"uneven-{cleanup.pid_namespace()}-{os.getpid()}-{name}"
     folder.mkdir()
     describe_run(folder, **about)
     return folder
@@ -57,7 +57,7 @@ def answering(folder: Path, answer: Mapping[str, Any]) -> tuple[threading.Thread
 def test_a_run_is_found_by_its_folder_and_asked_by_a_file(home: Path) -> None:
     folder = make_run(home, "a", script="/home/me/train.py", leader="192.0.2.10:29400")
     (home / "uneven-x").mkdir()
-    (home / f"uneven-{cleanup._pid_namespace()}-{2**22 + 1}-gone").mkdir()
+    (home / f"uneven-{cleanup.pid_namespace()}-{2**22 + 1}-gone").mkdir()
     (run,) = find_runs()
     assert (run.folder, run.pid) == (folder, os.getpid())
     assert choose_run("train.py") == choose_run(str(os.getpid())) == choose_run(None) == run

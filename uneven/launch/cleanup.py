@@ -38,7 +38,7 @@ def make_private_folder(is_on_disk: bool = False) -> Path:
     )
     home = SHARED_MEMORY if has_room and not is_on_disk else Path(tempfile.gettempdir())
     remove_stale_runs(home)
-    folder = Path(tempfile.mkdtemp(prefix=f"uneven-{_pid_namespace()}-{os.getpid()}-", dir=home))
+    folder = Path(tempfile.mkdtemp(prefix=f"uneven-{pid_namespace()}-{os.getpid()}-", dir=home))
     _live.add(folder)
     return folder
 
@@ -111,7 +111,7 @@ def remove_stale_runs(home: Path) -> None:
     for folder in home.glob("uneven-*"):
         name = _NAME.match(folder.name)
         # A container may share the folder but not our pids: whether its launchers live cannot be known here.
-        if name is None or int(name[1]) != _pid_namespace():
+        if name is None or int(name[1]) != pid_namespace():
             continue
         with suppress(OSError):
             if folder.stat().st_uid == os.getuid() and not _is_alive(int(name[2])):
@@ -126,7 +126,7 @@ def live_folders() -> list[tuple[Path, int]]:
         for folder in home.glob("uneven-*"):
             name = _NAME.match(folder.name)
             with suppress(OSError):
-                if name is None or int(name[1]) != _pid_namespace() or folder.stat().st_uid != os.getuid():
+                if name is None or int(name[1]) != pid_namespace() or folder.stat().st_uid != os.getuid():
                     continue
                 if _is_alive(pid := int(name[2])):
                     found.append((folder, pid))
@@ -186,7 +186,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _pid_namespace() -> int:
+def pid_namespace() -> int:
     """The number of our pid namespace; 0 where the system has none."""
     try:
         return int(re.sub(r"\D", "", os.readlink("/proc/self/ns/pid")))

@@ -12,6 +12,7 @@ from typing import Any
 
 from uneven.errors import RankError
 from uneven.hardware.device import Device
+from uneven.launch.stopped import is_stopped
 
 SILENT_S = 15.0  # a rank without a heartbeat for so long is lost; `deadline` replaces it
 LEAST_SILENT_S = 2.0  # ten heartbeats
@@ -32,6 +33,7 @@ class RankHealth:
     status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     longest_step_s: float = 0.0
     is_reached: bool = True  # False where its process or machine is known to be gone, or cut off (launch/lines.py)
+    stopped_s: float | None = None  # when its process was first seen to be stopped by a signal, in user code
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
         """Take in a heartbeat that was read; nothing changes where it is the last one again."""
@@ -54,13 +56,26 @@ class RankHealth:
     def silence_limit_s(self) -> float:
         if not self.status:
             return START_S
-        # Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run.
-        if self.deadline is None or (self.status["phase"] == "user" and self.is_reached):
+        if self.deadline is None:
             return math.inf
         if self.deadline == "auto":
             return SILENT_S
         # Loading and compiling hold that lock for seconds; a deadline below 15 s is meant for the steps.
         return max(SILENT_S if self.status["phase"] in ("setup", "compile") else LEAST_SILENT_S, float(self.deadline))
+
+    def silent_s(self, now_s: float) -> float:
+        """How long it has sent nothing, where it could have.
+
+        Code of the user's own may hold Python's lock, so that the heartbeat's thread cannot run: silence counts there
+        only while a signal has stopped the process.
+        """
+        if not self.status or self.status["phase"] != "user" or not self.is_reached:
+            return now_s - self.heard_s
+        if now_s - self.heard_s < LEAST_SILENT_S or not is_stopped(self.status.get("process", "")):
+            self.stopped_s = None
+            return 0.0
+        self.stopped_s = now_s if self.stopped_s is None else self.stopped_s
+        return now_s - self.stopped_s
 
     @property
     def step_limit_s(self) -> float:
@@ -83,7 +98,7 @@ def find_lost(ranks: Sequence[RankHealth], running: Sequence[int], now_s: float)
 
     What is wrong with each, and what the user can do about it.
     """
-    silent_s = {number: now_s - ranks[number].heard_s for number in running}
+    silent_s = {number: ranks[number].silent_s(now_s) for number in running}
     if silent := [number for number in running if silent_s[number] > ranks[number].silence_limit_s]:
         advice = "; deadline=SECONDS waits longer for it, deadline=None for ever"
         whys = {True: "stopped or swapped out?", False: "it or its machine is gone, or the network to it"}

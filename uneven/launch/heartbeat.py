@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from uneven.comm.store import Store, get_text
+from uneven.launch.stopped import process_identity
 
 INTERVAL_S = 0.2
 STOP_KEY = "stop"
@@ -140,7 +141,8 @@ class Heartbeat:
         with self._sending:
             self._count += 1
             # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
-            status = {"count": self._count, "was_stop_read": self._was_stop_read, **self._read_status()}
+            known = {"count": self._count, "process": process_identity(), "was_stop_read": self._was_stop_read}
+            status = {**known, **self._read_status()}
             if self._has_ended:
                 status["has_ended"] = True
             if self._is_guest and self._read_signal():

@@ -24,6 +24,7 @@ from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
 from uneven.launch.lines import Line, LineKeeper
+from uneven.launch.stopped import process_identity
 from uneven.train.rank_info import RankInfo
 
 FAILED_KEY = "failed"
@@ -146,7 +147,8 @@ class PeerWatch:
 
     def _send(self, has_ended: bool = False) -> None:
         self._count += 1
-        status = {"count": self._count, "has_ended": has_ended, **self._read_status()}
+        known = {"count": self._count, "process": process_identity(), "has_ended": has_ended}
+        status = {**known, **self._read_status()}
         deadline = status.get("deadline", "auto")
         self._limit_s = math.inf if deadline is None else SILENT_S if deadline == "auto" else max(SILENT_S, deadline)
         self._store.set(heartbeat_key(self._peers[self._rank].member), json.dumps(status))

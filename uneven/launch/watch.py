@@ -165,7 +165,7 @@ class Watch:
         for number in waiting:
             if (code := codes[number]) is not None:
                 ended[number] = describe_error(errors[number]) if number in errors else f"it {describe_exit(code)}"
-            elif now_s - self._ranks[number].heard_s > self._ranks[number].silence_limit_s:
+            elif self._ranks[number].silent_s(now_s) > self._ranks[number].silence_limit_s:
                 ended[number] = "it fell silent"
                 self._processes.give_up(number)
         joining.forget_ended(ended)

@@ -1,0 +1,38 @@
+"""Whether a process of this machine was stopped by a signal (SIGSTOP), so that it cannot send heartbeats.
+
+Each heartbeat says which process it is of; launch/deadlines.py asks, in the launcher or on rank 0, about a rank that is
+silent in code of the user's own. Of a process on another machine, or in another container, nothing is known.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+
+from uneven.hardware.cgroup import read_text
+from uneven.launch.cleanup import pid_namespace, process_start
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def process_identity() -> str:
+    """This process, for others of the machine: its pid, and what makes it a name for ever."""
+    return f"{_machine()} {os.getpid()} {_own_start(os.getpid())}"
+
+
+def is_stopped(identity: str) -> bool:
+    machine, _, process = identity.partition(" ")
+    pid, _, start = process.partition(" ")
+    if machine != _machine() or not pid.isdecimal() or process_start(int(pid)) != start:
+        return False
+    return (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()[:1] == ["T"]
+
+
+@cache
+def _machine() -> str:
+    """Equal for processes that have the same pids."""
+    return f"{(read_text(BOOT_ID) or '').strip()}/{pid_namespace()}"
+
+
+@cache
+def _own_start(pid: int) -> str | None:
+    return process_start(pid)
