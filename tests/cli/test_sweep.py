@@ -1,6 +1,5 @@
 """The verbs about many runs, as a user types them; what they compute is tested in tests/bench."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,13 +15,6 @@ from uneven.errors import InputError, RankError
 
 def call(*words: object) -> Result:
     return CliRunner().invoke(app, ["bench", *map(str, words)])
-
-
-def runs(root: Path, shift: float = 0.0) -> Path:
-    for seed, quality in enumerate((0.970, 0.972)):
-        make_run(root, "lenet", "solo-0", seed, quality)
-        make_run(root, "lenet", "cpu-async", seed, quality + shift, 1300.0)
-    return root
 
 
 def test_a_dry_run_lists_what_would_run_and_refuses_what_the_sweep_would(tmp_path: Path) -> None:
@@ -113,27 +105,3 @@ def test_policies_end_as_their_runs_did(
     (tmp_path / "train.py").write_text("import uneven")
     done = call("policies", tmp_path / "train.py", "--policies", "sync", "--out", tmp_path / "out")
     assert getattr(done.exception, "exit_code", done.exit_code) == expected
-
-
-def test_a_report_goes_to_the_screen_or_into_a_file(tmp_path: Path) -> None:
-    root = runs(tmp_path / "runs")
-    assert "| cpu-async | 2 |" in call("report", root).output
-    assert call("report", root, "--out", tmp_path / "new" / "report.md").exit_code == 0
-    assert (tmp_path / "new" / "report.md").read_text().startswith("# Benchmark report")
-    assert call("report", root, "--out", tmp_path / "report.html").exit_code == 0
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert json.loads(call("report", root, "--json").output)["models"][0]["model"] == "lenet"
-
-
-def test_two_sweeps_are_compared_and_held_against_a_baseline(tmp_path: Path) -> None:
-    first, second = runs(tmp_path / "a"), runs(tmp_path / "b", shift=-0.1)
-    lines = call("compare", first, second).output.splitlines()
-    assert lines[0].startswith("lenet cpu-async: quality -0.1000 +- 0.0000, speed x1.000")
-    assert "quality worse" in lines[0]
-    assert json.loads(call("compare", first, second, "--json").output)[0]["mode"] == "cpu-async"
-    baseline = tmp_path / "baseline.json"
-    assert call("check", first, "--save", baseline).exit_code == 0
-    assert "no worse than the baseline" in call("check", first, "--baseline", baseline).output
-    failed = call("check", second, "--baseline", baseline)
-    assert isinstance(failed.exception, RankError)
-    assert "lenet cpu-async: accuracy 0.871," in str(failed.exception)

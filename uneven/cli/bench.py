@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from uneven.cli import bench_options as options
+from uneven.cli.bench_results import check, compare, pack, report
 from uneven.cli.complete import devices as devices_here
 from uneven.cli.scaling import scaling
 from uneven.cli.strategies import strategies
-from uneven.cli.sweep import check, compare, pack, policies, report, sweep
+from uneven.cli.sweep import policies, sweep
 from uneven.cli.tables import print_whole
 
 app = typer.Typer(

@@ -33,6 +33,7 @@ _DIFFERENCE = {
     "is_disturbed": "bool|false",
 }
 _JUDGED = {
+    "sweep?": "text|cpu-pair",
     "model": "text|lenet",
     "mode": "text|cpu-async",
     "seeds": "whole|5",
@@ -126,6 +127,16 @@ _EFFICIENCY = {
     "is_disturbed": "bool|false",
     "interference": "object|",
 }
+_REPORT = {
+    "version": "whole|1",
+    "root": "text|runs",
+    "hardware": ["object|"],
+    "models": ["object|"],
+    "failed": ["any|"],
+    "skipped": "object|",
+    "commands": ["text|uneven bench sweep --quick"],
+    "rule": "text|the fastest mode whose mean quality is no worse than solo's",
+}
 BENCH: dict[str, Any] = {
     "bench list": {"models": [_MODEL], "modes": ["text|solo-0"]},
     "bench run": _SUMMARY,
@@ -140,16 +151,7 @@ BENCH: dict[str, Any] = {
         },
         {"run": ["text|lenet solo-0 seed 0"], "kept": ["text|lenet solo-0 seed 1"], "skipped": {"*": "text|why"}},
     ),
-    "bench report": {
-        "version": "whole|1",
-        "root": "text|runs",
-        "hardware": ["object|"],
-        "models": ["object|"],
-        "failed": ["any|"],
-        "skipped": "object|",
-        "commands": ["text|uneven bench sweep --quick"],
-        "rule": "text|the fastest mode whose mean quality is no worse than solo's",
-    },
+    "bench report": (_REPORT, [_REPORT]),
     "bench compare": [_DIFFERENCE],
     "bench pack": {"files": ["text|results/lenet/cpu-async/seed-0.json"], "bytes": "whole|18200"},
     "bench check": {

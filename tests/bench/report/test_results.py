@@ -7,7 +7,7 @@ import pytest
 from uneven.bench.report.build import build_report
 from uneven.bench.report.references import compare_with_references
 from uneven.bench.report.sections import render_markdown
-from uneven.bench.single.folders import read_runs
+from uneven.bench.single.folders import read_runs, sweeps_in
 
 REPOSITORY = Path(__file__).parents[3]
 SETS = sorted(path.name for path in (REPOSITORY / "docs" / "results").iterdir() if path.is_dir())
@@ -21,7 +21,9 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_some() -> None:
+    """All of them are what `uneven bench report docs/results` and `check` go through."""
     assert SETS
+    assert [path.name for path in sweeps_in(Path("docs") / "results")] == SETS
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -1,9 +1,9 @@
 """The report of a folder of runs: per model and mode, quality over seeds, speed, efficiency, and how time was spent.
 
-Called by cli/sweep.py. Computes plain data from finished runs; sections.py turns it into text, page.py into a page. A
-figure that was not measured is None. Quality is the mean over seeds, speed the median over undisturbed seeds; if all
-seeds were disturbed, the speed is marked and no mode is called the best ([Note: disturbed figures] in undisturbed.py).
-Runs over NCCL with both ranks on one GPU take turns on it, so they count for quality only.
+Called by cli/bench_results.py. Computes plain data from finished runs; sections.py turns it into text, page.py into a
+page. A figure that was not measured is None. Quality is the mean over seeds, speed the median over undisturbed seeds;
+if all seeds were disturbed, the speed is marked and no mode is called the best ([Note: disturbed figures] in
+undisturbed.py). Runs over NCCL with both ranks on one GPU take turns on it, so they count for quality only.
 """
 
 import json

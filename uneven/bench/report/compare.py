@@ -1,7 +1,7 @@
 """`uneven bench compare` (is B better than A, paired over common seeds) and `uneven bench check` (a gate for CI).
 
-Called by cli/sweep.py. Speeds of disturbed runs are not compared, see [Note: disturbed figures] in undisturbed.py;
-their quality is.
+Called by cli/bench_results.py. Speeds of disturbed runs are not compared, see [Note: disturbed figures] in
+undisturbed.py; their quality is.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`uneven bench pack RUNS --out FOLDER`: finished runs as small files, to be published beside the tables made of them.
 
-Called by cli/sweep.py. FOLDER/MODEL/MODE/seed-S.json has a run's settings, history, times and versions, and no
+Called by cli/bench_results.py. FOLDER/MODEL/MODE/seed-S.json has a run's settings, history, times and versions, and no
 weights; efficiencies by pairs and the record of the sweep come with them, runs at equal time below
 FOLDER/equal-time. `uneven bench report FOLDER` makes the same tables of it as of the runs. Every file has a checksum,
 and FOLDER/sweep.json a list of them all, so that `uneven bench check` sees what was changed, added or taken away. That

@@ -1,7 +1,7 @@
 """A report as one self-contained HTML page: verdicts, tables, curves of every model, links to the runs' timelines.
 
-Called by cli/sweep.py; needs bokeh (the extra `pages`). The text is the same as in Markdown, by sections.py; style and
-behaviour are those of a run's page (timeline/document.py).
+Called by cli/bench_results.py; needs bokeh (the extra `pages`). The text is the same as in Markdown, by sections.py;
+style and behaviour are those of a run's page (timeline/document.py).
 """
 
 import os

@@ -1,10 +1,10 @@
 """`uneven bench check RUNS`: every model and mode against what was published, and against one device alone.
 
-Called by cli/sweep.py. Quality is held at the end of the run, after as many samples as the reference, and at equal
-time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the local
-policies. Runs of less than a tenth of their recipe's epochs are there for their speed: after one epoch of fifty the
-order of two qualities says nothing about the fiftieth, so theirs is held against nothing. What was changed, added or
-taken away since the runs were packed is a fault, and so is a run whose own figures contradict each other.
+Called by cli/bench_results.py. Quality is held at the end of the run, after as many samples as the reference, and at
+equal time, when the best single device has finished: of runs that were made for it (bench/sweep/plan.py), else of the
+local policies. Runs of less than a tenth of their recipe's epochs are there for their speed: after one epoch of fifty
+the order of two qualities says nothing about the fiftieth, so theirs is held against nothing. What was changed, added
+or taken away since the runs were packed is a fault, and so is a run whose own figures contradict each other.
 """
 
 import math

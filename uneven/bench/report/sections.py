@@ -1,6 +1,6 @@
 """A report as sections of text and tables, and as Markdown; page.py makes an HTML page of the same sections.
 
-Called by cli/sweep.py. Invariant: a disturbed speed carries a mark wherever it is printed.
+Called by cli/bench_results.py. Invariant: a disturbed speed carries a mark wherever it is printed.
 """
 
 from dataclasses import dataclass, field

@@ -182,6 +182,13 @@ def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
     return path.absolute().relative_to(base.absolute()).with_suffix("").parts[: len(part)] == part
 
 
+def sweeps_in(root: Path) -> list[Path]:
+    """The folder itself if it has runs, else the sweeps' folders in it; the folder itself also without any."""
+    if not root.is_dir() or _read_below(root):
+        return [root]
+    return [path for path in sorted(root.iterdir()) if (path / SWEEP).is_file() and _read_below(path)] or [root]
+
+
 def nothing_found(root: Path) -> InputError:
     """There is no finished run in the folder; says where there are some."""
     deeper = next((path for path in sorted(root.glob("*/*/*/seed-*")) if _is_run(path)), None)
