@@ -48,7 +48,6 @@ def init(hidden=3):
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(module_values, "_literals", {})
     monkeypatch.setattr(module_values, "_given", None)
     names: list[str] = []
 

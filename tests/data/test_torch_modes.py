@@ -1,7 +1,5 @@
-"""Torch's modes in another process: set where they differ, and free of cost where they do not."""
+"""Torch's modes in another process: set where they differ; where not, it costs nothing (test_shape.py)."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -37,13 +35,3 @@ def test_every_mode_is_read_and_set(change: Callable[[], object], plain: TorchMo
         assert TorchModes.read() == changed
     finally:
         plain.set()
-
-
-def test_where_nothing_differs_torchs_compiler_is_not_imported() -> None:
-    """It takes two seconds in every rank and every loader process."""
-    code = (
-        "import sys; from uneven.data.torch_modes import TorchModes; TorchModes.read().set(); "
-        "print([name for name in sys.modules if name.startswith(('torch._inductor', 'torch._dynamo'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.forked import ForkedPopen
 from tests.launch.test_resume import adam, content, make, step, train
 from uneven import Ddp, TensorData
 from uneven.errors import InputError
@@ -22,6 +23,7 @@ from uneven.launch import folder_lock
 LIVE = """
 import sys
 from uneven import Callback
+from tests.forked import ForkedPopen
 from tests.launch.test_resume import train
 
 class Waits(Callback):
@@ -47,7 +49,7 @@ def live(tmp_path: Path) -> Any:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
     command = [sys.executable, "-c", LIVE, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=root) as process:
+    with ForkedPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=root) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"saved\n"
         yield process

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import ForkedPopen
 from uneven.launch.rank_log import LogFile, Tee
 from uneven.results.progress import Reporter
 
@@ -48,11 +49,12 @@ def test_a_run_whose_stderr_is_a_closed_pipe_trains_to_its_end_and_saves(tmp_pat
     os.close(reading)
     command = [sys.executable, str(script), "cpu,cpu", str(tmp_path / "run")]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, text=True, cwd=tmp_path)
+        with ForkedPopen(command, stdout=subprocess.PIPE, stderr=writing, text=True, cwd=tmp_path) as process:
+            stdout, _ = process.communicate(timeout=200)
     finally:
         os.close(writing)
-    assert done.returncode == 0
-    assert done.stdout == "the script went on\n"
+    assert process.returncode == 0
+    assert stdout == "the script went on\n"
     assert (tmp_path / "run" / "state.safetensors").is_file()
 
 
