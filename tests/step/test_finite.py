@@ -72,6 +72,11 @@ def test_the_largest_gradient_is_what_it_says(value: float) -> None:
     assert float(largest_of([])) == 0.0
 
 
+def test_an_empty_gradient_has_its_number_where_the_others_have_theirs() -> None:
+    """A rank's part of a layer may be empty: the watch stacks its number with those of the other params."""
+    assert largest_of([torch.zeros(0, 3, device="meta")]).device.type == "meta"
+
+
 def test_a_watch_sees_the_gradients_of_every_backward_and_goes() -> None:
     model = nn.Linear(2, 1)
     watch = GradientWatch(model.parameters())

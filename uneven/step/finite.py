@@ -129,10 +129,10 @@ def total_count(checks: Iterable[OwnCheck]) -> float | None:
 
 
 def largest_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value, as a double; NaN if any is NaN."""
+    """The largest absolute value, as a double on their device; NaN if any is NaN."""
     filled = [values for grad in gradients if (values := _values(grad)).numel()]
     if not filled:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     if filled[0].device.type == "cuda":
         norms = list(torch._foreach_norm(filled, math.inf))  # a few kernels for all of them
     else:
