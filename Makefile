@@ -19,6 +19,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --follow-imports silent tests/*/test_*_cuda.py  # nothing runs them without a GPU
 
 # The site with the API reference, in site/: open site/index.html. It is read without a network.
 docs: $(VENV)/.docs-installed

@@ -79,7 +79,8 @@ class Noisy(nn.Module):
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+        out: torch.Tensor = self.body(x)
+        return out
 
 
 @all_roads

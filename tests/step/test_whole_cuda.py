@@ -64,7 +64,7 @@ def replayed() -> Iterator[list[Any]]:
         keys.append(key)
         return call(self, key, *args)
 
-    WholeStep.__call__ = counted  # type: ignore[method-assign]
+    WholeStep.__call__ = counted  # type: ignore[assignment, method-assign]
     yield keys
     WholeStep.__call__ = call  # type: ignore[method-assign]
 
@@ -156,7 +156,7 @@ def refused(group: Group) -> dict[str, Any]:
         if group.rank == 1:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    Reducer.sum_on_device = failing  # type: ignore[method-assign]
+    Reducer.sum_on_device = failing  # type: ignore[assignment, method-assign]
     return run(group, "sgd", mean_loss, {"policy": "sync"})
 
 
