@@ -226,6 +226,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("zero1 on one device", {"strategy": "zero1"}, "strategy='zero1'.*name several.*leave strategy out"),
     ("a strategy with async", {"strategy": "zero1", "policy": "async", "devices": TWO}, "policy='balanced' or 'sync'"),
     ("shares for others", {"shares": (1, 2, 3), "devices": TWO}, "3 entries for 2 devices"),
+    ("shares on one device", {"shares": (5, 2), "devices": "cpu"}, "2 entries for 1 device: cpu"),
     ("checkpoints without out", {"save_every": 1}, "save_every needs a folder.*add out="),
     ("overwrite without out", {"overwrite": True}, "overwrite=True without out.*add out="),
     ("out holds other files", {"out": "."}, r"holds files .*\(thesis.tex\).*overwrite=True \(--overwrite\)"),

@@ -344,6 +344,11 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         raise InputError(
             f"compile='graph' captures a CUDA graph, which {others} cannot run; use compile='off' or 'default'"
         )
+    for name in ("shares", "memory_shares"):
+        given = getattr(config, name)
+        if given is not None and len(given) != len(devices):
+            counts = f"{len(given)} entries for {len(devices)} device{'s' if len(devices) > 1 else ''}"
+            raise InputError(f"{name}={given!r} has {counts}: {names}")
     if len(devices) == 1:
         if config.strategy in SHARDED:
             raise InputError(
@@ -351,10 +356,6 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
                 "devices='cpu,cpu', or leave strategy out"
             )
         return
-    for name in ("shares", "memory_shares"):
-        given = getattr(config, name)
-        if given is not None and len(given) != len(devices):
-            raise InputError(f"{name}={given!r} has {len(given)} entries for {len(devices)} devices: {names}")
     if config.redundancy and sum(share > 0 for share in config.memory_shares or (1, 1)) < 2:
         raise InputError(
             f"redundancy={config.redundancy} with memory_shares={config.memory_shares!r}: a copy needs a second device "
