@@ -120,7 +120,7 @@ def test_a_pickled_graph_trains_on_rank_processes(policy: str) -> None:
 
 SCRIPT = """
 import sys, torch
-from tests.bench.test_resnet_graph import DATA, sgd
+from tests.bench.models.test_resnet_graph import DATA, sgd
 from uneven import Ddp
 from uneven.bench.models.recipe import classify
 from uneven.bench.models.resnet_graph import make_graph
