@@ -15,11 +15,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
+# The tests that nothing runs without a GPU have their types checked, too.
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --follow-imports silent tests/*/test_*_cuda.py  # nothing runs them without a GPU
+	$(BIN)/mypy --follow-imports silent tests/*/test_*_cuda.py
 
 # The site with the API reference, in site/: open site/index.html. It is read without a network.
 docs: $(VENV)/.docs-installed

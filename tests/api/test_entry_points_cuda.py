@@ -39,15 +39,7 @@ def test_uneven_run_on_cuda_equals_one_process(
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_an_own_loop_on_a_gpu_and_a_cpu(tmp_path: Path, policy: str) -> None:
     (tmp_path / "train.py").write_text(OWN_LOOP)
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "uneven",
-        "run",
-        tmp_path / "train.py",
-        "--devices",
-        "cuda:0,cpu",
-    ]
-    done = start([*command, "--policy", policy], tmp_path)
+    settings = ["--devices", "cuda:0,cpu", "--policy", policy]
+    done = start([sys.executable, "-m", "uneven", "run", tmp_path / "train.py", *settings], tmp_path)
     assert done.returncode == 0, done.stderr
     assert TrainedState.load(tmp_path / "run").finished

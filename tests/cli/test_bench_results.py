@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from tests.bench.folders import make_run
@@ -54,7 +55,7 @@ def sweeps(root: Path) -> Path:
     return root
 
 
-def test_a_folder_of_several_sweeps_has_a_report_of_each(tmp_path: Path) -> None:
+def test_a_folder_of_several_sweeps_has_a_report_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = sweeps(tmp_path / "results")
     shown = call("report", root).output
     assert [line for line in shown.splitlines() if line.startswith("# ")][::2] == [
@@ -68,6 +69,9 @@ def test_a_folder_of_several_sweeps_has_a_report_of_each(tmp_path: Path) -> None
     assert call("report", root, "--out", root).exit_code == 0
     for name in ("cpu-pair", "gpu-pair"):
         assert (root / f"{name}.md").read_text() == call("report", root / name).output
+    monkeypatch.chdir(root / "cpu-pair")
+    assert call("report", ".", "--out", tmp_path).exit_code == 0
+    assert (tmp_path / "cpu-pair.md").is_file()
     refused = call("report", root, "--out", tmp_path / "report.md")
     assert isinstance(refused.exception, InputError)
     assert "there are several sweeps" in str(refused.exception)

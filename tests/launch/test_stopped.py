@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from uneven.launch import stopped
 from uneven.launch.cleanup import process_start
 from uneven.launch.stopped import is_stopped, process_identity
 
@@ -52,11 +50,5 @@ def test_nothing_is_known_of_a_later_process_of_that_number_and_of_other_machine
     assert not is_stopped(name)
 
 
-def test_a_process_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_names_itself() -> None:
     assert process_identity() == identity(os.getpid())
-    monkeypatch.setattr(stopped, "BOOT_ID", Path("/none"))
-    stopped._machine.cache_clear()
-    try:
-        assert not is_stopped(process_identity())
-    finally:
-        stopped._machine.cache_clear()

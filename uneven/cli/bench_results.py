@@ -39,7 +39,7 @@ def report(
     places = sweeps_in(runs)
     pages = {}
     if out is not None and out.is_dir():
-        pages = {out / f"{place.name}.md": place for place in places}
+        pages = {out / f"{place.resolve().name}.md": place for place in places}  # of ".", too
     elif out is not None and out.suffix not in (".md", ".html"):
         raise InputError(f"--out {out}: a report is .md or .html, and {out} is no folder")
     elif out is not None and len(places) > 1:

@@ -135,8 +135,18 @@ def live_folders() -> list[tuple[Path, int]]:
 
 def process_start(pid: int) -> str | None:
     """When a process was started, as the kernel counts; with its pid it names one process for ever."""
+    return _stat_field(pid, 19)
+
+
+def process_state(pid: int) -> str | None:
+    """One letter, as `ps` shows it: T is stopped by a signal."""
+    return _stat_field(pid, 0)
+
+
+def _stat_field(pid: int, place: int) -> str | None:
+    """Of those behind the process's name, which may hold blanks and brackets."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[place]
     except (OSError, IndexError):
         return None
 

@@ -104,7 +104,7 @@ class ProcessContext:
         self._rank_info: RankInfo | None = None  # of the run that is on
         self._worker: Worker | None = None
         self._requests: Requests | None = None  # to the run that is on
-        self.starts = 0  # runs that were to begin over several machines
+        self.starts = 0  # runs that were to begin on ranks that others have started
         self.leader = reach_leader(environment.door)
         self._runs = self._shared = 0  # runs, and values that the ranks have told each other outside of them
         self._heartbeat: Heartbeat | None = None

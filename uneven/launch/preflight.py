@@ -348,7 +348,7 @@ def _check_together(config: RunConfig, devices: tuple[Device, ...]) -> None:
         given = getattr(config, name)
         if given is not None and len(given) != len(devices):
             counts = f"{len(given)} entries for {len(devices)} device{'s' if len(devices) > 1 else ''}"
-            raise InputError(f"{name}={given!r} has {counts}: {names}")
+            raise InputError(f"{name}={given!r} has {counts}: {names}; pass one for each, or leave it out")
     if len(devices) == 1:
         if config.strategy in SHARDED:
             raise InputError(

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from uneven.hardware.cgroup import read_text
-from uneven.launch.cleanup import pid_namespace, process_start
+from uneven.launch.cleanup import pid_namespace, process_start, process_state
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -24,7 +24,7 @@ def is_stopped(identity: str) -> bool:
     pid, _, start = process.partition(" ")
     if machine != _machine() or not pid.isdecimal() or process_start(int(pid)) != start:
         return False
-    return (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()[:1] == ["T"]
+    return process_state(int(pid)) == "T"
 
 
 @cache

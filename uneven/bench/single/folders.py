@@ -184,9 +184,9 @@ def _is_within(path: Path, base: Path, root: Path, sweep: Path) -> bool:
 
 def sweeps_in(root: Path) -> list[Path]:
     """The folder itself if it has runs, else the sweeps' folders in it; the folder itself also without any."""
-    if not root.is_dir() or _read_below(root):
+    if not root.is_dir() or _run_paths(root):
         return [root]
-    return [path for path in sorted(root.iterdir()) if (path / SWEEP).is_file() and _read_below(path)] or [root]
+    return [path for path in sorted(root.iterdir()) if (path / SWEEP).is_file() and _run_paths(path)] or [root]
 
 
 def nothing_found(root: Path) -> InputError:
@@ -212,9 +212,13 @@ def read_run(folder: Path) -> RunRecord | BrokenRun:
 
 
 def _read_below(root: Path) -> list[RunRecord | BrokenRun]:
+    return [read_run(folder) for folder in sorted({_folder(path) for path in _run_paths(root)})]
+
+
+def _run_paths(root: Path) -> list[Path]:
+    """The folders and packed files of runs, those at equal time left out."""
     below = (path for depth in DEPTHS for path in root.glob(depth) if _is_run(path))
-    paths = [root] if _is_run(root) else [path for path in below if EQUAL_TIME not in path.relative_to(root).parts]
-    return [read_run(folder) for folder in sorted({_folder(path) for path in paths})]
+    return [root] if _is_run(root) else [path for path in below if EQUAL_TIME not in path.relative_to(root).parts]
 
 
 def _read_folder(folder: Path) -> RunRecord | BrokenRun:
