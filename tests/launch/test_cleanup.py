@@ -123,10 +123,14 @@ def test_a_number_that_went_to_another_process_is_left_alone(
     assert psutil.pid_exists(process.pid)
 
 
-def test_end_ends_a_stopped_process(tmp_path: Path) -> None:
+def test_a_stopped_process_is_told_apart_and_ended(tmp_path: Path) -> None:
     ranks = RankProcesses(tmp_path, [1])
+    assert not ranks.stopped()
     os.kill(ranks.pids[0], signal.SIGSTOP)
+    os.waitpid(ranks.pids[0], os.WUNTRACED)
+    assert ranks.stopped() == {0}
     ranks.end()
+    assert not ranks.stopped()
     (code,) = ranks.exit_codes()
     assert code == -signal.SIGKILL
     assert describe_exit(code) == "was ended by SIGKILL"

@@ -10,7 +10,7 @@ import pytest
 from uneven.errors import RankError
 from uneven.hardware.device import parse_devices
 from uneven.hardware.roster import Roster
-from uneven.launch import deadlines, peers
+from uneven.launch import peers
 from uneven.launch.deadlines import RankHealth, check_deadlines
 from uneven.launch.lines import LineKeeper
 from uneven.launch.peers import PeerWatch
@@ -57,26 +57,23 @@ def test_silence_is_a_loss_except_in_code_that_may_hold_pythons_lock() -> None:
     check_deadlines(ranks("compute", "compute"), [], 120.0)  # both have ended
 
 
-def test_in_code_of_the_users_own_silence_counts_from_when_a_signal_has_stopped_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_in_code_of_the_users_own_silence_counts_from_when_a_signal_has_stopped_the_process() -> None:
     """A rank that was stopped inside a callback was never missed, and the others waited for ever."""
-    stopped = set[str]()
-    monkeypatch.setattr(deadlines, "is_stopped", stopped.__contains__)
-    found = ranks("user", "wait", process="here 12 345")
+    found = ranks("user", "wait")
     found[1].update({"count": 10**6, "rank": 1, "slot": 3, "phase": "wait"}, 2000.0)
     check_deadlines(found, [0, 1], 2000.0)
-    stopped.add("here 12 345")
+    found[0].is_stopped = True
     for now_s in (2000.0, 2014.0):
         check_deadlines(found[:1], [0], now_s)
-    stopped.clear()  # it was woken, and is on with its work
+    found[0].is_stopped = False  # it was woken, and is on with its work
     check_deadlines(found[:1], [0], 2020.0)
-    stopped.add("here 12 345")
+    found[0].is_stopped = True
     check_deadlines(found[:1], [0], 2021.0)
     check_deadlines(found[:1], [0], 2035.0)
     with pytest.raises(RankError, match=r"rank 0 .* fell silent 16 s ago \(stopped or swapped out\?\)"):
         check_deadlines(found[:1], [0], 2037.0)
-    forever = ranks("user", "user", process="here 12 345", deadline=None)
+    forever = ranks("user", "user", deadline=None)
+    forever[0].is_stopped = True
     for now_s in (200.0, 2000.0):
         check_deadlines(forever, [0, 1], now_s)
 
@@ -229,6 +226,23 @@ def test_a_rank_in_code_of_the_users_own_is_missed_when_its_line_breaks_and_not_
         first._keeper.poll()
     first._keeper.close()
     second._line.close()
+
+
+def test_under_torchrun_rank_0_asks_whether_a_silent_process_of_its_machine_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told, stopped = [0.0], list[tuple[int, str]](), set[str]()
+    monkeypatch.setattr(peers, "is_stopped", stopped.__contains__)
+    first, second = peer_watches(["wait", "user"], now, told)
+    second.exchange()
+    for now[0] in range(0, 1000, 100):
+        first.exchange()
+    assert told == []
+    stopped.add(process_identity())
+    for now[0] in range(1000, 1017):
+        first.exchange()
+    ((_, text),) = told[:1]
+    assert "rank 1 (cpu@0.4 on host1) fell silent 16 s ago" in text
 
 
 def test_lines_are_for_those_who_know_the_word() -> None:

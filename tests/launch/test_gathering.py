@@ -257,6 +257,9 @@ class NoProcesses:
     def lost(self) -> dict[int, str]:
         return {}
 
+    def stopped(self) -> set[int]:
+        return {0}
+
 
 def test_what_a_machine_says_about_its_ranks(leader: Leader, tmp_path: Path) -> None:
     gathering = leader.gather()
@@ -267,10 +270,11 @@ def test_what_a_machine_says_about_its_ranks(leader: Leader, tmp_path: Path) -> 
     requests = Requests()
     processes: Any = NoProcesses()
     ranks = AllRanks(processes, [node], tmp_path, requests)
-    connection.send(codes=[None, 1], errors={"1": {"what": "broken"}}, unused=[0], stop=2)
+    connection.send(codes=[None, 1], stopped=[0], errors={"1": {"what": "broken"}}, unused=[0], stop=2)
     while ranks.exit_codes() != [None, None, 1]:
         time.sleep(0.01)
     assert requests.stop.is_set()
+    assert ranks.stopped() == {0, 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["error-2.json", "unused-1"]
     connection.close()
     while node.session.why_lost is None:

@@ -175,3 +175,35 @@ def test_bad_input_ends_with_two(folders: tuple[Path, Path], args: tuple[str, ..
     assert getattr(result.exception, "exit_code", None) == 2
     assert message in str(result.exception)
     del folders
+
+
+STOPS_ITSELF = """
+import os, signal, time, torch
+from uneven import fit
+
+class Stops:
+    def on_step(self, info):
+        if info.rank == 1 and info.step > 2:
+            time.sleep(1)  # five heartbeats, which say whose code this is
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+state = fit(
+    model=lambda: torch.nn.Linear(4, 1), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    step=lambda model, batch: model(batch).square().mean(), dataset=list(torch.ones(64, 4)), batch_size=4, epochs=6,
+    policy="async", deadline=4, callbacks=[Stops()],
+)
+print("samples", state.samples, state.finished)
+"""
+
+
+@pytest.mark.soak
+def test_a_rank_of_another_machine_that_is_stopped_in_a_callback_is_missed(folders: tuple[Path, Path]) -> None:
+    """The others waited for ever: its launcher knows the process, and the leader does not."""
+    for folder in folders:
+        (folder / "train.py").write_text(STOPS_ITSELF)
+    first, second = folders
+    leader, place = lead(first)
+    (code, output), (_, node_output) = ends([leader, start(second, "join", place, "--devices", "cpu")])
+    assert code == 0, (output, node_output)
+    assert "fell silent" in output
+    assert "samples 384 True" in output

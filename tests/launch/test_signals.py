@@ -206,6 +206,9 @@ def test_a_rank_that_sigterm_hit_before_python_had_started_ends_the_run_as_one_t
         def lost(self) -> dict[int, str]:
             return {}
 
+        def stopped(self) -> set[int]:
+            return set()
+
         def give_up(self, number: int) -> None:
             raise AssertionError(f"process {number} has ended")
 

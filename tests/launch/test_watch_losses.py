@@ -72,6 +72,9 @@ class Cluster:
     def lost(self) -> dict[int, str]:
         return self.gone
 
+    def stopped(self) -> set[int]:
+        return set()
+
     def give_up(self, number: int) -> None:
         self.given_up.append(number)
 

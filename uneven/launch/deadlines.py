@@ -12,7 +12,6 @@ from typing import Any
 
 from uneven.errors import RankError
 from uneven.hardware.device import Device
-from uneven.launch.stopped import is_stopped
 
 SILENT_S = 15.0  # a rank without a heartbeat for so long is lost; `deadline` replaces it
 LEAST_SILENT_S = 2.0  # ten heartbeats
@@ -33,7 +32,8 @@ class RankHealth:
     status: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     longest_step_s: float = 0.0
     is_reached: bool = True  # False where its process or machine is known to be gone, or cut off (launch/lines.py)
-    stopped_s: float | None = None  # when its process was first seen to be stopped by a signal, in user code
+    is_stopped: bool = False  # True where its process is known to be stopped by a signal
+    stopped_s: float | None = None  # since when that is so, in user code
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
         """Take in a heartbeat that was read; nothing changes where it is the last one again."""
@@ -71,7 +71,7 @@ class RankHealth:
         """
         if not self.status or self.status["phase"] != "user" or not self.is_reached:
             return now_s - self.heard_s
-        if now_s - self.heard_s < LEAST_SILENT_S or not is_stopped(self.status.get("process", "")):
+        if not self.is_stopped or now_s - self.heard_s < LEAST_SILENT_S:
             self.stopped_s = None
             return 0.0
         self.stopped_s = now_s if self.stopped_s is None else self.stopped_s

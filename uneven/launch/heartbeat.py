@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 from uneven.comm.store import Store, get_text
-from uneven.launch.stopped import process_identity
 
 INTERVAL_S = 0.2
 STOP_KEY = "stop"
@@ -141,7 +140,7 @@ class Heartbeat:
         with self._sending:
             self._count += 1
             # Whether it was sent after the stop request was read: the watch trusts no older one to tell what has begun.
-            known = {"count": self._count, "process": process_identity(), "was_stop_read": self._was_stop_read}
+            known = {"count": self._count, "was_stop_read": self._was_stop_read}
             status = {**known, **self._read_status()}
             if self._has_ended:
                 status["has_ended"] = True

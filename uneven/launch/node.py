@@ -201,12 +201,13 @@ class Node:
 
     def _watch(self, ranks: RankProcesses, first: int, listing: Listing) -> dict[str, Any]:
         """Until the leader says that the run is over; WireError where it is gone."""
-        told: list[int | None] = []
+        told: tuple[list[int | None], set[int]] = ([], set())
         while True:
-            codes = ranks.exit_codes()
-            if codes != told:
-                told = codes
-                self._session.send(codes=codes, errors=self._errors(), unused=self._unused(first))
+            codes, stopped = ranks.exit_codes(), ranks.stopped()
+            if (codes, stopped) != told:
+                told = (codes, stopped)
+                known = {"codes": codes, "stopped": sorted(stopped)}
+                self._session.send(**known, errors=self._errors(), unused=self._unused(first))
             self._departure.look()
             message = self._session.take(POLL_S)
             if message is not None and "answer" in message:

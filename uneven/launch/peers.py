@@ -24,7 +24,7 @@ from uneven.launch.deadlines import SILENT_S, RankHealth, check_deadlines
 from uneven.launch.environment import LaunchEnvironment
 from uneven.launch.heartbeat import INTERVAL_S, heartbeat_key
 from uneven.launch.lines import Line, LineKeeper
-from uneven.launch.stopped import process_identity
+from uneven.launch.stopped import is_stopped, process_identity
 from uneven.train.rank_info import RankInfo
 
 FAILED_KEY = "failed"
@@ -158,6 +158,7 @@ class PeerWatch:
         for peer in self._peers:
             if text := get_text(self._store, heartbeat_key(peer.member)):
                 peer.update(json.loads(text), now)
+            peer.is_stopped = is_stopped(peer.status.get("process", ""))
         running = [number for number, peer in enumerate(self._peers) if not peer.status.get("has_ended")]
         try:
             check_deadlines(self._peers, running, now)

@@ -11,14 +11,34 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from uneven.errors import USER_ERRORS
-from uneven.launch.cleanup import end_session
+from uneven.launch.cleanup import end_session, process_state
 
 EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # where the launcher is lost, torch's store warns with frames of its own C++
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
+
+
+class Ranks(Protocol):
+    """The processes of all ranks in the order of their first ranks. One that failed leaves error-NUMBER.json."""
+
+    def exit_codes(self) -> list[int | None]:
+        """None for a rank that runs."""
+        ...
+
+    def lost(self) -> dict[int, str]:
+        """Ranks that ran on a machine that is gone, with a line that says so."""
+        ...
+
+    def stopped(self) -> set[int]:
+        """Processes that a signal has stopped (SIGSTOP)."""
+        ...
+
+    def give_up(self, number: int) -> None:
+        """End this process, if it still runs and can be reached."""
+        ...
 
 
 class RankProcesses:
@@ -68,6 +88,10 @@ class RankProcesses:
     def lost(self) -> dict[int, str]:
         """None: they are on this machine."""
         return {}
+
+    def stopped(self) -> set[int]:
+        """Those that a signal has stopped: in code of the user's own a rank may be silent, but not like that."""
+        return {number for number, process in self._processes.items() if process_state(process.pid) == "T"}
 
     def give_up(self, number: int) -> None:
         """End this one alone, also where it is stopped; its exit code follows."""

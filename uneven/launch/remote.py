@@ -35,6 +35,7 @@ class RemoteNode:
     port: int  # of its listener for the reach test
     ranks: tuple[int, ...] = ()  # the numbers of its processes
     codes: list[int | None] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)  # of its processes, those that a signal has stopped
     left: str | None = None  # why it went by itself
     refused: set[int] = field(default_factory=set)  # of its processes, those that could not join
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)  # requests to leave that it has sent, by their names
@@ -63,6 +64,8 @@ class RemoteNode:
                 (folder / f"unused-{self.ranks[int(number)]}").touch()
             if "codes" in message:
                 self.codes = [None if code is None else int(code) for code in message["codes"]][: len(self.ranks)]
+            if "stopped" in message:
+                self.stopped = {self.ranks[int(number)] for number in message["stopped"]}
             if "stop" in message:
                 requests.on_rank_terminated() if message["stop"] == signal.SIGTERM else requests.stop.set()
             if "left" in message:
@@ -196,6 +199,9 @@ class AllRanks:
 
     def lost(self) -> dict[int, str]:
         return {rank: why for node in self._nodes for rank, why in node.lost().items()}
+
+    def stopped(self) -> set[int]:
+        return self._processes.stopped().union(*(node.stopped for node in self._nodes))
 
     def give_up(self, number: int) -> None:
         for node in self._nodes:

@@ -1,7 +1,7 @@
-"""Whether a process of this machine was stopped by a signal (SIGSTOP), so that it cannot send heartbeats.
+"""Whether a process that another one has started was stopped by a signal (SIGSTOP), so that it sends no heartbeats.
 
-Each heartbeat says which process it is of; launch/deadlines.py asks, in the launcher or on rank 0, about a rank that is
-silent in code of the user's own. Of a process on another machine, or in another container, nothing is known.
+Under torchrun each heartbeat says which process it is of, and rank 0 asks about it (launch/peers.py); a launcher knows
+its own processes. Of a process on another machine, or in another container, nothing is known.
 """
 
 import os

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from uneven.comm.store import Store, get_text
 from uneven.comm.wrong_message import sender_of
@@ -34,7 +34,7 @@ from uneven.launch.joining import Joining, Recruits
 from uneven.launch.leave_requests import LeaveRequest
 from uneven.launch.leaving import Leaving
 from uneven.launch.payload import drop_tensors
-from uneven.launch.processes import EARLY, INTERRUPTED, describe_error, describe_exit, read_errors
+from uneven.launch.processes import EARLY, INTERRUPTED, Ranks, describe_error, describe_exit, read_errors
 from uneven.launch.requests import Requests
 from uneven.launch.training import has_result
 from uneven.results.progress import Reporter
@@ -48,22 +48,6 @@ STOP_S = 10.0  # at least, and at least `grace`, for all ranks to stop after the
 DELAY_S = 2.0  # between two looks: this process itself was stopped or swapped out
 SUSPECT_S = 1.0  # for the exit or the silence of a rank that another one misses
 RESULT_S = 10.0  # for the other ranks' ends, where one was lost and the result is there
-
-
-class Ranks(Protocol):
-    """The processes of all ranks in the order of their first ranks. One that failed leaves error-NUMBER.json."""
-
-    def exit_codes(self) -> list[int | None]:
-        """None for a rank that runs."""
-        ...
-
-    def lost(self) -> dict[int, str]:
-        """Ranks that ran on a machine that is gone, with a line that says so."""
-        ...
-
-    def give_up(self, number: int) -> None:
-        """End this process, if it still runs and can be reached."""
-        ...
 
 
 class Watch:
@@ -327,7 +311,9 @@ class Watch:
             for rank in self._ranks:
                 rank.restart(now_s)
         self._looked_s = now_s
+        stopped = self._processes.stopped()
         for number, rank in enumerate(self._ranks):
+            rank.is_stopped = number in stopped
             text = None if number in self._generations.given_up else get_text(self._store, heartbeat_key(rank.member))
             if text is not None:
                 rank.update(json.loads(text), now_s)
