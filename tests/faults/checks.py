@@ -96,7 +96,7 @@ def judge(ran: Ran) -> Outcome:
 
 def _may_end_so(ran: Ran) -> bool:
     """Whether this run could not go on, and says why: without copies of its shards, or without room for its result."""
-    losses_s = [one.time for one in ran.happened if one.fault.is_loss]
+    losses_s = [one.time for one in ran.happened if one.fault.may_be_loss]
     saved_s = [at for notes in ran.notes for at, letter, _ in notes.lines if letter == "v"]
     is_lost = bool(losses_s) and not (ROLLS_BACK and min(saved_s, default=math.inf) < min(losses_s))
     if any(one.fault.kind == "full" for one in ran.happened) and "no space left; choose another folder" in ran.said:

@@ -23,17 +23,18 @@ class Fault:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the others must go on without it. Near the limit either may happen, so no case is drawn there."""
+        """Whether the others must go on without it."""
         if self.kind == "cut":
             return self.how != "flicker"
         if self.kind == "flip":
             return self.how != "average"
-        return self.kind in ("kill", "stop") or (self.kind == "wake" and self.for_s > SILENT_S)
+        return self.kind in ("kill", "stop")
 
     @property
     def may_be_loss(self) -> bool:
-        """Of two ranks with different averages nobody is blamed, of more the odd one is."""
-        return self.is_loss or self.kind == "flip"
+        """Of two ranks with different averages nobody is blamed, of more the odd one is. Who wakes up late is lost, but
+        for a launcher on a busy machine that could not look meanwhile: it counts the silence from its next look on."""
+        return self.is_loss or self.kind == "flip" or (self.kind == "wake" and self.for_s > SILENT_S)
 
     def __str__(self) -> str:
         how = f"({self.how})" if self.how else ""
