@@ -19,7 +19,8 @@ NOTES = (
     "Time is training alone: no start-up, no evaluation; seconds and samples/s are medians over seeds. Runs that other "
     "programs disturbed count for quality; figures of time are those of the other seeds, where there are any.",
     "Efficiency is joint samples/s over the sum of the devices' solo samples/s: by alternating pairs of segments where "
-    "an interval stands beside it, else (~) an estimate from runs one after the other.",
+    "an interval stands beside it, where all devices train by themselves at the same time; else (~) an estimate from "
+    "runs one after the other. Slices of one GPU share its memory, so that such an estimate is too low for them.",
     "At equal time: the quality when the best single device has finished. With a number of epochs it is that of runs "
     "made for it, whose epochs and schedule fit that time; else that of the last evaluation before, or of the end, "
     "over all seeds, where the mode had ended by then.",
