@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench.folders import SECOND, make_run, make_timeline
 from uneven.bench.report.build import build_report
+from uneven.bench.report.details import calibration
 from uneven.bench.report.page import curve, render_page
 from uneven.bench.report.sections import render_markdown
 from uneven.errors import InputError
@@ -290,3 +291,23 @@ def test_an_impossible_estimate_is_doubted_and_every_column_has_its_head(tmp_pat
     assert "Doubtful: ~1.43 of what the devices do alone cannot be" in text
     assert "| mode | busy | samples | rounds |" in text
     assert "| cpu-async | 75%, 75% | 70:30 | 2 |" in text
+
+
+def test_epochs_in_a_row_with_what_a_policy_had_settled_upon_are_one_row(tmp_path: Path) -> None:
+    (model,) = build_report(sweep(tmp_path)).models
+    still = [{"epoch": epoch, "shares": [32.0, 32.0]} for epoch in range(1, 51)]
+    moves = [
+        {"epoch": epoch, "anchor": 10.0 + (epoch > 3), "shares": [60, 40], "lr_scale": 1.8} for epoch in (1, 2, 3, 4)
+    ]
+    rows = [
+        replace(row, calibration={"torch-ddp": still, "cpu-cadence": moves}.get(row.mode, [])) for row in model.rows
+    ]
+    table = calibration(replace(model, rows=rows))
+    assert table is not None
+    assert table.rows == [
+        ["torch-ddp", "1 to 50", "", "50:50", ""],
+        ["cpu-cadence", "1 to 3", "10.0", "60:40", "1.80"],
+        ["cpu-cadence", "4", "11.0", "60:40", "1.80"],
+    ]
+    alone = replace(model, rows=[replace(row, calibration=[]) for row in model.rows])
+    assert calibration(alone) is None

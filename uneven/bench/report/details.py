@@ -4,6 +4,7 @@ sections.py puts these tables below the results.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from uneven.bench.report.build import ModelReport, ModeReport
@@ -34,19 +35,29 @@ def _at(model: ModelReport, row: ModeReport, epoch: int) -> str:
 
 
 def calibration(model: ModelReport) -> Table | None:
-    """Anchor, shares of the samples and the factor on the learning rate, in the first seed, at some epochs."""
+    """Anchor, shares of the samples and the factor on the learning rate, in the first seed, at some epochs.
+
+    Epochs in a row with the same figures are one row.
+    """
     modes = [row for row in model.rows if any(len(entry) > 1 for entry in row.calibration)]
     if not modes:
         return None
-    rows = [[row.mode, *_calibrated(entry)] for row in modes for entry in _evenly(row.calibration)]
+    rows = []
+    for row in modes:
+        spans = [(figures, list(entries)) for figures, entries in groupby(row.calibration, key=_figures)]
+        rows += [[row.mode, _span(entries), *figures] for figures, entries in _evenly(spans)]
     return Table.of(["mode", "epoch", "anchor", "shares", "lr scale"], rows)
 
 
-def _calibrated(entry: Mapping[str, Any]) -> list[str]:
+def _span(entries: Sequence[Mapping[str, Any]]) -> str:
+    first, last = ("end" if entries[at]["epoch"] is None else str(entries[at]["epoch"]) for at in (0, -1))
+    return first if first == last else f"{first} to {last}"
+
+
+def _figures(entry: Mapping[str, Any]) -> list[str]:
     shares = entry.get("shares") or []
     whole = sum(shares) or 1.0
     return [
-        "end" if entry["epoch"] is None else str(entry["epoch"]),
         number(entry.get("anchor"), ".1f"),
         ":".join(f"{100 * share / whole:.0f}" for share in shares),
         number(entry.get("lr_scale"), ".2f"),
