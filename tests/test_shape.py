@@ -159,7 +159,8 @@ BENCH = (
 )
 BENCH_MAY_USE = (
     *("bench", "config", "data", "errors", "files", "graph", "hardware", "parallel", "results", "timeline", "version"),
-    *("launch.lifeline", "launch.launcher", "launch.preflight", "launch.requests", "launch.run", "launch.script"),
+    *("launch.find_script", "launch.lifeline", "launch.launcher", "launch.preflight", "launch.requests"),
+    *("launch.run", "launch.script"),
     "train.segment",
     *("api.loop_inputs.check_loop", "api.settings.Settings"),
 )

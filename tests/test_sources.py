@@ -123,7 +123,7 @@ def test_run_toml_is_found_beside_the_script_and_config_names_another(
     other.write_text("epochs = 30\n")
     script.write_text("")
     seen: list[Any] = []
-    monkeypatch.setattr("uneven.launch.script.run_script", lambda *order: seen.append(order[2]))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda *order: seen.append(order[1]))
     monkeypatch.setenv("UNEVEN_SEED", "2")
     assert CliRunner().invoke(app, ["run", str(script), "--epochs", "4"]).exit_code == 0
     done = CliRunner().invoke(app, ["run", str(script), "--config", str(other)])

@@ -30,7 +30,7 @@ def test_the_wheel_carries_types_licences_and_data_and_stays_small(wheel: Path) 
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("LICENSE-mnist-mini.txt") for name in names)
     assert not any(name.startswith("tests") for name in names)
-    assert wheel.stat().st_size < 2_900_000
+    assert wheel.stat().st_size < 3_000_000
 
 
 def test_with_numpy_alone_the_data_and_the_hardware_report_work(wheel: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
 from tests.train.test_steps import EVALUATION, Plain, eval_step
 from uneven import Callback, CallbackInfo, Ddp, EarlyStopping, InputError, KeepBest, RankError, TrainedState, fit
 from uneven.data.tensors import TensorData
+from uneven.launch.find_script import Script
 from uneven.launch.script import run_script
 
 DATA = TensorData(X.double(), Y)
@@ -162,5 +163,5 @@ Path(sys.argv[1], f"{ddp.rank}").write_text(f"{state.slot} {state.stopped}")
 def test_a_stop_by_the_first_rank_of_a_script_ends_all_ranks_well(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    run_script(script, [str(tmp_path)], {"devices": "cpu,cpu"})  # exit code 0, or it raises
+    run_script(Script(script, (str(tmp_path),)), {"devices": "cpu,cpu"})  # exit code 0, or it raises
     assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["5 StopsAt: seen enough"] * 2

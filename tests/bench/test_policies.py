@@ -7,6 +7,7 @@ import pytest
 from tests.bench.folders import make_timeline
 from uneven.bench.policies import PoliciesOrder, PolicyRow, Trial, busy_efficiency, read_row, recommend, try_policies
 from uneven.errors import InputError
+from uneven.launch.find_script import Script
 from uneven.timeline.record import STATES, Account
 from uneven.timeline.timeline import Timeline
 
@@ -77,8 +78,7 @@ def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) 
     reported: list[str] = []
     trial = Trial()
     order = PoliciesOrder(
-        script=tmp_path / "train.py",
-        args=("3",),
+        script=Script(tmp_path / "train.py", ("3",)),
         devices="cpu",
         epochs=2,
         policies=("balanced", "async"),
@@ -95,12 +95,12 @@ def test_a_script_runs_under_each_policy_with_its_own_arguments(tmp_path: Path) 
 def test_a_failing_policy_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import uneven\nraise SystemExit('no data here')")
     trial = Trial()
-    order = PoliciesOrder(script=tmp_path / "train.py", devices="cpu", policies=("sync",), out=tmp_path / "out")
+    order = PoliciesOrder(script=Script(tmp_path / "train.py"), devices="cpu", policies=("sync",), out=tmp_path / "out")
     try_policies(order, trial, lambda _: None)
     assert "no data here" in trial.failed["sync"]
     with pytest.raises(InputError, match="policy 'fast' must be one of sync, balanced"):
-        try_policies(PoliciesOrder(script=tmp_path / "train.py", policies=("fast",)), trial, lambda _: None)
+        try_policies(PoliciesOrder(script=Script(tmp_path / "train.py"), policies=("fast",)), trial, lambda _: None)
     with pytest.raises(InputError, match="there is no such file"):
-        try_policies(PoliciesOrder(script=tmp_path / "none.py"), trial, lambda _: None)
+        try_policies(PoliciesOrder(script=Script(tmp_path / "none.py")), trial, lambda _: None)
     with pytest.raises(InputError, match="device 'cuda:99': this machine has cpu"):
         try_policies(replace(order, devices="cuda:99"), Trial(), lambda _: pytest.fail("a policy was tried"))

@@ -148,6 +148,8 @@ def test_it_is_parsed(line: str) -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "package").mkdir()
+    (folder / "package" / "train.py").write_text(SCRIPT)
     (folder / "run.toml").write_text("epochs = 1\n")
     write_checkpoint(folder / "runs" / "my-run" / "step-500")
     for name in ("a", "b"):

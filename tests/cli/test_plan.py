@@ -12,6 +12,7 @@ from tests.plan.probes import pair
 from tests.plan.scripts import alone, script  # noqa: F401, a fixture
 from uneven.cli.main import app
 from uneven.errors import InputError
+from uneven.launch.find_script import Script
 from uneven.plan.plan import plan_from
 from uneven.plan.script import choose_here, find_task
 
@@ -33,23 +34,23 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 def test_a_script_that_never_trains_is_told() -> None:
     with pytest.raises(InputError, match="never imports uneven"):
-        find_task(script("print(1)\n"), [], {})
+        find_task(Script(script("print(1)\n")), {})
     for ends in ("", "raise SystemExit\n"):
         with pytest.raises(InputError, match="ended without training: it calls neither fit nor"):
-            find_task(script(USES + ends), [], {})
+            find_task(Script(script(USES + ends)), {})
     with pytest.raises(SystemExit, match="7"):
-        find_task(script(USES + "raise SystemExit('7')\n"), [], {})
+        find_task(Script(script(USES + "raise SystemExit('7')\n")), {})
 
 
 def test_a_script_is_left_where_it_would_train(capsys: pytest.CaptureFixture[str]) -> None:
-    found = find_task(script(TRAINS), ["--own"], {"batch_size": 2, "devices": "cpu,cpu@0.4"})
+    found = find_task(Script(script(TRAINS), ("--own",)), {"batch_size": 2, "devices": "cpu,cpu@0.4"})
     assert (found.config.batch_size, found.config.epochs, found.config.devices) == (2, 3, "cpu,cpu@0.4")
     assert not found.is_own_loop
     assert capsys.readouterr().out == "a line of the script\n"
 
 
 def test_a_run_on_one_device_needs_no_probe() -> None:
-    choice = choose_here(script(TRAINS), [], {"policy": "auto"})
+    choice = choose_here(Script(script(TRAINS)), {"policy": "auto"})
     assert choice == {"settings": {"policy": "balanced", "devices": "cpu"}, "plan": None, "notes": []}
 
 
@@ -89,6 +90,6 @@ def test_run_takes_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("uneven.plan.script.choose_for_script", lambda *_: chosen)
     monkeypatch.setattr("uneven.launch.script.run_script", lambda *order: seen.append(order))
     assert CliRunner().invoke(app, ["run", "train.py", "--policy", "auto"]).exit_code == 0
-    assert seen == [(Path("train.py"), [], chosen[0], chosen[1])]
+    assert seen == [(Script(Path("train.py")), chosen[0], chosen[1])]
     refused = CliRunner().invoke(app, ["run", "train.py", "--policy", "auto", "--nodes", "2"])
     assert isinstance(refused.exception, InputError)

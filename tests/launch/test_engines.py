@@ -10,6 +10,7 @@ from uneven.launch import engines, script
 from uneven.launch.context import ProcessContext
 from uneven.launch.engines import agent_endpoint, read_engine
 from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.find_script import Script
 from uneven.launch.slurm import expand_nodes, parse_tasks_per_node
 
 FOUR = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
@@ -215,9 +216,9 @@ def test_uneven_run_takes_part_as_the_rank_that_srun_made_of_it(
 ) -> None:
     (tmp_path / "train.py").write_text("import uneven\nuneven.fit()\n")
     took: list[LaunchEnvironment | None] = []
-    monkeypatch.setattr(script, "_execute_here", lambda *args: took.append(args[3]))
+    monkeypatch.setattr(script, "_execute_here", lambda *args: took.append(args[2]))
     monkeypatch.setattr(script, "run_on_ranks", lambda *_: pytest.fail("it has started ranks of its own"))
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    script.run_script(tmp_path / "train.py", [], {"devices": "cpu,cpu,cpu,cpu,cpu@0.5"})
+    script.run_script(Script(tmp_path / "train.py"), {"devices": "cpu,cpu,cpu,cpu,cpu@0.5"})
     assert [environment.rank for environment in took if environment is not None] == [3]

@@ -43,9 +43,9 @@ def start(folder: Path, *args: str, env: dict[str, str] | None = None) -> "subpr
     return RealPopen(command, cwd=folder, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
-def lead(folder: Path, *args: str, nodes: str = "2") -> tuple["subprocess.Popen[str]", str]:
+def lead(folder: Path, *args: str, nodes: str = "2", script: str = "train.py") -> tuple["subprocess.Popen[str]", str]:
     """The leader, and ADDRESS:PORT from the line that it prints."""
-    leader = start(folder, "run", "train.py", "--nodes", nodes, "--bind", "127.0.0.1", "--devices", "cpu", *args)
+    leader = start(folder, "run", script, "--nodes", nodes, "--bind", "127.0.0.1", "--devices", "cpu", *args)
     assert leader.stdout is not None
     for line in leader.stdout:
         if "uneven join" in line:
@@ -154,6 +154,37 @@ def test_hosts_are_started_and_get_the_script(folders: tuple[Path, Path], ssh: P
     assert output.count("[box] rank samples 32") == 2
     assert TOKEN not in output
     assert list(second.iterdir()) == [], "the private folder is elsewhere, and removed"
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> tuple[Path, Path]:
+    """The script as a module of a package; on the second machine another one of it differs."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        (folder / "shop").mkdir(parents=True)
+        (folder / "shop" / "__init__.py").write_text("")
+        (folder / "shop" / "train.py").write_text(SCRIPT.replace("from helper", "from .helper"))
+        (folder / "shop" / "helper.py").write_text(HELPER)
+    (second / "shop" / "helper.py").write_text(HELPER.replace("16", "32"))
+    return first, second
+
+
+def test_the_package_of_a_module_is_compared(packages: tuple[Path, Path]) -> None:
+    first, second = packages
+    leader, place = lead(first, "-m", script="shop.train")
+    for code, output in ends([leader, start(second, "join", place)]):
+        assert code == 1
+        assert "shop/helper.py differs; copy the leader's there" in output
+
+
+@pytest.mark.soak
+def test_the_package_of_a_module_is_sent(packages: tuple[Path, Path]) -> None:
+    """The second machine's own package is in its current folder, which Python looks into, too."""
+    first, second = packages
+    leader, place = lead(first, "-m", "--ship", script="shop.train")
+    for code, output in ends([leader, start(second, "join", place, "--devices", "cpu", "--allow-ship")]):
+        assert code == 0, output
+        assert "rank samples 32" in output
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from tests.launch.test_listing import home
 from uneven.errors import InputError
 from uneven.launch import history, lead
+from uneven.launch.find_script import Script
 from uneven.launch.gathering import Gathering
 from uneven.launch.history import ended_runs, remember
 from uneven.launch.known_runs import KnownRun, choose_known, live_runs
@@ -156,7 +157,7 @@ def test_a_run_that_waits_for_machines_is_listed_and_can_be_stopped(
     options = LeadOptions(2, 2, "a" * 8, bind="127.0.0.1")
     for is_check in (True, False):
         with pytest.raises(KeyboardInterrupt):
-            lead_script(script, [], {"devices": "cpu"}, options, is_check=is_check)
+            lead_script(Script(script), {"devices": "cpu"}, options, is_check=is_check)
     (run,) = seen
     assert (run.record["phase"], run.record["script"], run.leader) == (lead.WAITING, str(script), None)
     assert live_runs() == []

@@ -154,7 +154,7 @@ def test_machines_of_an_engine_compare_their_facts(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], skip: str | None, words: str | None
 ) -> None:
     """Versions and clocks are injected: all ranks come to the same refusal, which names the host and the fix."""
-    facts = {**collect_facts(None, ["cpu"]), "code": {"train.py": "same"}}
+    facts = {**collect_facts({}, ["cpu"]), "code": {"train.py": "same"}}
     late = threading.local()
     monkeypatch.setattr("uneven.launch.parity.collect_facts", lambda *_: {**facts, **getattr(late, "changes", {})})
     monkeypatch.setattr("uneven.launch.parity.time.time", lambda: 1000.0 + getattr(late, "clock", 0.0))

@@ -11,6 +11,7 @@ import pytest
 from uneven.errors import InputError, MachineError, RankError
 from uneven.launch import ray_engine
 from uneven.launch.engines import read_engine
+from uneven.launch.find_script import Script
 from uneven.launch.ray_engine import plan_places, rank_variables, run_on_ray
 
 NODES = [
@@ -91,13 +92,13 @@ def use(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> FakeRay:
 
 def test_every_actor_starts_its_rank_on_its_node(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
     ray = use(monkeypatch, [0, 0, 0])
-    run_on_ray(script, ["x"], {"epochs": 3, "shares": (1.0, 2.0)})
+    run_on_ray(Script(script, ("x",)), {"epochs": 3, "shares": (1.0, 2.0)})
     assert ray.options["runtime_env"] == {"working_dir": str(script.parent)}
     assert [one["options"]["scheduling_strategy"][0] for one in ray.started] == ["a", "a", "c"]
     assert [one["options"]["num_gpus"] for one in ray.started] == [1, 1, 0]
     assert [one["variables"]["RANK"] for one in ray.started] == ["0", "1", "2"]
     assert len({one["variables"]["MASTER_PORT"] for one in ray.started}) == 1
-    order = {"script": "train.py", "args": ["x"], "settings": {"epochs": 3, "shares": [1.0, 2.0]}}
+    order = {"path": "train.py", "args": ["x"], "module": None, "settings": {"epochs": 3, "shares": [1.0, 2.0]}}
     assert all(one["order"] == order for one in ray.started)
     assert ray.killed == 3
 
@@ -105,15 +106,15 @@ def test_every_actor_starts_its_rank_on_its_node(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_fails_and_a_ray_that_is_not_there(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
     ray = use(monkeypatch, [0, 7, 0])
     with pytest.raises(RankError, match="rank 1 ended with code 7"):
-        run_on_ray(script, [], {})
+        run_on_ray(Script(script), {})
     assert ray.killed == 3
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MachineError, match=r"ray is not installed here; run: pip install 'uneven\[ray\]'"):
-        run_on_ray(script, [], {})
+        run_on_ray(Script(script), {})
 
 
 def test_the_process_of_a_rank_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        ray_engine.main(json.dumps({"script": "nothing.py", "args": [], "settings": {}}))
+        ray_engine.main(json.dumps({"path": "nothing.py", "args": [], "settings": {}}))
     assert caught.value.code == 2
     assert "there is no such file" in capsys.readouterr().err

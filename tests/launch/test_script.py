@@ -12,6 +12,7 @@ import pytest
 
 from tests.api.starts import HEAD
 from uneven import InputError, RankError
+from uneven.launch.find_script import Script
 from uneven.launch.history import ended_runs
 from uneven.launch.script import run_script
 from uneven.launch.script_imports import uses_uneven
@@ -56,14 +57,14 @@ def test_a_script_is_judged_by_what_it_can_import(source: str, expected: bool, t
         (tmp_path / package / "__init__.py").write_text(content)
     (tmp_path / "wrapped" / "deep.py").write_text("import uneven\n")
     (tmp_path / "script.py").write_text(source)
-    assert uses_uneven(tmp_path / "script.py") is expected
+    assert uses_uneven(Script(tmp_path / "script.py")) is expected
 
 
 @pytest.mark.usefixtures("clean")
 def test_ranks_that_never_called_uneven_are_told_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import sys, uneven\nprint('trained')\nsys.exit(0)\n")
     with pytest.raises(InputError, match=r"t.py ended without calling uneven: it ran 2 times.*call fit or Ddp.setup"):
-        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+        run_script(Script(tmp_path / "t.py"), {"devices": "cpu,cpu"})
 
 
 @pytest.mark.usefixtures("clean")
@@ -71,12 +72,12 @@ def test_on_one_device_a_line_says_that_uneven_was_not_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.py").write_text("print('trained')\n")
-    run_script(tmp_path / "t.py", [], {"devices": "cpu", "policy": "async"})
+    run_script(Script(tmp_path / "t.py"), {"devices": "cpu", "policy": "async"})
     out, err = capsys.readouterr()
     assert out == "trained\n"
     assert "ended without calling uneven: it ran as by python, and the settings devices, policy had no effect" in err
     (tmp_path / "t.py").write_text("from uneven import Ddp\nDdp.rank()\n")
-    run_script(tmp_path / "t.py", [], {"devices": "cpu"})
+    run_script(Script(tmp_path / "t.py"), {"devices": "cpu"})
     assert capsys.readouterr().err == ""
 
 
@@ -95,7 +96,7 @@ loss_of(3)
 def test_the_error_of_a_rank_begins_with_the_users_frame(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(FAILS)
     with pytest.raises(RankError) as caught:
-        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+        run_script(Script(tmp_path / "t.py"), {"devices": "cpu,cpu"})
     first, place, _, _, _, frame, *_ = str(caught.value).splitlines()
     assert first.endswith("failed: ValueError: boom")
     assert place == "  at t.py:5, in loss_of"
@@ -120,7 +121,7 @@ def test_the_history_has_all_steps_and_samples_of_a_run(tmp_path: Path) -> None:
     """It had those of the last heartbeat before the end."""
     script = tmp_path / "t.py"
     script.write_text(TRAINS)
-    run_script(script, [], {"devices": "cpu,cpu", "policy": "sync"})
+    run_script(Script(script), {"devices": "cpu,cpu", "policy": "sync"})
     (record,) = [run for run in ended_runs() if run["script"] == str(script)]
     assert (record["result"], record["samples"], record["slot"]) == ("finished", 800, 100)
 
@@ -146,7 +147,7 @@ def test_ranks_that_end_themselves_in_the_middle_of_their_run_have_not_trained_i
     """With exit code 0 the run counted as finished."""
     (tmp_path / "t.py").write_text(ENDS.format(how=how))
     with pytest.raises(RankError, match=r"rank [01] \(cpu.* ended with exit code 0 before its run was over"):
-        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu"})
+        run_script(Script(tmp_path / "t.py"), {"devices": "cpu,cpu"})
 
 
 def test_a_script_that_does_not_compile_shows_its_line_alone(tmp_path: Path) -> None:
@@ -200,7 +201,16 @@ def test_with_one_device_the_script_runs_in_this_process(tmp_path: Path) -> None
         "Path(sys.argv[1]).write_text(json.dumps([os.getpid(), __name__, sys.argv[2:], state.config]))\n"
     )
     given = {"devices": "cpu", "epochs": 1, "seed": 9, "progress": "off"}
-    run_script(tmp_path / "here.py", [str(tmp_path / "facts"), "--flag"], given)
+    run_script(
+        Script(
+            tmp_path / "here.py",
+            (
+                str(tmp_path / "facts"),
+                "--flag",
+            ),
+        ),
+        given,
+    )
     pid, name, args, used = json.loads((tmp_path / "facts").read_text())
     assert (pid, name, args) == (os.getpid(), "__main__", ["--flag"])
     assert (used["devices"], used["epochs"], used["seed"], used["batch_size"]) == ("cpu", 1, 9, 16)
@@ -215,7 +225,7 @@ def test_a_setting_that_is_wrong_by_itself_is_refused_before_anything_starts(
     monkeypatch.setattr("uneven.launch.script.run_on_ranks", lambda *_: pytest.fail("ranks were started"))
     ((name, value),) = wrong.items()
     with pytest.raises(InputError, match=f"{name}='{value}' must be one of"):
-        run_script(tmp_path / "t.py", [], {"devices": "cpu,cpu", **wrong})
+        run_script(Script(tmp_path / "t.py"), {"devices": "cpu,cpu", **wrong})
 
 
 @pytest.mark.usefixtures("clean")
@@ -230,5 +240,5 @@ def test_a_setting_that_is_wrong_by_itself_is_refused_before_anything_starts(
 def test_a_run_that_cannot_start_says_why(name: str, settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text("raise AssertionError('it must not run')")
     with pytest.raises(InputError) as caught:
-        run_script(tmp_path / name, [], settings)
+        run_script(Script(tmp_path / name), settings)
     assert words in str(caught.value)

@@ -23,6 +23,7 @@ from uneven.hardware.device import Device, parse_devices
 from uneven.launch import run, script
 from uneven.launch.context import ProcessContext
 from uneven.launch.engines import read_engine
+from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.results.progress import Reporter
@@ -95,7 +96,7 @@ def test_neither_ctrl_c_nor_a_killed_launcher_leaves_anything(
     code = (
         "import sys\nfrom pathlib import Path\nfrom uneven.launch import script\n"
         "script.check_device = lambda device: None\n"
-        "script.run_script(Path(sys.argv[1]), [], {'devices': sys.argv[2]})\n"
+        "script.run_script(script.Script(Path(sys.argv[1])), {'devices': sys.argv[2]})\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "script.py"), PAIR]
     pipe = subprocess.PIPE
@@ -122,7 +123,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clean")
 def test_uneven_run_gives_a_single_slice_a_process_too(fake_mps: FakeMps, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TELL)
-    script.run_script(tmp_path / "script.py", [str(tmp_path)], {"devices": "cuda:0%60"})
+    script.run_script(Script(tmp_path / "script.py", (str(tmp_path),)), {"devices": "cuda:0%60"})
     facts = told(tmp_path, 0)
     assert facts["pid"] != os.getpid()
     assert facts["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"

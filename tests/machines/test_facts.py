@@ -18,7 +18,7 @@ from uneven.machines.parity import compare
 
 
 def facts() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(collect_facts(None, ["cpu", "cpu@0.5"])))
+    found: dict[str, Any] = json.loads(json.dumps(collect_facts({}, ["cpu", "cpu@0.5"])))
     return found
 
 
@@ -34,7 +34,7 @@ def test_facts_agree_with_themselves_and_go_into_a_table() -> None:
 def test_facts_are_collected_without_torch() -> None:
     code = (
         "import sys; from uneven.machines.facts import collect_facts; import uneven.machines.table;"
-        "collect_facts(None, ['cpu']); print([m for m in ('torch', 'numpy') if m in sys.modules])"
+        "collect_facts({}, ['cpu']); print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -47,13 +47,22 @@ def test_the_code_of_a_run_is_the_script_and_what_it_imports_beside_it(tmp_path:
     (tmp_path / "scratch.py").write_text("never imported")
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "readers.py").write_text("import broken(")
-    found = script_digests(tmp_path / "train.py")
+    found = script_digests(tmp_path / "train.py", tmp_path)
     assert list(found) == ["train.py", "layers.py", "model.py", "tools/readers.py"]
     (tmp_path / "scratch.py").write_text("changed")
-    assert script_digests(tmp_path / "train.py") == found
+    assert script_digests(tmp_path / "train.py", tmp_path) == found
     (tmp_path / "layers.py").write_text("# changed")
-    changed = script_digests(tmp_path / "train.py")
+    changed = script_digests(tmp_path / "train.py", tmp_path)
     assert [name for name in found if changed[name] != found[name]] == ["layers.py"]
+
+
+def test_the_code_of_a_module_is_its_package_and_what_it_imports_beside_that(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    for name, text in (("__init__", ""), ("train", "from . import model\nimport tools\n"), ("model", "")):
+        (tmp_path / "shop" / f"{name}.py").write_text(text)
+    (tmp_path / "tools.py").write_text("")
+    found = script_digests(tmp_path / "shop" / "train.py", tmp_path, "shop")
+    assert list(found) == ["shop/train.py", "shop/__init__.py", "shop/model.py", "tools.py"]
 
 
 @pytest.mark.parametrize(

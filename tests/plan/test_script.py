@@ -11,6 +11,7 @@ from uneven.api.fit import Ddp
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.launch.context import process_context
+from uneven.launch.find_script import Script
 from uneven.launch.visitor import LeftScript, RunVisitor
 from uneven.plan.plan import Plan, plan_from
 from uneven.plan.script import find_task, plan_script
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 def test_a_loop_by_hand_is_left_where_it_would_begin(capsys: pytest.CaptureFixture[str]) -> None:
     """It was trained to its end, on one device, before it was refused."""
     with pytest.raises(InputError, match=r"train.py calls Ddp.wrap: a loop by hand cannot be planned"):
-        find_task(script(BY_HAND), [], {"policy": "auto", "devices": "cpu,cpu@0.4"})
+        find_task(Script(script(BY_HAND)), {"policy": "auto", "devices": "cpu,cpu@0.4"})
     assert capsys.readouterr().out == "begun\n"
 
 
@@ -58,7 +59,7 @@ def test_a_script_with_checkpoints_can_be_planned(given: dict[str, Any], monkeyp
         return plan_from(pair(), {})
 
     monkeypatch.setattr("uneven.plan.choose.make_plan", make)
-    plan_script(script(SAVES), [], {**given, "policy": "auto", "devices": "cpu,cpu@0.4"}, 1.0)
+    plan_script(Script(script(SAVES)), {**given, "policy": "auto", "devices": "cpu,cpu@0.4"}, 1.0)
     assert [(config.out, config.save_every, config.overwrite) for config in seen] == [(None, None, False)]
 
 
@@ -66,5 +67,5 @@ def test_a_script_with_checkpoints_can_be_planned(given: dict[str, Any], monkeyp
 def test_seconds_are_checked_before_the_script_runs(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a loop of one's own nothing else checks them."""
     with pytest.raises(InputError, match=f"seconds={seconds} must be a number of at least 1"):
-        plan_script(script(BY_HAND), [], {"devices": "cpu,cpu@0.4"}, seconds)
+        plan_script(Script(script(BY_HAND)), {"devices": "cpu,cpu@0.4"}, seconds)
     assert capsys.readouterr().out == ""

@@ -16,6 +16,7 @@ from uneven.api.loop_inputs import check_loop
 from uneven.config import RunConfig, Task, resolve
 from uneven.errors import InputError
 from uneven.hardware.device import Device, parse_devices
+from uneven.launch.find_script import Script
 from uneven.launch.preflight import settle
 from uneven.launch.requests import Requests
 from uneven.plan import own_loop
@@ -44,10 +45,8 @@ class Runs:
     passed: dict[str, Any] = field(default_factory=dict)  # by the script to Ddp.setup
     seen: list[tuple[str, str]] = field(default_factory=list)
 
-    def run(
-        self, script: Path, args: Sequence[str], settings: Mapping[str, Any], devices: Sequence[Device], seconds: float
-    ) -> Stretch:
-        del script, args, seconds
+    def run(self, script: Script, settings: Mapping[str, Any], devices: Sequence[Device], seconds: float) -> Stretch:
+        del script, seconds
         config = resolve(self.passed, {**settings, "out": "a folder of its own"})
         check(config, devices)
         self.seen.append((config.policy, config.devices))
@@ -59,7 +58,7 @@ class Runs:
         own = {} if is_in_script else dict(given)
         self.passed = {**SCRIPT, **(given if is_in_script else {})}
         config = resolve(self.passed, own)
-        return probe_script(Path("own.py"), [], own, TASK, config, 1.0, lambda _: None), config
+        return probe_script(Script(Path("own.py")), own, TASK, config, 1.0, lambda _: None), config
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ def leaving(samples: list[int] | None, unused: int = 0) -> Callable[..., int]:
 def test_a_loop_of_which_no_heartbeat_told_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_loop, "run_ranks", leaving([12, 4]))
     monkeypatch.setattr(own_loop, "read_stretch", lambda _: Stretch(0.1, [12, 4], [2, 2], [0.1, 0.1], []))
-    found = run_stretch(Path("own.py"), [], {}, DEVICES, 5.0)
+    found = run_stretch(Script(Path("own.py")), {}, DEVICES, 5.0)
     assert (found.samples, found.seconds) == ([12, 4], 0.1)
     assert found.start_s >= 0.0
 
@@ -176,4 +175,4 @@ def test_a_script_without_a_step_is_told(
     monkeypatch.setattr(own_loop, "run_ranks", leaving(samples, unused))
     monkeypatch.setattr(own_loop, "read_stretch", lambda _: Stretch(0.1, samples or [], [0, 0], [0.0, 0.0], []))
     with pytest.raises(InputError, match=r"own.py ended without a step of its own loop"):
-        run_stretch(Path("own.py"), [], {}, DEVICES, 5.0)
+        run_stretch(Script(Path("own.py")), {}, DEVICES, 5.0)

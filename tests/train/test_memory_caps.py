@@ -108,7 +108,7 @@ def test_a_list_of_another_length_is_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize(("text", "cap"), [("64", 64), ("64,16", (64, 16))])
 def test_the_command_line_takes_one_or_several(text: str, cap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, args, given: seen.update(given))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, given: seen.update(given))
     run(Path("train.py"), memory_cap=text)
     assert seen == {"memory_cap": cap}
 

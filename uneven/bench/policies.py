@@ -18,7 +18,8 @@ from uneven.errors import InputError
 from uneven.files import read_json
 from uneven.hardware.device import parse_devices
 from uneven.hardware.preflight import check_device
-from uneven.launch.script import refuse_no_file, refuse_plain_script
+from uneven.launch.find_script import Script, refuse_no_file
+from uneven.launch.script import refuse_plain_script
 from uneven.timeline.timeline import Timeline
 
 ALL: tuple[str, ...] = POLICIES
@@ -27,8 +28,7 @@ NEAR = 0.02  # a loss within this fraction of the lowest counts as equally good,
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesOrder:
-    script: Path
-    args: tuple[str, ...] = ()
+    script: Script
     devices: str = "auto"
     epochs: int = 3
     policies: tuple[str, ...] = ALL
@@ -76,7 +76,7 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
     for policy in order.policies:
         if policy not in ALL:
             raise InputError(f"policy {policy!r} must be one of {', '.join(ALL)}")
-    refuse_no_file(order.script)
+    refuse_no_file(order.script.path)
     refuse_plain_script(order.script, len(order.policies), "policy")
     for device in () if order.devices == "auto" else parse_devices(order.devices):
         check_device(device)  # here, since each policy would fail with the same line
@@ -98,8 +98,8 @@ def try_policies(order: PoliciesOrder, trial: Trial, report: Callable[[str], Non
 
 def _arguments(order: PoliciesOrder, policy: str, out: Path) -> list[str]:
     settings = {"devices": order.devices, "policy": policy, "epochs": order.epochs, "seed": order.seed, "out": out}
-    own = ["--", *order.args] if order.args else []
-    return ["run", str(order.script), *flags({**settings, "progress": "off"}), *own]
+    own = ["--", *order.script.args] if order.script.args else []
+    return ["run", *order.script.words, *flags({**settings, "progress": "off"}), *own]
 
 
 def read_row(policy: str, out: Path) -> PolicyRow | str:

@@ -15,6 +15,7 @@ import typer
 from uneven.cli.run import find_sources, run
 from uneven.config import RunConfig, from_outside, settings_of
 from uneven.errors import STOPPED, InputError, RankError
+from uneven.launch.find_script import Script, find_script
 
 if TYPE_CHECKING:
     from uneven.bench.chaos.plan import Fault
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def chaos(
     script: Path,
     args: list[str] | None = None,
+    module: bool = False,
     kill: str | None = None,
     stop: str | None = None,
     pause: str | None = None,
@@ -63,14 +65,15 @@ def chaos(
         raise InputError("no fault was asked for: add --kill 0.1/min, --stop, --pause, --cut, or --at 10s:kill:1")
     if rates.get("cut") or any(fault.kind == "cut" for fault in given):
         check_cut()
-    _check(script, options, given)
+    found = find_script(script, args or [], module)
+    _check(found, options, given)
     from uneven.bench.chaos.inject import ChaosOrder, run_chaos
 
     out = options.pop("out", None)
     if as_json and options.get("progress") is None:
         options["progress"] = "off"
     order = ChaosOrder(
-        arguments=(str(script), *_flags(options), *(["--", *args] if args else [])),
+        arguments=(*found.words, *_flags(options), *(["--", *args] if args else [])),
         out=None if out is None else Path(out),
         rates=rates,
         given=given,
@@ -82,7 +85,7 @@ def chaos(
     _print(report, as_json)
 
 
-def _check(script: Path, options: dict[str, Any], faults: "Sequence[Fault]") -> None:
+def _check(script: Script, options: dict[str, Any], faults: "Sequence[Fault]") -> None:
     """What is wrong whatever happens is said before anything starts; loads no torch."""
     from uneven.bench.chaos.plan import check_ranks
     from uneven.hardware.device import parse_devices

@@ -15,6 +15,7 @@ import typer
 from uneven.cli.run import read_flags, run
 from uneven.config import RunConfig, Setting, Sourced, find_run_file, from_outside, resolve_sources, settings_of
 from uneven.errors import InputError
+from uneven.launch.find_script import find_script
 
 if TYPE_CHECKING:
     from uneven.config.check_file import Problem
@@ -30,7 +31,12 @@ KINDS = ("flag", "environment", "file", "script", "default")  # from strong to w
 
 
 def show(
-    script: Path, args: list[str] | None = None, show_all: bool = False, as_json: bool = False, **options: Any
+    script: Path,
+    args: list[str] | None = None,
+    module: bool = False,
+    show_all: bool = False,
+    as_json: bool = False,
+    **options: Any,
 ) -> None:
     """Print the settings that a run of the script would have, each with its source: default, script, file, environment
     or flag. What is printed is TOML, for a run.toml.
@@ -51,10 +57,11 @@ def show(
     """
     from uneven.launch.script import script_settings
 
-    file = find_run_file(script, options.get("config"))
+    target = find_script(script, args or [], module)
+    file = find_run_file(target.path, options.get("config"))
     outside = partial(resolve_sources, file=file, environ=os.environ, flags=read_flags(options))
-    print(f"uneven: running {script} up to where it passes its settings", file=sys.stderr, flush=True)
-    own = script_settings(script, args or [], from_outside(outside()))
+    print(f"uneven: running {target} up to where it passes its settings", file=sys.stderr, flush=True)
+    own = script_settings(target, from_outside(outside()))
     found = outside(script=own)
     _check_together(found)
     if as_json:

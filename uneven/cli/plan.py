@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from uneven.cli.run import CONFIG_OPTION, find_sources, option_of
+from uneven.cli.run import CONFIG_OPTION, MODULE_OPTION, find_sources, option_of
 from uneven.cli.tables import print_whole
 from uneven.config import RunConfig, from_outside, settings_of
 from uneven.errors import InputError
+from uneven.launch.find_script import Script, find_script
 
 if TYPE_CHECKING:
     from uneven.plan.plan import Plan
@@ -27,7 +28,12 @@ LEFT_OUT = ("resume", "replay", "overwrite", "progress")  # settings that a plan
 
 
 def plan(
-    script: Path, args: list[str] | None = None, seconds: float = SECONDS, as_json: bool = False, **options: Any
+    script: Path,
+    args: list[str] | None = None,
+    module: bool = False,
+    seconds: float = SECONDS,
+    as_json: bool = False,
+    **options: Any,
 ) -> None:
     """Predict how this script would train on every subset of the devices, with every policy, and advise what to take.
 
@@ -45,7 +51,8 @@ def plan(
 
       uneven plan train.py --out runs/planned && uneven run train.py --out runs/planned --policy auto
     """
-    given = from_outside(find_sources(script, options))
+    found = find_script(script, args or [], module)
+    given = from_outside(find_sources(found, options))
     given = {name: value for name, value in given.items() if name not in LEFT_OUT}
     out = given.pop("out", None)
     given.pop("policy", None)  # of a run.toml, or the environment
@@ -53,7 +60,7 @@ def plan(
         raise InputError(f"--policy {options['policy']}: a plan compares all of them; leave it out")
     from uneven.launch.script import check_script
 
-    check_script(script, given)
+    check_script(found, given)
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise InputError(f"out={str(out)!r} is a file; name a folder, as in --out runs/my-run")
     from uneven.launch.results_file import stdout_to_stderr
@@ -61,7 +68,7 @@ def plan(
     from uneven.plan.script import plan_script
 
     with stdout_to_stderr():
-        made = plan_script(script, args or [], {**given, "policy": "auto"}, seconds)
+        made = plan_script(found, {**given, "policy": "auto"}, seconds)
     if out is not None:
         write_plan(made, Path(out))
     if as_json:
@@ -70,16 +77,16 @@ def plan(
     else:
         _print(made)
     if out is not None:
-        command = shlex.join(run_command(script, args or [], Path(out), options))
+        command = shlex.join(run_command(found, Path(out), options))
         print(f"uneven: the plan is in {out}; take it with: {command}", file=sys.stderr)
 
 
-def run_command(script: Path, args: list[str], out: Path, options: Mapping[str, Any]) -> list[str]:
+def run_command(script: Script, out: Path, options: Mapping[str, Any]) -> list[str]:
     """The run that takes the plan: with the same options and arguments, since a plan of others is not taken.
 
     `options` are as typer read them; what run.toml and the environment say, they say to the run, too.
     """
-    command = ["uneven", "run", str(script), "--out", str(out), "--policy", "auto"]
+    command = ["uneven", "run", *script.words, "--out", str(out), "--policy", "auto"]
     if options.get("config") is not None:
         command += ["--config", str(options["config"])]
     for name, setting in settings_of(RunConfig).items():
@@ -90,7 +97,7 @@ def run_command(script: Path, args: list[str], out: Path, options: Mapping[str, 
             command.append(setting.flag if value else f"--no-{setting.flag.removeprefix('--')}")
         else:
             command += [setting.flag, str(value)]
-    return [*command, "--", *args] if args else command
+    return [*command, "--", *script.args] if script.args else command
 
 
 def _print(made: "Plan") -> None:
@@ -158,6 +165,7 @@ def _give_options() -> None:
             SECONDS,
             Annotated[float, typer.Option("--seconds", help="How long to measure all devices together, at least 1.")],
         ),
+        "module": (False, MODULE_OPTION),
         "config": (None, CONFIG_OPTION),
         "as_json": (False, Annotated[bool, typer.Option("--json", help="Print the plan and the probe as JSON.")]),
     }

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from uneven.cli import complete
-from uneven.cli.run import CONFIG_OPTION, MACHINE_OPTIONS, find_sources, read_machines
+from uneven.cli.run import CONFIG_OPTION, MACHINE_OPTIONS, MODULE_OPTION, find_sources, read_machines
+from uneven.launch.find_script import Script, find_script, refuse_no_file
 
 
 def preflight(
@@ -17,6 +18,7 @@ def preflight(
     devices: str | None = None,
     as_json: bool = False,
     skip: str | None = None,
+    module: bool = False,
     **options: Any,
 ) -> None:
     """Check what a run needs, and train nothing: versions, devices, number formats, code, memory, disk, links, clocks.
@@ -33,37 +35,40 @@ def preflight(
 
       uneven preflight train.py --nodes 2         (and on the other machine the line that it prints)
     """
+    found = None if script is None else find_script(script, [], module)
     # As the run will have them: run.toml and the environment count, too.
-    sources = find_sources(script or Path("train.py"), {"devices": devices, "skip": skip, **options})
+    sources = find_sources(found or Script(Path("train.py")), {"devices": devices, "skip": skip, **options})
     devices, skip = sources["devices"].value, sources["skip"].value
     machines = read_machines({"ship": None, **options}, skip)
     if machines is None:
-        _check_here(script, devices, as_json)
+        _check_here(found, devices, as_json)
         return
     from uneven.errors import InputError
     from uneven.launch.lead import CHECKED, lead_script
 
-    if script is None:
+    if found is None:
         raise InputError("preflight --nodes needs the script, which the machines compare: uneven preflight train.py")
     settings = {"devices": devices, **({} if skip is None else {"skip": skip})}
-    found = lead_script(script, [], settings, machines, is_check=True)
+    facts = lead_script(found, settings, machines, is_check=True)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(facts, indent=2))
     else:
         print(f"uneven: {CHECKED}", file=sys.stderr)
 
 
-def _check_here(script: Path | None, devices: str, as_json: bool) -> None:
+def _check_here(script: Script | None, devices: str, as_json: bool) -> None:
     from uneven.hardware.preflight import refuse_unsupported
     from uneven.launch.local_ranks import own_devices
-    from uneven.launch.script import refuse_no_file, refuse_plain_script
+    from uneven.launch.script import refuse_plain_script
     from uneven.machines import table
+    from uneven.machines.code import script_digests
     from uneven.machines.facts import collect_facts
 
     refuse_unsupported()
     if script is not None:
-        refuse_no_file(script)
-    facts = collect_facts(script, [name.strip() for name in devices.split(",")])
+        refuse_no_file(script.path)
+    code = {} if script is None else script_digests(script.path, script.folder, script.package)
+    facts = collect_facts(code, [name.strip() for name in devices.split(",")])
     found = own_devices(facts)
     if script is not None and len(found) > 1:
         refuse_plain_script(script, len(found))
@@ -82,13 +87,14 @@ def _give_options() -> None:
             str | None,
             typer.Option("--devices", help="Of this machine, as in cuda:0,cpu.", autocompletion=complete.devices),
         ],
+        "module": MODULE_OPTION,
         "config": CONFIG_OPTION,
         "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
         "skip": Annotated[
             str | None, typer.Option("--skip", help="Checks that are left out, as in clock,links.", metavar="CHECK,...")
         ],
     }
-    defaults = {"script": None, "devices": None, "as_json": False, "skip": None}
+    defaults = {"script": None, "devices": None, "module": False, "as_json": False, "skip": None}
     shared = {name: kind for name, kind in MACHINE_OPTIONS.items() if name not in ("ship",)}
     parameters = [
         inspect.Parameter(

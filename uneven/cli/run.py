@@ -28,12 +28,15 @@ from uneven.config import (
 from uneven.config.text import parse_text
 from uneven.errors import InputError
 from uneven.files import json_text
+from uneven.launch.find_script import Script, find_script
 
 if TYPE_CHECKING:
     from uneven.machines.options import LeadOptions
 
 
-def run(script: Path, args: list[str] | None = None, as_json: bool = False, **options: Any) -> None:
+def run(
+    script: Path, args: list[str] | None = None, module: bool = False, as_json: bool = False, **options: Any
+) -> None:
     """Run a script that uses uneven, in one process per device. Options given here take precedence over the script's.
 
     Exit code 0: done. 1: the script or a rank failed. 2: bad input. 3: this machine cannot. 130: stopped by Ctrl-C and
@@ -45,6 +48,8 @@ def run(script: Path, args: list[str] | None = None, as_json: bool = False, **op
 
       uneven run train.py --epochs 3 -- --option-of-the-script 5
 
+      uneven run -m package.train --devices cpu,cpu@0.4
+
       uneven run train.py --policy auto           (probes for some seconds, as uneven plan does, and takes its advice)
 
       uneven run train.py --json                  (the results as one JSON document)
@@ -55,8 +60,9 @@ def run(script: Path, args: list[str] | None = None, as_json: bool = False, **op
 
       srun uneven run train.py                    (as the ranks that Slurm has started)
     """
+    found = find_script(script, args or [], module)
     if not as_json:
-        _run(script, args or [], options)
+        _run(found, options)
         return
     from uneven.launch.engines import read_engine
     from uneven.launch.results_file import collected_results
@@ -65,7 +71,7 @@ def run(script: Path, args: list[str] | None = None, as_json: bool = False, **op
     results: list[dict[str, Any]] = []
     try:
         with collected_results() as results:
-            _run(script, args or [], options)
+            _run(found, options)
     finally:
         engine = read_engine()
         is_first = engine is None or engine.rank == 0
@@ -75,7 +81,7 @@ def run(script: Path, args: list[str] | None = None, as_json: bool = False, **op
             print(json_text(document), flush=True)
 
 
-def _run(script: Path, args: list[str], options: dict[str, Any]) -> None:
+def _run(script: Script, options: dict[str, Any]) -> None:
     engine = options.pop("engine", None)
     sources = find_sources(script, options)
     given = from_outside(sources)
@@ -87,45 +93,43 @@ def _run(script: Path, args: list[str], options: dict[str, Any]) -> None:
         )
     _say_sources(sources)
     if engine is not None:
-        _run_on_engine(engine, script, args, given, machines)
+        _run_on_engine(engine, script, given, machines)
         return
     if machines is not None:
         from uneven.launch.lead import lead_script
 
-        lead_script(script, args, given, machines)
+        lead_script(script, given, machines)
         return
     if given.get("policy") == "auto":
-        _run_by_plan(script, args or [], given)
+        _run_by_plan(script, given)
         return
     from uneven.launch.script import run_script
 
-    run_script(script, args, given)
+    run_script(script, given)
 
 
-def _run_by_plan(script: Path, args: list[str], given: dict[str, Any]) -> None:
+def _run_by_plan(script: Script, given: dict[str, Any]) -> None:
     """--policy auto: probe in a process of its own, then run with what it chose."""
     from uneven.launch.engines import read_engine
     from uneven.launch.script import run_script
     from uneven.plan.script import choose_for_script
 
     if read_engine() is not None:  # its ranks are running already: each takes the rule
-        run_script(script, args, given)
+        run_script(script, given)
         return
-    settings, plan, lines = choose_for_script(script, args, given)
+    settings, plan, lines = choose_for_script(script, given)
     print(*(line.strip() for line in lines), sep="\n", file=sys.stderr)
-    run_script(script, args, settings, plan)
+    run_script(script, settings, plan)
 
 
-def _run_on_engine(
-    engine: str, script: Path, args: list[str], settings: dict[str, Any], machines: "LeadOptions | None"
-) -> None:
+def _run_on_engine(engine: str, script: Script, settings: dict[str, Any], machines: "LeadOptions | None") -> None:
     if engine != "ray":
         raise InputError(f"--engine {engine}: allowed is ray; torchrun, srun, mpirun and PyTorchJob need no option")
     if machines is not None:
         raise InputError("--engine ray with --nodes or --hosts: Ray knows its machines; leave those out")
     from uneven.launch.ray_engine import run_on_ray
 
-    run_on_ray(script, args, settings)
+    run_on_ray(script, settings)
 
 
 def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | None":
@@ -149,9 +153,9 @@ def read_machines(given: dict[str, Any], skip: str | None) -> "LeadOptions | Non
     )
 
 
-def find_sources(script: Path, options: Mapping[str, Any]) -> dict[str, Sourced]:
+def find_sources(script: Script, options: Mapping[str, Any]) -> dict[str, Sourced]:
     """Every setting with its source but for what the script itself says: [Note: sources of settings]."""
-    file = find_run_file(script, options.get("config"))
+    file = find_run_file(script.path, options.get("config"))
     return resolve_sources(file=file, environ=os.environ, flags=read_flags(options))
 
 
@@ -167,6 +171,10 @@ def _say_sources(sources: Mapping[str, Sourced]) -> None:
 
 
 MACHINES = "Options for several machines"
+MODULE_OPTION = Annotated[
+    bool,
+    typer.Option("--module", "-m", help="SCRIPT is a module, as python -m takes it: uneven run -m package.train."),
+]
 CONFIG_OPTION = Annotated[
     Path | None,
     typer.Option(
@@ -343,7 +351,8 @@ def _give_options() -> None:
         ),
     ]
     own += [
-        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JSON_OPTION),
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in {"module": MODULE_OPTION, "as_json": JSON_OPTION}.items()
     ]
     own += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

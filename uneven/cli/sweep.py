@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from uneven.cli import bench_options as options
+from uneven.cli.run import MODULE_OPTION
 from uneven.cli.sweep_bar import SweepBar
 from uneven.cli.tables import print_whole
 from uneven.errors import InputError, RankError
 from uneven.files import json_text
+from uneven.launch.find_script import find_script
 
 if TYPE_CHECKING:
     from uneven.bench.policies import Trial
@@ -144,6 +146,7 @@ def _print_outcome(order: "SweepOrder", outcome: "Outcome", as_json: bool) -> No
 def policies(
     script: Annotated[Path, typer.Argument(help="A script of yours that trains by uneven.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments; its options after --.")] = None,
+    module: MODULE_OPTION = False,
     devices: Annotated[str, typer.Option(help="As in cpu,cpu@0.4 or auto.")] = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data, in each policy.")] = 3,
     policies: Annotated[str | None, typer.Option(help="Only these, as in balanced,async.", show_default="all")] = None,
@@ -164,9 +167,8 @@ def policies(
     from uneven.bench.policies import ALL, PoliciesOrder, Trial, try_policies
 
     chosen = _names(policies, "--policies") or ALL
-    order = PoliciesOrder(
-        script=script, args=tuple(args or ()), devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out
-    )
+    found = find_script(script, args or [], module)
+    order = PoliciesOrder(script=found, devices=devices, epochs=epochs, policies=chosen, seed=seed, out=out)
     trial = Trial()
     is_cut = False
     try:

@@ -246,7 +246,7 @@ class Gathering:
         if not is_there:
             return f"{host}: {script} is not there; {fix}"
         lines: list[str] = []
-        if script.name in names:
+        if next(iter(self._facts["code"])) in names:  # the script itself is the first one
             session.send(show=1)
             text = str(session.expect("script", timeout_s=10.0)["script"])
             lines = ship.short_diff(text, ship.read_script(script), host, script.name)

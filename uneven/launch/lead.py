@@ -14,6 +14,7 @@ from uneven.errors import InputError, MachineError, RefusedError, Terminated
 from uneven.hardware.device import Device, parse_device, parse_devices
 from uneven.hardware.roster import Roster
 from uneven.launch.environment import new_member_id
+from uneven.launch.find_script import Script
 from uneven.launch.gathering import Gathering, has_all
 from uneven.launch.listing import Listing, listed, new_run_id
 from uneven.launch.local_ranks import Newcomer, RunPlan, local_ranks, own_devices
@@ -23,6 +24,7 @@ from uneven.launch.script import check_script, refuse_plain_script, run_stoppabl
 from uneven.launch.signals import Stoppable, terminated_while_waiting
 from uneven.machines import ship, table
 from uneven.machines.addresses import choose_address, host_label, unique_labels
+from uneven.machines.code import script_digests
 from uneven.machines.door import Door, listen
 from uneven.machines.facts import collect_facts
 from uneven.machines.file_service import FileService
@@ -42,7 +44,7 @@ CHECKED = "all checks are passed; nothing was trained"
 
 
 def lead_script(
-    script: Path, args: Sequence[str], settings: Mapping[str, Any], options: LeadOptions, *, is_check: bool = False
+    script: Script, settings: Mapping[str, Any], options: LeadOptions, *, is_check: bool = False
 ) -> dict[str, Any]:
     """Train the script on this machine and on those that join. Errors and exit codes as `run_script` has them.
 
@@ -52,21 +54,22 @@ def lead_script(
     check_script(script, settings)
     refuse_plain_script(script, options.fewest, "machine")
     named = settings.get("devices", "auto")
-    facts = collect_facts(script, ("auto",) if named == "auto" else [str(one) for one in parse_devices(named)])
+    names = ("auto",) if named == "auto" else [str(one) for one in parse_devices(named)]
+    facts = collect_facts(script_digests(script.path, script.folder, script.package), names)
     devices = own_devices(facts)
     address = choose_address(options.bind)
-    archive = ship.pack(script.resolve().parent) if options.ship else b""
+    archive = ship.pack(script.folder) if options.ship else b""
     reporter = Reporter("lines")
     option = "--ports" if options.port is None else "--port"
     door = Door(listen(address, options.door_ports, option), options.token, is_open=False)
     door.handlers["files"] = FileService().handle
-    leader = Leader(script, args, settings, options, door, facts, reporter)
+    leader = Leader(script, settings, options, door, facts, reporter)
     gathering = Gathering(door, options, leader.order, facts, archive, lambda line: reporter.say([line]))
     announce = partial(_announce, door, options, devices, reporter)
     with terminated_while_waiting() as waiting:
         if is_check:
             return _lead(leader, gathering, door, options, announce, None)
-        with listed(Listing(str(script.resolve()), run_id=leader.order["run"])) as listing:
+        with listed(Listing(str(script.path.resolve()), run_id=leader.order["run"])) as listing:
             listing.attach(reporter)
             listing.show({"phase": WAITING})
             train = partial(leader.run, gathering, devices, listing, waiting)
@@ -122,8 +125,7 @@ class Leader:
 
     def __init__(
         self,
-        script: Path,
-        args: Sequence[str],
+        script: Script,
         settings: Mapping[str, Any],
         options: LeadOptions,
         door: Door,
@@ -131,11 +133,11 @@ class Leader:
         reporter: Reporter,
     ) -> None:
         self._options, self._door, self._reporter = options, door, reporter
-        self._script = script_order(script, args, {k: v for k, v in settings.items() if k != "devices"})
+        self._script = script_order(script, {k: v for k, v in settings.items() if k != "devices"})
         self._own, self._facts = str(facts["host"]), facts
         self.hosts: tuple[str, ...] = ()
         self.found: dict[str, Any] = {}
-        where = script.resolve()
+        where = script.path.resolve()
         is_below = where.is_relative_to(Path.cwd())
         self.order = {
             **self._script,

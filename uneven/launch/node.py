@@ -8,7 +8,7 @@ needs this machine asks its ranks to leave (launch/departure.py).
 import json
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from uneven.hardware.preflight import refuse_unsupported
 from uneven.hardware.presence import Presence
 from uneven.launch.cleanup import make_private_folder, remove
 from uneven.launch.departure import Departure
+from uneven.launch.find_script import Script
 from uneven.launch.leave_requests import await_readers
 from uneven.launch.listing import LEFT, Listing, listed, new_run_id
 from uneven.launch.local_ranks import RunPlan, local_ranks, own_devices
@@ -25,6 +26,7 @@ from uneven.launch.requests import GRACE_S
 from uneven.launch.signals import SIGNALS, Stoppable, terminated_while_waiting
 from uneven.machines import ship
 from uneven.machines.addresses import host_label
+from uneven.machines.code import script_digests
 from uneven.machines.door import knock, split_place
 from uneven.machines.facts import collect_facts, stamped
 from uneven.machines.links import Listener, Peer, reach
@@ -114,8 +116,8 @@ class Node:
         self._session.send(role="node", version=__version__, host=host_label(), allow_ship=self._options.allow_ship)
         self._order = self._hear("order", timeout_s=ORDER_S)["order"]
         self._leader = f"{str(self._order['host'])[:64]} ({self._session.address})"
-        script = self._options.script or Path(self._order["script"])
         self._try(refuse_unsupported)
+        script = self._try(self._find_script)
         listener = self._try(self._listen)
         try:
             script, go = self._prepare(script, listener)
@@ -127,7 +129,7 @@ class Node:
             self._say(f"rank {names} of {len(placement.members)} start here; progress is shown on the leader")
         else:
             self._say(f"rank {names} joins the run that is on when it is ready; progress is shown on the leader")
-        order = {"path": str(script.resolve()), "args": self._order["args"], "settings": go["settings"]}
+        order = {**script.to_json(), "settings": go["settings"]}
         run_id = str(self._order.get("run") or new_run_id())
         with listed(Listing(order["path"], run_id=run_id, leader=self._leader, folder=self._folder)) as listing:
             self._train(placement, order, listing)
@@ -135,12 +137,20 @@ class Node:
                 listing.close(LEFT)
         return self._departure.may_return
 
-    def _prepare(self, script: Path, listener: Listener) -> tuple[Path, dict[str, Any]]:
+    def _find_script(self) -> Script:
+        """The leader's, at the same path below this folder or where the user says."""
+        module, named = self._order.get("module"), self._options.script
+        script = Script(named or Path(self._order["script"]), tuple(self._order["args"]), module)
+        if module is not None and script.inner_path.with_suffix("") != Path(*module.split(".")):
+            raise InputError(f"script {str(named)!r} is not the module {module} that the leader runs; name its file")
+        return script
+
+    def _prepare(self, script: Script, listener: Listener) -> tuple[Script, dict[str, Any]]:
         """Answer the leader until it says go; the script, which it may have sent, and its message."""
         self._tell_facts(script, listener)
         while "go" not in (message := self._hear("go", "reach", "show", "archive", timeout_s=START_S)):
             if "show" in message:
-                self._session.send(script=ship.read_script(script))
+                self._session.send(script=ship.read_script(script.path))
             elif "archive" in message:
                 script = self._receive_script(int(message["archive"]), script)
                 self._tell_facts(script, listener)
@@ -151,7 +161,7 @@ class Node:
                 self._session.send(reached=report)
         return script, message
 
-    def _tell_facts(self, script: Path, listener: Listener) -> None:
+    def _tell_facts(self, script: Script, listener: Listener) -> None:
         self._session.send(facts=stamped(self._try(self._collect, script)), port=listener.port)
 
     def _listen(self) -> Listener:
@@ -159,10 +169,11 @@ class Node:
         allowed = range(ports[0], ports[1] + 1) if ports else ()
         return Listener(self._session.own_address, self._options.token, allowed)
 
-    def _collect(self, script: Path) -> dict[str, Any]:
+    def _collect(self, script: Script) -> dict[str, Any]:
         """This machine's facts, with devices that can train."""
         names = [name.strip() for name in self._options.devices.split(",")]
-        facts = collect_facts(script if script.is_file() else None, names)
+        is_there = script.path.is_file()
+        facts = collect_facts(script_digests(script.path, script.folder, script.package) if is_there else {}, names)
         own_devices(facts)
         return facts
 
@@ -175,7 +186,7 @@ class Node:
             self._hear(timeout_s=ORDER_S)
             raise
 
-    def _receive_script(self, pieces: int, script: Path) -> Path:
+    def _receive_script(self, pieces: int, script: Script) -> Script:
         """The script's folder as the leader has it, below the private folder of this run."""
         if not self._options.allow_ship:
             raise WireError("it sent a script, which was not allowed here (--allow-ship)")
@@ -184,7 +195,7 @@ class Node:
         folder.mkdir()
         ship.unpack(archive, folder)
         self._say(f"received the script's folder from {self._leader}")
-        return folder / script.name
+        return replace(script, path=folder / script.inner_path)
 
     def _train(self, placement: RunPlan, order: dict[str, Any], listing: Listing) -> None:
         """Start the ranks, report how they do, and obey the leader to the end."""

@@ -20,6 +20,7 @@ from uneven.data.fingerprint import compare_data, describe_data
 from uneven.errors import RefusedError
 from uneven.hardware.device import Device
 from uneven.hardware.roster import Roster
+from uneven.machines.code import script_digests
 from uneven.machines.facts import collect_facts
 from uneven.machines.links import Listener, Peer, judge, reach
 from uneven.machines.parity import Difference, compare, notes
@@ -93,7 +94,8 @@ def check_facts(config: RunConfig, among: Among) -> list[str]:
     """
     script = Path(sys.argv[0])
     is_speaker = among.roster.local_ranks(among.rank)[0] == among.rank
-    own = collect_facts(script if script.is_file() else None, list(map(str, among.local))) if is_speaker else None
+    code = script_digests(script, script.resolve().parent) if is_speaker and script.is_file() else {}
+    own = collect_facts(code, list(map(str, among.local))) if is_speaker else None
     found = [
         {**facts, "host": among.roster.host(rank)} for rank, facts in enumerate(among.share(own)) if facts is not None
     ]

@@ -12,23 +12,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from uneven.errors import STOPPED, InputError, MachineError, RankError
 from uneven.hardware.device import parse_devices
+from uneven.launch.find_script import Script
 from uneven.launch.script import check_script, refuse_plain_script, run_script
 
 
-def run_on_ray(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> None:
+def run_on_ray(script: Script, settings: Mapping[str, Any]) -> None:
     """The script on every GPU of the cluster, or one process per machine without any; RankError where a rank fails."""
     check_script(script, settings)
     ray = import_ray()
-    ray.init(runtime_env={"working_dir": str(script.resolve().parent)}, ignore_reinit_error=True)
+    ray.init(runtime_env={"working_dir": str(script.folder)}, ignore_reinit_error=True)
     places = plan_places(ray.nodes(), settings.get("devices", "auto"))
     if len(places) > 1:
         refuse_plain_script(script, len(places))
-    order = json.dumps({"script": script.name, "args": list(args), "settings": _as_json(settings)})
+    here = replace(script, path=script.inner_path)  # as it lies in the working_dir
+    order = json.dumps({**here.to_json(), "path": str(here.path), "settings": _as_json(settings)})
     actors = [_start_actor(ray, node, gpus) for node, gpus in places]
     try:
         address, port = ray.get(actors[0].place.remote())
@@ -131,7 +133,7 @@ def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 def main(order: str) -> None:
     told = json.loads(order)
     try:
-        run_script(Path(told["script"]), told["args"], told["settings"])
+        run_script(Script.from_json(told), told["settings"])
     except (InputError, MachineError, RankError) as error:
         print(f"uneven: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

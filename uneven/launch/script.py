@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from uneven.hardware.device import Device, needs_ranks, parse_devices
 from uneven.hardware.preflight import check_device, refuse_unsupported, usable_devices
 from uneven.launch.engines import read_engine
 from uneven.launch.environment import LaunchEnvironment
+from uneven.launch.find_script import Script, refuse_no_file
 from uneven.launch.listing import Listing, listed
 from uneven.launch.rank_log import begin_log
 from uneven.launch.requests import GRACE_S, Requests
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 CALL_UNEVEN = "call fit or Ddp.setup in it, or start it by: python"
 
 
-def run_script(
-    script: Path, args: Sequence[str], settings: Mapping[str, Any], plan: Mapping[str, Any] | None = None
-) -> None:
+def run_script(script: Script, settings: Mapping[str, Any], plan: Mapping[str, Any] | None = None) -> None:
     """`settings` replace those in the script; 'devices' decides where it runs. KeyboardInterrupt after Ctrl-C.
 
     `plan` is what was predicted for its run (launch/predicted.py).
@@ -49,7 +48,7 @@ def run_script(
         # srun, torchrun or a pod has started this process as one of its ranks: it takes part as that one.
         if engine.world_size > 1:
             refuse_plain_script(script, engine.world_size, "process")
-        _execute_here(script, args, settings, engine)
+        _execute_here(script, settings, engine)
         return
     names = settings.get("devices", "auto")
     devices = tuple(usable_devices()) if names == "auto" else parse_devices(names)
@@ -57,31 +56,23 @@ def run_script(
         check_device(device)
     check_count(devices, available_cores())
     if not needs_ranks(devices):
-        _execute_here(script, args, settings, None, plan)
+        _execute_here(script, settings, None, plan)
         return
     if len(devices) > 1:
         refuse_plain_script(script, len(devices))
-    run_on_ranks(script, args, devices, Reporter("lines"), settings, plan)
+    run_on_ranks(script, devices, Reporter("lines"), settings, plan)
 
 
-def check_script(script: Path, settings: Mapping[str, Any]) -> None:
+def check_script(script: Script, settings: Mapping[str, Any]) -> None:
     """InputError or MachineError for what is wrong whatever the devices are; loads no torch."""
     refuse_unsupported()
-    refuse_no_file(script)
+    refuse_no_file(script.path)
     check_settings(settings)  # before any rank starts; the ranks check them again with the script's own
     if (resume := settings.get("resume")) not in (None, "auto"):
         check_resumed_folder(Path(resume))
 
 
-def refuse_no_file(script: Path) -> None:
-    """InputError for a script that is not there, or is a folder."""
-    if script.is_dir():
-        raise InputError(f"script {str(script)!r} is a folder; name the script in it, as in {script / 'train.py'}")
-    if not script.is_file():
-        raise InputError(f"script {str(script)!r}: there is no such file; give its path, as in ./train.py")
-
-
-def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
+def refuse_plain_script(script: Script, times: int, per: str = "device") -> None:
     """InputError for a script that cannot call uneven: every process would train all of it by itself."""
     if not uses_uneven(script):
         raise InputError(
@@ -91,8 +82,7 @@ def refuse_plain_script(script: Path, times: int, per: str = "device") -> None:
 
 
 def run_on_ranks(
-    script: Path,
-    args: Sequence[str],
+    script: Script,
     devices: tuple[Device, ...],
     reporter: Reporter,
     settings: Mapping[str, Any] | None = None,
@@ -106,7 +96,7 @@ def run_on_ranks(
     """
     from uneven.launch.launcher import run_ranks  # imports torch
 
-    order = {**script_order(script, args, settings or {}), "plan": plan}
+    order = {**script_order(script, settings or {}), "plan": plan}
 
     with listed(Listing(order["path"], keeps=keeps)) as listing:
         listing.attach(reporter)
@@ -117,10 +107,10 @@ def run_on_ranks(
         run_stoppable(run, order, len(devices), reporter)
 
 
-def script_order(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def script_order(script: Script, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank process is told about the script, as JSON."""
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    return {"path": str(script.resolve()), "args": list(args), "settings": as_json}
+    return {**script.to_json(), "settings": as_json}
 
 
 def run_stoppable(
@@ -155,7 +145,7 @@ def run_stoppable(
     if requests.stop.is_set():
         raise Terminated if requests.is_terminated else KeyboardInterrupt
     if unused == ranks > 1 and not {"-h", "--help"} & set(order["args"]):
-        script = order["path"]
+        script = Script.from_json(order)
         raise InputError(
             f"{script} ended without calling uneven: it ran {unused} times, nothing was shared; {CALL_UNEVEN} {script}"
         )
@@ -175,7 +165,7 @@ def execute_as_rank(context: "ProcessContext", folder: Path, order: Mapping[str,
     set_process_context(context)
     hand_down(order.get("plan"))
     try:
-        execute(Path(order["path"]), order["args"])
+        execute(Script.from_json(order))
         _end_as_python_does()
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -195,8 +185,7 @@ def unused_ranks(folder: Path) -> int:
 
 
 def _execute_here(
-    script: Path,
-    args: Sequence[str],
+    script: Script,
     settings: Mapping[str, Any],
     engine: LaunchEnvironment | None,
     plan: Mapping[str, Any] | None = None,
@@ -212,7 +201,7 @@ def _execute_here(
     set_process_context(context)
     hand_down(plan)
     try:
-        execute(script, args)
+        execute(script)
     except SystemExit as error:
         if error.code in (None, 0):
             _warn_unused(context, script, settings)
@@ -220,13 +209,13 @@ def _execute_here(
     _warn_unused(context, script, settings)
 
 
-def _warn_unused(context: "ProcessContext", script: Path, settings: Mapping[str, Any]) -> None:
+def _warn_unused(context: "ProcessContext", script: Script, settings: Mapping[str, Any]) -> None:
     if not context.was_used:
         effect = f", and the settings {', '.join(settings)} had no effect" if settings else ""
         print(f"uneven: {script} ended without calling uneven: it ran as by python{effect}", file=sys.stderr)
 
 
-def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def script_settings(script: Script, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the script itself passes to uneven, found by running it in this process up to there.
 
     What it prints goes to stderr. `settings` replace its own, as in a run; InputError where it never calls uneven.
@@ -235,7 +224,7 @@ def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, An
 
     check_script(script, settings)
     with redirect_stdout(sys.stderr):
-        found: Any = visit_script(script, args, settings, SettingsVisitor())
+        found: Any = visit_script(script, settings, SettingsVisitor())
     if found == WRAPPED:
         raise InputError(f"{script} calls Ddp.wrap: a loop by hand passes no settings")
     if found is None:
@@ -243,7 +232,7 @@ def script_settings(script: Path, args: Sequence[str], settings: Mapping[str, An
     return dict(found)
 
 
-def visit_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], visitor: "Visitor") -> Any:
+def visit_script(script: Script, settings: Mapping[str, Any], visitor: "Visitor") -> Any:
     """Run the script in this process until the visitor leaves it, and return what that has found.
 
     None where the script ends by itself; SystemExit where it does so with an error.
@@ -255,7 +244,7 @@ def visit_script(script: Path, args: Sequence[str], settings: Mapping[str, Any],
     context.visitor = visitor
     set_process_context(context)
     try:
-        execute(script, args)
+        execute(script)
     except LeftScript as left:
         return left.found
     except SystemExit as error:
@@ -266,11 +255,19 @@ def visit_script(script: Path, args: Sequence[str], settings: Mapping[str, Any],
     return None
 
 
-def execute(script: Path, args: Sequence[str]) -> None:
-    """As `python script.py args` would: `__name__` is "__main__", sys.argv and sys.path are the script's own."""
-    sys.argv = [str(script), *args]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+def execute(script: Script) -> None:
+    """As `python script.py args` would: `__name__` is "__main__", sys.argv and sys.path are the script's own.
+
+    As `python -m` would for a module. Its own folder comes before this one, which may hold another version of it where
+    the leader of a run over machines has sent its files.
+    """
+    sys.argv = [str(script.path), *script.args]
+    if script.module is None:
+        sys.path[0] = str(script.folder)
+        runpy.run_path(str(script.path), run_name="__main__")
+    else:
+        sys.path[:1] = dict.fromkeys([str(script.folder), str(Path.cwd())])
+        runpy.run_module(script.module, run_name="__main__", alter_sys=True)
 
 
 def _end_as_python_does() -> None:

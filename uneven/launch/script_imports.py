@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+from uneven.launch.find_script import Script
+
 MOST_FILES = 300  # of the user's own that are read; a larger project is not judged by its source
 COMPUTED = ("__import__", "import_module", "exec", "eval", "run_path", "run_module", "spec_from_file_location")
 # Packages that training scripts import and that do not use uneven: asking each for its requirements takes time.
@@ -20,10 +22,13 @@ WELL_KNOWN = (
 )
 
 
-def uses_uneven(script: Path) -> bool:
+def uses_uneven(script: Script) -> bool:
     """False where neither the script nor a module of the user's that it imports can import uneven; else True."""
-    folder = script.resolve().parent
-    pending, seen = [script.resolve()], {script.resolve()}
+    folder = script.folder
+    pending = [script.path.resolve()]
+    if script.package is not None:  # which relative imports stay in
+        pending += sorted((folder / script.package).rglob("*.py"))
+    seen = set(pending)
     while pending:
         if len(seen) > MOST_FILES:
             return True

@@ -1,4 +1,4 @@
-"""The code of a run: digests of the script, of the files beside it that it imports, and of the installed package.
+"""The code of a run: digests of the script, of the files beside it that it imports, and of the installed uneven.
 
 Read by machines/facts.py on every machine and compared by machines/parity.py. A file beside the script that it does
 not import may differ: a scratch file on one machine is no reason to refuse a run.
@@ -16,12 +16,15 @@ MOST_FILES = 300  # a larger project is compared as far as these
 MOST_BYTES = 4 << 20  # of one file
 
 
-def script_digests(script: Path) -> dict[str, str]:
-    """Digest by path relative to the script's folder: the script first, then what it imports from there, sorted."""
+def script_digests(script: Path, folder: Path, package: str | None = None) -> dict[str, str]:
+    """Digest by path relative to the folder: the script first, then what it imports from there, sorted.
+
+    `package`: the one that the script is a module of.
+    """
     script = script.resolve()
-    found = {script.name: _digest(script)}
-    for path in sorted(_imported_files(script))[:MOST_FILES]:
-        found[path.relative_to(script.parent).as_posix()] = _digest(path)
+    found = {script.relative_to(folder).as_posix(): _digest(script)}
+    for path in sorted(_imported_files(script, folder, package))[:MOST_FILES]:
+        found[path.relative_to(folder).as_posix()] = _digest(path)
     return found
 
 
@@ -43,12 +46,13 @@ def _digest(path: Path) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def _imported_files(script: Path) -> set[Path]:
-    """The Python files below the script's folder that its imports reach, without the script itself."""
-    pending, seen = [script], {script}
+def _imported_files(script: Path, folder: Path, package: str | None) -> set[Path]:
+    """The Python files below the folder that the script's imports reach, without the script itself."""
+    pending = [script, *([] if package is None else _files_of(folder, package))]
+    seen = set(pending)
     while pending and len(seen) <= MOST_FILES:
         for name in _imported_names(pending.pop()):
-            new = set(_files_of(script.parent, name)) - seen
+            new = set(_files_of(folder, name)) - seen
             seen |= new
             pending += new
     return seen - {script}

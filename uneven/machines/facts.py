@@ -22,12 +22,14 @@ from uneven.hardware.gpus import Gpu, GpuReport, read_gpus
 from uneven.hardware.inventory import usable_devices
 from uneven.hardware.system import System, read_system
 from uneven.hardware.torchbuild import installed_version
-from uneven.machines.code import package_digest, script_digests
+from uneven.machines.code import package_digest
 from uneven.version import __version__
 
 
-def collect_facts(script: Path | None, devices: Sequence[str]) -> dict[str, Any]:
+def collect_facts(code: Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
     """What this machine is and has; `devices` as the user names them, one per rank here, or 'auto' alone.
+
+    `code`: the digests of the script's files (machines/code.py), none without a script.
 
     'auto' loads torch where the machine has a GPU: which of them torch can use is known to it alone.
     """
@@ -42,7 +44,7 @@ def collect_facts(script: Path | None, devices: Sequence[str]) -> dict[str, Any]
             "torch": installed_version(),
             "numpy": _version("numpy"),
             "uneven": {"version": __version__, "digest": package_digest()},
-            "code": {} if script is None else script_digests(script),
+            "code": dict(code),
             "cuda": _torch_cuda(),
             "nccl": _nccl_version(),
             "driver": report.driver,

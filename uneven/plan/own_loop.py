@@ -21,6 +21,7 @@ from uneven.errors import InputError, StoppedError
 from uneven.files import read_json
 from uneven.hardware.device import Device, parse_devices
 from uneven.hardware.interference import measure_interference
+from uneven.launch.find_script import Script
 from uneven.launch.launcher import run_ranks
 from uneven.launch.requests import Requests
 from uneven.launch.script import script_order, unused_ranks
@@ -80,8 +81,7 @@ def _has_trained(status: Mapping[str, Any]) -> bool:
 
 
 def probe_script(
-    script: Path,
-    args: Sequence[str],
+    script: Script,
     settings: Mapping[str, Any],
     task: Task,
     config: RunConfig,
@@ -99,9 +99,9 @@ def probe_script(
     began = time.perf_counter()
 
     def run(names: tuple[Device, ...], policy: str, share: float) -> Stretch:
-        say(f"running {script.name} on {','.join(map(str, names))} with {policy}, for {share * seconds:.0f} s")
+        say(f"running {script.path.name} on {','.join(map(str, names))} with {policy}, for {share * seconds:.0f} s")
         own = stretch_settings(settings, task, candidates, names, policy)
-        return run_stretch(script, args, own, names, share * seconds)
+        return run_stretch(script, own, names, share * seconds)
 
     with measure_interference() as span:
         joint = run(devices, exact, 0.5)
@@ -154,15 +154,13 @@ def stretch_settings(
     return own
 
 
-def run_stretch(
-    script: Path, args: Sequence[str], settings: Mapping[str, Any], devices: tuple[Device, ...], seconds: float
-) -> Stretch:
+def run_stretch(script: Script, settings: Mapping[str, Any], devices: tuple[Device, ...], seconds: float) -> Stretch:
     """The script on these devices, stopped after some seconds of training; what its timeline and its log tell."""
     with tempfile.TemporaryDirectory(prefix="uneven-plan-") as folder:
         out = Path(folder) / "run"
         requests = Requests(GRACE_S)
         timer = _Timer(requests, seconds)
-        order = script_order(script, args, {**settings, "out": str(out)})
+        order = script_order(script, {**settings, "out": str(out)})
         began = time.monotonic()
         try:
             unused = run_ranks(None, devices, requests, timer, unused_ranks, script=order)

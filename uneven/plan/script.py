@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from uneven.config import RunConfig, Task
 from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.launch.find_script import Script
 from uneven.launch.lifeline import LIFELINE, end_with_parent
 from uneven.launch.results_file import stdout_to_stderr
 from uneven.launch.script import check_script, visit_script
@@ -33,20 +34,20 @@ class Found(NamedTuple):
     is_own_loop: bool
 
 
-def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], seconds: float) -> Any:
+def plan_script(script: Script, settings: Mapping[str, Any], seconds: float) -> Any:
     """The Plan of what the script was about to train, with these settings in place of its own; prints on stderr."""
     from uneven.plan.choose import plan_for
     from uneven.plan.plan import asked_for, plan_from
 
     check_seconds(seconds)  # before the script does anything
     settings = {**settings, **NO_FILES}  # a plan has no folder of the run: checkpoints without one would be refused
-    found = find_task(script, args, settings)
+    found = find_task(script, settings)
     config = _with_devices(found.config)
     if found.is_own_loop and len(config.devices.split(",")) > 1:
         from uneven.plan.own_loop import probe_script
 
         own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
-        return plan_from(probe_script(script, args, own, found.task, config, seconds, tell), asked_for(config))
+        return plan_from(probe_script(script, own, found.task, config, seconds, tell), asked_for(config))
     if found.is_own_loop:
         raise InputError(
             f"{script} has a loop of its own, and {config.devices} is one device: there is nothing to choose; name "
@@ -56,7 +57,7 @@ def plan_script(script: Path, args: Sequence[str], settings: Mapping[str, Any], 
     return plan
 
 
-def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> Found:
+def find_task(script: Script, settings: Mapping[str, Any]) -> Found:
     """Run the script up to where it would train; InputError where it never does."""
     from uneven.launch.engines import read_engine
     from uneven.launch.visitor import WRAPPED, RunVisitor
@@ -66,7 +67,7 @@ def find_task(script: Path, args: Sequence[str], settings: Mapping[str, Any]) ->
         raise InputError("a plan probes the devices of one machine by processes of its own; start it without an engine")
     if not uses_uneven(script):
         raise InputError(f"{script} never imports uneven to train with it: call fit or Ddp.setup in it")
-    found = visit_script(script, args, settings, RunVisitor())
+    found = visit_script(script, settings, RunVisitor())
     if found == WRAPPED:
         raise InputError(
             f"{script} calls Ddp.wrap: a loop by hand cannot be planned, and a policy changes nothing in it; run it "
@@ -88,14 +89,14 @@ def tell(line: str) -> None:
 
 
 def choose_for_script(
-    script: Path, args: Sequence[str], settings: Mapping[str, Any]
+    script: Script, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None, list[str]]:
     """What `uneven run --policy auto` runs the script with: its settings, the plan, and lines to print."""
     check_script(script, settings)
     with tempfile.TemporaryDirectory(prefix="uneven-plan-") as folder:
         order, result = Path(folder) / "order.json", Path(folder) / "choice.json"
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-        order.write_text(json.dumps({"script": str(script), "args": list(args), "settings": plain}, default=str))
+        order.write_text(json.dumps({**script.to_json(), "settings": plain}, default=str))
         code = _run_child([sys.executable, "-m", "uneven.plan.script", str(order), str(result)])
         if code == STOPPED:
             raise KeyboardInterrupt
@@ -120,15 +121,15 @@ def _run_child(command: list[str]) -> int:
         raise
 
 
-def choose_here(script: Path, args: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def choose_here(script: Script, settings: Mapping[str, Any]) -> dict[str, Any]:
     """In the process that was started for it: the choice, as JSON."""
     from uneven.plan.choose import choose
     from uneven.plan.plan import PER_DEVICE
 
     with stdout_to_stderr():
-        found = find_task(script, args, settings)
+        found = find_task(script, settings)
         if found.is_own_loop:
-            choice = _of_own_loop(script, args, settings, found)
+            choice = _of_own_loop(script, settings, found)
         else:
             choice = choose(found.task, with_values(found.config, policy="auto"))
     changed = {"policy": choice.config.policy, "devices": choice.config.devices}
@@ -136,7 +137,7 @@ def choose_here(script: Path, args: Sequence[str], settings: Mapping[str, Any]) 
     return {"settings": changed, "plan": choice.plan, "notes": list(choice.notes)}
 
 
-def _of_own_loop(script: Path, args: Sequence[str], settings: Mapping[str, Any], found: Found) -> Any:
+def _of_own_loop(script: Script, settings: Mapping[str, Any], found: Found) -> Any:
     from uneven.plan.choose import Choice, follow, recorded, with_policy
     from uneven.plan.own_loop import probe_script
     from uneven.plan.plan import SECONDS, asked_for, plan_from, read_plan, restored
@@ -152,7 +153,7 @@ def _of_own_loop(script: Path, args: Sequence[str], settings: Mapping[str, Any],
     if plan is not None:
         return follow(config, plan, is_found=True)
     own = {name: value for name, value in settings.items() if name not in ("policy", "devices")}
-    probe = probe_script(script, args, own, found.task, config, SECONDS, tell)
+    probe = probe_script(script, own, found.task, config, SECONDS, tell)
     return follow(config, plan_from(probe, asked_for(config)), is_found=False)
 
 
@@ -162,7 +163,7 @@ def main() -> None:
     order, result = Path(sys.argv[1]), Path(sys.argv[2])
     wanted = json.loads(order.read_text())
     try:
-        choice = choose_here(Path(wanted["script"]), wanted["args"], wanted["settings"])
+        choice = choose_here(Script.from_json(wanted), wanted["settings"])
     except (InputError, MachineError, RankError) as error:
         print(f"uneven: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -32,6 +32,7 @@ from uneven.files import folder_error, write_atomically
 from uneven.hardware.cores import pin
 from uneven.hardware.device import parse_device, parse_devices
 from uneven.hardware.inventory import usable_devices
+from uneven.launch.find_script import Script
 from uneven.launch.preflight import settle
 from uneven.launch.run import launch
 from uneven.launch.script import run_on_ranks
@@ -162,7 +163,7 @@ def _train_own_loop(order: Order, config: RunConfig) -> dict[str, Any]:
     check_loop(config, len(devices))
     reporter = Reporter("off" if order.progress == "off" else "lines")
     record = json.dumps({**vars(order), "out": str(order.out)})
-    run_on_ranks(Path(__file__).with_name("own_loop.py"), [record], devices, reporter, keeps=False)
+    run_on_ranks(Script(Path(__file__).with_name("own_loop.py"), (record,)), devices, reporter, keeps=False)
     summary: dict[str, Any] = json.loads((order.folder / "summary.json").read_text())
     return summary
 
