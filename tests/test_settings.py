@@ -111,6 +111,7 @@ TYPED = {
     "max_grad_value": ("0.5", 0.5),
     "max_bad_steps": ("5", 5),
     "lr_scale": ("sqrt", "sqrt"),
+    "scheduler_interval": ("epoch", "epoch"),
     "anchor": ("10", 10),
     "max_anchor": ("50", 50),
     "overhead_target": ("0.05", 0.05),
@@ -148,7 +149,7 @@ TYPED = {
 def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The settings that `uneven run` passes on."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, args, settings: seen.append(settings))
+    monkeypatch.setattr("uneven.launch.script.run_script", lambda script, settings: seen.append(settings))
     return seen
 
 

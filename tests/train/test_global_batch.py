@@ -48,7 +48,7 @@ def test_a_slow_sum_makes_steps_larger_and_the_result_is_that_of_one_device(
     found = train(2, decays, max_global_batch_size=limit)
     size = 16 * factor
     dense = train_exactly(1, global_batch_size=size, scheduler=decays)[0]
-    assert lengths == [-(-2 * len(X) // size)] * 3, "made once on each rank, when the steps are known"
+    assert lengths == [2 * -(-len(X) // size)] * 3, "made once on each rank, when the steps are known"
     for result, worker in found:
         assert worker.config.global_batch_size == result.state.config["global_batch_size"] == size
         assert (worker.config.accumulate, worker.config.max_global_batch_size) == (factor, None)

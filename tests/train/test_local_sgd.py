@@ -74,6 +74,7 @@ def dense(
     optimizer: str,
     step: Any = mean_loss,
     scheduler: Any = None,
+    is_by_epoch: bool = False,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     scale: float,
@@ -104,9 +105,10 @@ def dense(
                 for group, rate in zip(own.param_groups, plain[rank], strict=True):
                     group["lr"] = rate
                 if schedulers[rank] is not None:
-                    for _ in range(axis.schedule_position(index) - positions[rank]):
+                    position = place.epoch if is_by_epoch else index
+                    for _ in range(position - positions[rank]):
                         schedulers[rank].step()
-                    positions[rank] = axis.schedule_position(index)
+                    positions[rank] = position
                     plain[rank] = [group["lr"] for group in own.param_groups]
                 factor = ramp(scale, axis.samples_before(index), axis.samples, axis.total_samples)
                 for group in own.param_groups:

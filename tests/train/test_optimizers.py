@@ -51,6 +51,7 @@ def test_what_is_not_elementwise_equals_one_device(name: str, strategy: str, mon
         "optimizer": name,
         "global_batch_size": 24,
         "scheduler": lambda optimizer: StepLR(optimizer, 2, 0.5),
+        "scheduler_interval": "step",
     }
     dense = train(1, **common)[0]
     said: list[str] = []

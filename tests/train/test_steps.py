@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.ranks import Silent, ThreadGroup, on_threads
 from tests.train.test_gradient_sync import OPTIMIZERS, Net, X, Y, mean_loss
@@ -23,6 +23,7 @@ from uneven.hardware.device import parse_devices
 from uneven.policy.axis import Axis
 from uneven.results.state import TrainedState
 from uneven.train.rank_info import RankInfo, RankResult
+from uneven.train.scheduled import describe_schedule, make_schedule
 from uneven.train.worker import Worker
 
 AXIS = Axis(len(X), 24, 100)  # 3 slots an epoch, the last of 22 samples
@@ -70,17 +71,18 @@ def train(
 class Plain:
     """A plain loop over the same batches: its model after so many steps, with a scheduler of torch's own."""
 
-    def __init__(self, make_scheduler: Any = None, follow: int | None = None) -> None:
-        """`follow`: step a ReduceLROnPlateau after so many steps, by the test loss."""
+    def __init__(self, make_scheduler: Any = None, follow: int | None = None, every: int = 1) -> None:
+        """`follow`: step a ReduceLROnPlateau after so many steps, by the test loss; `every`: any other scheduler."""
         self.model = Net(torch.float64)
         self.optimizer = OPTIMIZERS["sgd"](self.model.parameters())
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
-        self.follow = follow
+        self.follow, self.every = follow, every
 
     def train(self, start: int, stop: int) -> "Plain":
         for slot in AXIS.slots(start, stop):
             train_slot(self.model, self.optimizer, slot.epoch, slot.first, slot.samples, mean_loss, None)
-            if isinstance(self.scheduler, LRScheduler) and not isinstance(self.scheduler, ReduceLROnPlateau):
+            is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+            if isinstance(self.scheduler, LRScheduler) and not is_plateau and (slot.index + 1) % self.every == 0:
                 self.scheduler.step()
             if self.follow is not None and (slot.index + 1) % self.follow == 0:
                 self.scheduler.step(self.loss())
@@ -119,6 +121,73 @@ def test_max_steps_equals_the_plain_loop_stopped_there(size: int, policy: str) -
         seen = [(entry["epoch"], entry["step"], entry["samples"]) for entry in state.history]
         assert seen == [(1, 3, 70), (2, 6, 140), (3, 7, 164)]
     Plain(partial(falling, total_steps=7)).train(0, 7).assert_equal(results[0].state)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, "balanced"), (2, "sync"), (3, "balanced")])
+def test_a_schedule_counts_steps_also_those_with_fewer_samples(size: int, policy: str) -> None:
+    """Four epochs of three steps, the last of 22 samples: counted by samples, StepLR would fall a step too late."""
+
+    def one_cycle(optimizer: Any, total_steps: int) -> OneCycleLR:
+        return OneCycleLR(optimizer, max_lr=0.2, total_steps=total_steps)
+
+    for make, plain in (
+        (one_cycle, partial(one_cycle, total_steps=12)),
+        (lambda optimizer: StepLR(optimizer, 6, 0.1),) * 2,
+    ):
+        results = train(size, policy=policy, epochs=4, scheduler=make)
+        Plain(plain).train(0, 12).assert_equal(results[0].state)
+
+
+@pytest.mark.parametrize(("size", "policy"), [(1, "balanced"), (3, "balanced")])
+def test_a_schedule_by_epochs_equals_the_plain_loop_that_steps_it_after_every_epoch(size: int, policy: str) -> None:
+    def cosine(optimizer: Any, total_epochs: int) -> CosineAnnealingLR:
+        return CosineAnnealingLR(optimizer, total_epochs)
+
+    results = train(size, policy=policy, epochs=4, scheduler=cosine, scheduler_interval="epoch")
+    Plain(partial(cosine, total_epochs=4), every=3).train(0, 12).assert_equal(results[0].state)
+    assert [entry["lr"] for entry in results[0].state.history] == pytest.approx(
+        [0.05, 0.0426777, 0.025, 0.0073223], rel=1e-4
+    )
+
+
+def test_a_schedule_by_epochs_of_local_policies_follows_the_slots_epoch() -> None:
+    """Windows of seven slots span epochs of nine."""
+
+    def make(optimizer: Any) -> StepLR:
+        return StepLR(optimizer, 1, 0.1)
+
+    ours = train(2, epochs=3, scheduler=make, scheduler_interval="epoch", lr_scale=1.3, shares=(5, 2), **LOCAL)
+    wanted = dense((5, 2), optimizer="sgd", scheduler=make, is_by_epoch=True, scale=1.3)
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[0].state.params[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_an_interval_that_would_be_ignored_is_refused() -> None:
+    with pytest.raises(InputError, match=r"scheduler_interval='epoch' with a ReduceLROnPlateau: .* leave it out"):
+        train(1, epochs=2, evaluation=EVALUATION, scheduler=ReduceLROnPlateau, scheduler_interval="epoch")
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "is_told"),
+    [
+        (lambda optimizer: StepLR(optimizer, 6), {}, True),
+        (lambda optimizer: StepLR(optimizer, 6), {"scheduler_interval": "step"}, False),
+        (lambda optimizer: StepLR(optimizer, 6), {"scheduler_interval": "epoch"}, False),
+        (lambda optimizer: StepLR(optimizer, 6), {"epochs": 1}, False),
+        (lambda optimizer: OneCycleLR(optimizer, 0.2, 12), {}, False),
+        (falling, {}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_line_says_that_a_scheduler_for_epochs_is_stepped_by_steps(make: Any, changes: Any, is_told: bool) -> None:
+    config = resolve({"batch_size": 24, "epochs": 4, **changes})
+    axis = Axis(len(X), 24, config.epochs)
+    model = Net(torch.float64)
+    task = Task(lambda: model, OPTIMIZERS["sgd"], mean_loss, TensorData(X, Y), make, None)
+    schedule = make_schedule(make, OPTIMIZERS["sgd"](model.parameters()), config, axis)
+    lines = describe_schedule(schedule, task, config, axis)
+    assert bool(lines) is is_told
+    assert not is_told or "StepLR is stepped after every step (scheduler_interval='step')" in lines[0]
 
 
 def test_epochs_and_max_steps_end_at_whichever_comes_first() -> None:

@@ -19,6 +19,7 @@ from uneven.config import (
     PolicySetting,
     Precision,
     Progress,
+    SchedulerInterval,
     Strategy,
 )
 
@@ -52,6 +53,7 @@ class Settings(TypedDict, total=False):
     max_grad_value: float | None
     max_bad_steps: int
     lr_scale: float | LRScale | None
+    scheduler_interval: SchedulerInterval | None
     anchor: int | None
     max_anchor: int | None
     overhead_target: float | None
@@ -187,6 +189,10 @@ class SettingMethods:
         """Multiplies every learning rate: a number, or by the effective number of devices (auto: linear)."""
         return self.settings(lr_scale=lr_scale)
 
+    def scheduler_interval(self, scheduler_interval: SchedulerInterval | None) -> "Self":
+        """Step the scheduler after every step of the run, or after every epoch."""
+        return self.settings(scheduler_interval=scheduler_interval)
+
     def anchor(self, anchor: int | None) -> "Self":
         """Batches of the slowest device between two averages, at the start."""
         return self.settings(anchor=anchor)
@@ -300,7 +306,7 @@ class SettingMethods:
         return self.settings(restarts=restarts)
 
     def grace(self, grace: float) -> "Self":
-        """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once."""
+        """Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save, then it is ended."""
         return self.settings(grace=grace)
 
     def progress(self, progress: Progress) -> "Self":

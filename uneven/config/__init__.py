@@ -23,11 +23,12 @@ from uneven.config.names import (
     PolicySetting,
     Precision,
     Progress,
+    SchedulerInterval,
     Strategy,
     results_of,
 )
 from uneven.config.resolve import check_settings, resolve
-from uneven.config.run_config import CHOICES, RunConfig
+from uneven.config.run_config import RunConfig
 from uneven.config.setting import Setting, settings_of
 from uneven.config.skip import SKIPPABLE, read_skip
 from uneven.config.sources import (
@@ -53,7 +54,6 @@ from uneven.config.task import (
 )
 
 __all__ = [
-    "CHOICES",
     "ENTRY_KEYS",
     "EXACT_POLICIES",
     "HOOKS",
@@ -82,6 +82,7 @@ __all__ = [
     "Precision",
     "Progress",
     "RunConfig",
+    "SchedulerInterval",
     "Setting",
     "Sourced",
     "Strategy",

@@ -16,6 +16,7 @@ Progress = Literal["auto", "bar", "lines", "off"]
 Deadline = Literal["auto"]
 OnFault = Literal["go-on", "end"]  # when a rank is lost
 MonitorMode = Literal["auto", "min", "max"]
+SchedulerInterval = Literal["step", "epoch"]
 GlobalBatch = Literal["auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)

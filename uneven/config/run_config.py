@@ -29,6 +29,7 @@ from uneven.config.names import (
     PolicySetting,
     Precision,
     Progress,
+    SchedulerInterval,
     Strategy,
 )
 from uneven.config.setting import about, settings_of
@@ -175,6 +176,10 @@ class RunConfig:
             "Multiplies every learning rate: a number, or by the effective number of devices (auto: linear).",
             default="1, with cadence and async auto",
         ),
+    )
+    scheduler_interval: SchedulerInterval | None = field(
+        default=None,
+        metadata=about("Step the scheduler after every step of the run, or after every epoch.", default="every step"),
     )
     anchor: int | None = field(
         default=None,
@@ -323,10 +328,7 @@ class RunConfig:
     restarts: int = field(default=0, metadata=about("How often a lost rank is started again in a run.", least=0))
     grace: float = field(
         default=30.0,
-        metadata=about(
-            "Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save before it is ended; 0: it is ended at once.",
-            least=0,
-        ),
+        metadata=about("Seconds that a stopped run (SIGTERM, Ctrl-C) may take to save, then it is ended.", least=0),
     )
     progress: Progress = field(
         default="auto",
@@ -395,6 +397,3 @@ class RunConfig:
         cap = self.memory_cap
         # A list, as it is read back from a file, so that the two compare.
         return {**values, "memory_cap": list(cap) if isinstance(cap, tuple) else cap}
-
-
-CHOICES = {name: setting.choices for name, setting in settings_of(RunConfig).items() if setting.choices}

@@ -110,7 +110,7 @@ def prepare(task: Task, config: RunConfig, context: ProcessContext, title: str =
     # A factory that uses CUDA would initialise it here, outside the slice that its rank is to get.
     if context.is_alone and needs_ranks(devices) and not any(device.percent for device in devices):
         check_count(devices, available_cores())
-        made = try_functions(task, config, axis.schedule_length)
+        made = try_functions(task, config, axis)
     is_lead = context.rank == 0
     held = None
     if config.out is not None and is_lead and finished is None:
@@ -260,6 +260,10 @@ def _check_evaluation(task: Task, config: RunConfig) -> None:
                 f"{name}={value!r} without an evaluation: pass evaluate=(test_set, eval_step) to fit, or leave it out; "
                 "in a loop of your own you evaluate yourself"
             )
+    if config.scheduler_interval is not None and task.make_scheduler is None:
+        raise InputError(
+            f"scheduler_interval={config.scheduler_interval!r} without a scheduler: pass scheduler=..., or leave it out"
+        )
     if config.monitor is not None and task.make_scheduler is None and config.keep_best is None:
         raise InputError(
             f"monitor={config.monitor!r} is for a ReduceLROnPlateau and for keep_best=...; pass one, or leave it out"

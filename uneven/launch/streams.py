@@ -57,10 +57,13 @@ def _check_reader(name: str, config: RunConfig, ranks: int, is_one_machine: bool
 
 def _check_endless(task: Task, config: RunConfig) -> None:
     name = type(task.dataset).__name__
-    if task.make_scheduler is not None and takes_length(task.make_scheduler) and config.max_steps is None:
+    is_by_epoch = config.scheduler_interval == "epoch"
+    is_known = (config.max_steps is None) == is_by_epoch  # its number of steps, or of epochs
+    if task.make_scheduler is not None and takes_length(task.make_scheduler) and not is_known:
         raise InputError(
-            f"scheduler takes the number of steps, and dataset {name} has no length: pass max_steps=..., give it a "
-            "__len__, or pass scheduler=lambda optimizer: ..."
+            f"scheduler takes the number of {'epochs' if is_by_epoch else 'steps'}, and dataset {name} has no length: "
+            f"{'leave max_steps out' if is_by_epoch else 'pass max_steps=...'}, give it a __len__, or pass "
+            "scheduler=lambda optimizer: ..."
         )
     if config.drop_last:
         raise InputError(

@@ -24,13 +24,14 @@ from uneven.config import RunConfig, Task
 from uneven.errors import InputError
 from uneven.launch.made import describe_model, describe_optimizer
 from uneven.parallel.catalog import check_optimizer
-from uneven.step.schedule import Schedule
+from uneven.policy.axis import Axis
 from uneven.train.built import check_dense, check_types, checked_model, checked_optimizer
+from uneven.train.scheduled import make_schedule
 
 LIMIT_S = 10.0  # a model that takes longer is left to the ranks
 
 
-def try_functions(task: Task, config: RunConfig, schedule_length: int) -> dict[str, dict[str, str]] | None:
+def try_functions(task: Task, config: RunConfig, axis: Axis) -> dict[str, dict[str, str]] | None:
     """InputError where the functions make what cannot be trained; else what they made, None where that is not known.
 
     An exception of their own is left to the ranks, which report it with their name and traceback: a function may need
@@ -45,7 +46,7 @@ def try_functions(task: Task, config: RunConfig, schedule_length: int) -> dict[s
         check_dense(optimizer, config)
         check_optimizer(config.strategy, optimizer, config.redundancy)
         made = {"model": describe_model(model), "optimizer": describe_optimizer(optimizer)}
-        Schedule(task.make_scheduler, optimizer, schedule_length)
+        make_schedule(task.make_scheduler, optimizer, config, axis)
         return made
 
     told = json.loads(_told_by(make_all) or "{}") if hasattr(os, "fork") else {}

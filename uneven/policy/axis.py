@@ -99,19 +99,10 @@ class Axis:
         epoch, place = divmod(index, self.slots_per_epoch)
         return epoch * self.samples + place * self.slot_size
 
-    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
-        """The step of an LR schedule in this slot: global samples counted in full slots, or with `max_slots` slots.
-
-        `skipped`: slots and samples before it that were left out.
-        """
-        if self.max_slots is not None:
-            return index - skipped[0]
-        return (self.samples_before(index) - skipped[1]) // self.slot_size
-
     @property
     def schedule_length(self) -> int:
-        """The number of steps of an LR schedule over the whole run."""
-        return -(-self.samples * self.epochs // self.slot_size) if self.max_slots is None else self.total
+        """The number of steps of an LR schedule over the whole run: one a slot, as one device alone would make them."""
+        return self.total
 
     def epoch_end(self, epoch: int) -> int:
         """The slot index at which an epoch is over: trained in full, or the last one up to the end of the run."""
@@ -131,7 +122,7 @@ class BatchAxis(Axis):
     """An axis whose slots are the batches of a batch sampler: `batches` an epoch, of any sizes.
 
     `offsets(epoch)` gives the position at which each batch begins, and the epoch's end. Every epoch has as many
-    batches and samples; `slot_size` is the size that costs are measured at. LR schedules count batches.
+    batches and samples; `slot_size` is the size that costs are measured at.
     """
 
     batches: int
@@ -149,10 +140,3 @@ class BatchAxis(Axis):
     def samples_before(self, index: int) -> int:
         epoch, place = divmod(index, self.batches)
         return epoch * self.samples + (self.offsets(epoch)[place] if place else 0)
-
-    def schedule_position(self, index: int, skipped: tuple[int, int] = (0, 0)) -> int:
-        return index - skipped[0]
-
-    @property
-    def schedule_length(self) -> int:
-        return self.total

@@ -1,4 +1,4 @@
-"""A torch LR scheduler whose rates are a function of global progress instead of local steps, times a scale.
+"""A torch LR scheduler whose rates are a function of the slot instead of local steps, times a scale.
 
 ReduceLROnPlateau is stepped by `step_metric` instead, with a metric that all ranks know: they all keep the same rates.
 """
@@ -29,7 +29,15 @@ class Schedule:
     one, so before they step the optimizer holds the last values without the scale.
     """
 
-    def __init__(self, make_scheduler: Callable[..., Any] | None, optimizer: Optimizer, schedule_length: int) -> None:
+    def __init__(
+        self,
+        make_scheduler: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        schedule_length: int,
+        *,
+        is_by_epoch: bool = False,
+    ) -> None:
+        """Positions are steps, or epochs: a state of the one is none of the other."""
         self._optimizer = optimizer
         self._position = 0  # that the optimizer's values are for
         self._front = 0  # that the scheduler was stepped to
@@ -57,7 +65,12 @@ class Schedule:
         }
         self._changed: set[str] = set()  # those of them that the scheduler has changed: the rest is the user's
         self._added = [{key: group[key] for key in ADDED if key in group} for group in optimizer.param_groups]
-        self._made = self._describe(schedule_length if has_length else None)
+        self._made = self._describe(schedule_length if has_length else None, is_by_epoch)
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The one that follows positions."""
+        return self._scheduler
 
     @property
     def needs_metric(self) -> bool:
@@ -79,7 +92,7 @@ class Schedule:
         self._apply(self.rates, self._scale)
 
     def move_to(self, position: int, scale: float = 1.0) -> None:
-        """Set the learning rates for this position (global samples // slot size), times the scale."""
+        """Set the learning rates for this position (the slots before it), times the scale."""
         if scale == 1.0 and self.is_constant:
             return
         self._take_own_rates()
@@ -143,12 +156,13 @@ class Schedule:
         self._written = list(state["written"])
         return True
 
-    def _describe(self, length: int | None) -> str:
+    def _describe(self, length: int | None, is_by_epoch: bool) -> str:
         """Equal for schedules that were made alike; of the functions in them only what torch keeps."""
         scheduler = self._scheduler or self._plateau
         state = None if scheduler is None else plain_state(scheduler)
         added = [{key: float(value) for key, value in settings.items()} for settings in self._added]
-        text = json.dumps([type(scheduler).__name__, length, self.plain, added, state], sort_keys=True)
+        made = [type(scheduler).__name__, length, self.plain, added, state, *(["epoch"] if is_by_epoch else [])]
+        text = json.dumps(made, sort_keys=True)
         return f"{zlib.crc32(text.encode()):08x}"
 
     def _restart(self, position: int, scale: float) -> None:

@@ -19,7 +19,6 @@ from uneven.parallel.activations import Activations
 from uneven.results.state_tree import split_tree
 from uneven.results.tensor_file import TYPES
 from uneven.step.finite import is_expanded
-from uneven.step.schedule import Schedule
 
 # Wrappers that share out samples or params themselves, by class name: importing torch.distributed is comm's alone.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -153,12 +152,3 @@ def _give_own_memory(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and is_expanded(buffer):
                 module._buffers[name] = owned.setdefault(buffer, buffer.clone(memory_format=torch.contiguous_format))
-
-
-def check_schedule(schedule: Schedule, task: Task, is_own_loop: bool) -> None:
-    """InputError where a schedule follows a metric that nobody evaluates."""
-    if schedule.needs_metric and task.evaluation is None and not is_own_loop:
-        raise InputError(
-            "scheduler made a ReduceLROnPlateau, which follows an evaluated metric; pass evaluate=(test_set, "
-            "eval_step), too, or a scheduler that depends on progress alone"
-        )

@@ -269,7 +269,7 @@ class CallbackRunner:
         return CallbackInfo(
             step=step,
             epoch=axis.slot(max(0, step - 1)).epoch + 1,
-            samples=axis.samples_before(step),
+            samples=self._engine.samples_before(step),
             total_steps=axis.total,
             metrics=MappingProxyType(self.metrics),
             history=tuple(history),

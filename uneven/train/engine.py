@@ -29,8 +29,7 @@ from uneven.policy.finish import Cost
 from uneven.policy.ledger import Ledger
 from uneven.policy.packed import pack_log, pack_rounds
 from uneven.policy.recorded import Round
-from uneven.policy.scale import lr_scale, ramp
-from uneven.policy.stream_axis import expected_samples
+from uneven.policy.scale import lr_scale
 from uneven.results.state import read_structure
 from uneven.step.capture import can_capture
 from uneven.step.captured import CapturedBackward
@@ -42,15 +41,15 @@ from uneven.step.meter import LossMeter
 from uneven.step.precision import Precision
 from uneven.step.runahead import DEPTH as RUN_AHEAD
 from uneven.step.runahead import RunAhead
-from uneven.step.schedule import Schedule
 from uneven.step.warmup import no_trace
 from uneven.timeline.record import Recorder
-from uneven.train.built import build_model, check_schedule, checked_optimizer
+from uneven.train.built import build_model, checked_optimizer
 from uneven.train.dropped import BadStep, DroppedSteps
 from uneven.train.loaded_feed import LoadedFeed
 from uneven.train.optimizer_tree import describe_made
 from uneven.train.random_state import seed_random
 from uneven.train.rank_info import RankInfo
+from uneven.train.scheduled import check_schedule, grown_scale, make_schedule, schedule_position
 
 
 class Engine:
@@ -133,7 +132,7 @@ class Engine:
     def use_strategy(self, strategy: HasFullState, step: EagerStep | None = None) -> None:
         """Train with a strategy's optimizer, and step where it has one; called when the group has formed."""
         self.optimizer = optimizer = strategy.optimizer
-        self.schedule = Schedule(self.task.make_scheduler, optimizer, self.axis.schedule_length)
+        self.schedule = make_schedule(self.task.make_scheduler, optimizer, self.config, self.axis)
         self.strategy, self.full_state, self.load_full_state = strategy, strategy.full_state, strategy.load_full_state
         self.eager = self.eager if step is None else step
         self.eager.optimizer = optimizer
@@ -142,7 +141,7 @@ class Engine:
         """Train with a plain optimizer and this step; the model is whole. The schedule goes on where it was."""
         self.optimizer = checked_optimizer(self.task.make_optimizer(self.model.parameters()), self.model)
         schedule = self.schedule.state_dict(first_needed=0)
-        self.schedule = Schedule(self.task.make_scheduler, self.optimizer, self.axis.schedule_length)
+        self.schedule = make_schedule(self.task.make_scheduler, self.optimizer, self.config, self.axis)
         self.schedule.load_state_dict(schedule)
         self.eager = step
         self.eager.optimizer, self.eager.reducer = self.optimizer, None
@@ -156,8 +155,8 @@ class Engine:
             self.events.request_save(slot)
         # A scheduler is made once, since making it changes the optimizer's rates, and it may ask for the steps.
         make_scheduler = None if config.global_batch_size == "auto" else self.task.make_scheduler
-        self.schedule = Schedule(make_scheduler, self.optimizer, self.axis.schedule_length)
-        check_schedule(self.schedule, self.task, self.is_own_loop)
+        self.schedule = make_schedule(make_scheduler, self.optimizer, config, self.axis)
+        check_schedule(self.schedule, self.task, config, self.is_own_loop)
 
     def use_reducer(self, reducer: Reducer) -> None:
         """Sum gradients over the ranks with this reducer."""
@@ -191,15 +190,15 @@ class Engine:
         return lr_scale(default if given is None else given, speeds)
 
     def begin_slot(self, slot: int, scale: float) -> None:
-        """Set the slot's learning rates: the schedule at its global samples, times the scale (ramped up at first)."""
+        """Set the slot's learning rates: the schedule at its position, times the scale (ramped up at first)."""
         self.eager.check_params()
         if scale == 1.0 and self.schedule.is_constant:
             return
-        axis, samples = self.axis, self.samples_before(slot)
-        total = expected_samples(axis)
-        grown = ramp(scale, samples, min(axis.samples, total), total)
-        skipped = (self.skipped_slots, axis.samples_before(slot) - samples)
-        self.schedule.move_to(axis.schedule_position(slot, skipped), grown)
+        self.schedule.move_to(self.schedule_position(slot), grown_scale(scale, self.axis, self.samples_before(slot)))
+
+    def schedule_position(self, slot: int) -> int:
+        """The one in a slot, which lies after everything that was left out."""
+        return schedule_position(self.config, self.axis, slot, self.skipped_slots)
 
     def samples_before(self, slot: int) -> int:
         """Samples that all ranks have trained before a slot; `slot` lies after everything that was left out."""

@@ -237,7 +237,7 @@ class Saves:
         return lambda: Whole({**params(), **buffers}, record, best)
 
     def _first_needed(self, ledger: Ledger) -> int:
-        return self._engine.axis.schedule_position(ledger.first_untrained)
+        return self._engine.schedule_position(ledger.first_untrained)
 
     @property
     def train_seconds(self) -> float:

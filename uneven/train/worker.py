@@ -43,6 +43,7 @@ from uneven.train.resume import Resumed
 from uneven.train.run_events import RunEvents
 from uneven.train.run_record import RunRecord
 from uneven.train.saves import Saves
+from uneven.train.scheduled import describe_schedule
 from uneven.train.settle import why_not as why_not_settled
 from uneven.train.settle_shards import keep_at_end
 from uneven.train.settler import Settler
@@ -91,8 +92,7 @@ class Worker:
         self.events = RunEvents(*parts, report, self._report_notes)
         self.membership: Membership | None = None  # set where a launcher can tell of other generations
         self.settler: Settler | None = None  # where the run can go on without a rank
-        self._cost = UNMEASURED  # of this rank, before the first step
-        self._has_ended = False  # on_end was called
+        self._cost, self._has_ended = UNMEASURED, False  # of this rank before the first step; on_end was called
         self._reported_notes, self._reported_s = 0, 0.0
         self._sampler = Sampler()
 
@@ -223,8 +223,7 @@ class Worker:
 
     def prepare(self) -> Synchronizer:
         """Everything before the first slot: compile, warm up and measure alone, then form the group."""
-        if lines := choose_activations(self.engine):
-            self.report.say(lines)
+        self.report.say(choose_activations(self.engine))
         if not self.engine.can_warm_up:
             return self.initialize(UNMEASURED)
         find_cap(self.engine)
@@ -249,6 +248,7 @@ class Worker:
         self._connect(synchronizer, cost)
         if info.rank > 0 and not self.config.is_model_parallel:
             seed_random(self.config.seed + 7919 * info.rank, is_own_loop=engine.is_own_loop)  # its own dropout masks
+        self.report.say(describe_schedule(engine.schedule, self.task, self.config, self.axis))
         if self.resumed is not None:
             self.report.say(self.resumed.go_on(engine, synchronizer, self.callbacks))
         self._use(synchronizer)

@@ -25,7 +25,7 @@ from uneven.bench.models.sets import WINDOW
 from uneven.bench.scaling.nodes import Measured, measure_nodes, overhead_of
 from uneven.bench.single.folders import RunRecord, read_run
 from uneven.bench.single.process import flags, run_uneven
-from uneven.config import CHOICES
+from uneven.config import RunConfig, settings_of
 from uneven.errors import InputError, MachineError, RankError
 from uneven.hardware.cores import available_cores
 from uneven.hardware.device import Device
@@ -136,9 +136,10 @@ def _check(order: ScalingOrder) -> None:
         raise MachineError(f"--ranks {max(order.ranks)} on {cores} cores: every rank needs a core of its own")
     for index in range(max(order.ranks) if order.device == "cuda" else 0):
         check_device(Device("cuda", index))
-    unknown = [compile for compile in order.compiles if compile not in CHOICES["compile"]]
+    allowed = settings_of(RunConfig)["compile"].choices
+    unknown = [compile for compile in order.compiles if compile not in allowed]
     if unknown:
-        raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(CHOICES['compile'])}")
+        raise InputError(f"--compiles {unknown[0]!r} must be one of {', '.join(allowed)}")
 
 
 def fitted(runs: Mapping[int, Sequence[Measured]], tokens: int) -> tuple[float | None, list[Point]]:
