@@ -175,6 +175,7 @@ def test_an_interval_that_would_be_ignored_is_refused() -> None:
         (lambda optimizer: StepLR(optimizer, 6), {"scheduler_interval": "epoch"}, False),
         (lambda optimizer: StepLR(optimizer, 6), {"epochs": 1}, False),
         (lambda optimizer: OneCycleLR(optimizer, 0.2, 12), {}, False),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: 1.0), {}, False),
         (falling, {}, False),
         (None, {}, False),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from uneven.config import RunConfig, Task
 from uneven.errors import InputError
@@ -17,7 +17,9 @@ from uneven.policy.scale import ramp
 from uneven.policy.stream_axis import expected_samples
 from uneven.step.schedule import Schedule, takes_length
 
-PER_STEP = (OneCycleLR, CyclicLR)  # PyTorch's pages step these after every batch, all others after every epoch
+# PyTorch's pages step the first two after every batch, and all others after every epoch; transformers makes LambdaLRs
+# for steps.
+PER_STEP = (OneCycleLR, CyclicLR, LambdaLR)
 
 
 def make_schedule(
@@ -31,7 +33,7 @@ def make_schedule(
 
 def schedule_position(config: RunConfig, axis: Axis, slot: int, skipped_slots: int) -> int:
     """How often a scheduler has been stepped before a slot; `slot` lies after everything that was left out."""
-    return axis.slot(slot).epoch if config.scheduler_interval == "epoch" else slot - skipped_slots
+    return axis.epochs_before(slot) if config.scheduler_interval == "epoch" else slot - skipped_slots
 
 
 def grown_scale(scale: float, axis: Axis, samples: int) -> float:
