@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uneven.errors import InputError
-from uneven.hardware.device import Device, is_lesser_copy, parse_device, parse_devices
+from uneven.hardware.device import Device, is_lesser_copy, parse_device, parse_devices, takes_turns
 
 speeds = st.floats(min_value=1e-6, max_value=1.0)
 devices = st.one_of(
@@ -108,3 +108,18 @@ def test_a_device_made_by_hand_is_checked_too() -> None:
 def test_a_device_that_repeats_a_fuller_one(names: str, lesser: list[bool]) -> None:
     some = parse_devices(names)
     assert [is_lesser_copy(device, some) for device in some] == lesser
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_so"),
+    [
+        ("cuda:0,cuda:0", True),
+        ("cuda:0,cuda:1,cuda:0@0.4", True),
+        ("cuda:0%60,cuda:0%24", False),
+        ("cuda:0,cuda:1", False),
+        ("cpu,cpu", False),
+        ("cuda:0", False),
+    ],
+)
+def test_ranks_that_share_a_whole_gpu_take_turns(devices: str, is_so: bool) -> None:
+    assert takes_turns(parse_devices(devices)) == is_so

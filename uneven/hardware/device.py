@@ -113,6 +113,12 @@ def parse_devices(devices: str | Sequence[str | Device]) -> tuple[Device, ...]:
     return tuple(part if isinstance(part, Device) else parse_device(part) for part in parts)
 
 
+def takes_turns(devices: Sequence[Device]) -> bool:
+    """Whether ranks share a GPU without slices: they compute one after the other there."""
+    whole = [device.torch_name for device in devices if device.kind == "cuda" and device.percent is None]
+    return len(set(whole)) < len(whole)
+
+
 def is_lesser_copy(device: Device, devices: Sequence[Device]) -> bool:
     """Whether it stands for a slower device, simulated by a speed or by the smaller slice of a GPU.
 

@@ -156,6 +156,16 @@ def test_further_seeds_run_several_at_once_and_give_no_speed(machine: Machine) -
     assert not sweep(order(machine, **given), quiet).done
 
 
+def test_ranks_that_take_turns_on_a_gpu_have_no_speed_so_all_their_seeds_run_several_at_once(machine: Machine) -> None:
+    given = {"modes": ("solo-0", "nccl-async"), "jobs": 2, "devices": "cuda:0,cuda:0"}
+    sweep(order(machine, **given), quiet)
+    modes = [dict(zip(words[1::2], words[2::2], strict=True))["--mode"] for words in machine.asked]
+    assert list(zip(modes, machine.at_once, strict=True)) == [
+        *(("solo-0", 1), ("solo-0", 2)),
+        *(("nccl-async", 2), ("nccl-async", 2)),
+    ]
+
+
 def test_an_interrupted_sweep_goes_on_where_it_stopped(machine: Machine) -> None:
     machine.interrupts_at = 2
     with pytest.raises(KeyboardInterrupt):

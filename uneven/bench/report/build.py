@@ -3,7 +3,7 @@
 Called by cli/bench_results.py. Computes plain data from finished runs; sections.py turns it into text, page.py into a
 page. A figure that was not measured is None. Quality is the mean over seeds, speed the median over undisturbed seeds;
 if all seeds were disturbed, the speed is marked and no mode is called the best ([Note: disturbed figures] in
-undisturbed.py). Runs over NCCL with both ranks on one GPU take turns on it, so they count for quality only.
+undisturbed.py). Ranks that share a GPU without slices take turns on it, so their runs count for quality only.
 """
 
 import json

@@ -21,7 +21,7 @@ from uneven.bench.single.run_times import RunTimes, is_number
 from uneven.bench.undisturbed import is_disturbed
 from uneven.errors import InputError
 from uneven.files import read_json
-from uneven.hardware.device import is_lesser_copy, parse_device, parse_devices
+from uneven.hardware.device import is_lesser_copy, parse_device, parse_devices, takes_turns
 from uneven.timeline.timeline import Timeline
 
 SUMMARY_VERSION = 1
@@ -84,8 +84,8 @@ class RunRecord:
 
     @property
     def takes_turns(self) -> bool:
-        """Ranks over NCCL on one GPU compute one after the other: such a run counts for quality only."""
-        return self.mode.startswith("nccl-") and len(set(self.summary["devices"])) == 1
+        """Its ranks compute one after the other on one GPU: such a run counts for quality only."""
+        return takes_turns([parse_device(name) for name in self.summary["devices"]])
 
     @property
     def is_changed(self) -> bool:

@@ -9,7 +9,8 @@ them. Their number follows from the seconds of finished runs, so these runs are 
 
 [Note: several runs at once] Most of a short run on a GPU is its start, so seeds cost more than their training. With
 `jobs` the first seed of every mode runs alone, for its speed, and the others beside each other, for their quality:
-their speeds are marked as those of disturbed runs, and no figure of speed is made of them.
+their speeds are marked as those of disturbed runs, and no figure of speed is made of them. Where the ranks of a mode
+take turns on a GPU its speed means nothing, so that its first seed runs beside others, too.
 """
 
 import statistics
@@ -23,7 +24,7 @@ from uneven.bench.single.folders import EQUAL_TIME, RunRecord, for_speed, read_r
 from uneven.bench.single.modes import JOINT, OWN_LOOP, PAIR, resolve_mode
 from uneven.bench.single.process import flags
 from uneven.errors import InputError
-from uneven.hardware.device import Device, is_lesser_copy, parse_devices
+from uneven.hardware.device import Device, is_lesser_copy, parse_devices, takes_turns
 
 QUICK_MODELS = ("lenet", "gpt-nano")
 QUICK = {"gpt-nano": {"samples": 256, "batch": 8, "eval": 128}}  # fits half a minute on two cores
@@ -72,6 +73,7 @@ class Cell:
     result: Path | None = None  # the file for the printed JSON of a measurement that writes no folder
     is_for_speed: bool = False  # a simulated slow device alone
     is_equal_time: bool = False  # its epochs follow from measured times, so they differ from sweep to sweep
+    has_speed: bool = True  # not where its ranks take turns on a GPU
 
     @property
     def name(self) -> str:
@@ -85,8 +87,8 @@ class Cell:
 
     @property
     def is_for_quality(self) -> bool:
-        """A further seed, which may run beside others."""
-        return self.result is None and self.seed > 0
+        """A further seed, or a run without a speed of its own: it may run beside others."""
+        return self.result is None and (self.seed > 0 or not self.has_speed)
 
     @property
     def data(self) -> str:
@@ -224,7 +226,8 @@ def _cell(order: SweepOrder, model: str, mode: str, seed: int, is_for_speed: boo
     }
     folder = order.out / model / mode / f"seed-{seed}"
     arguments = ("run", *flags({**given, "out": order.out}))
-    return Cell(model, mode, seed, folder, arguments, given, is_for_speed=is_for_speed)
+    has_speed = mode.startswith("solo-") or not takes_turns(parse_devices(order.devices))
+    return Cell(model, mode, seed, folder, arguments, given, is_for_speed=is_for_speed, has_speed=has_speed)
 
 
 def _efficiency_cell(order: SweepOrder, model: str, mode: str) -> Cell:
