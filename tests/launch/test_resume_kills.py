@@ -1,7 +1,9 @@
 """Runs that are killed over and over, and always go on from a whole checkpoint: exactly once, and bit by bit."""
 
 import json
+import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def hold(ranks: int) -> int:
     return 9 if ranks == 1 else 9 + REHEARSED
 
 
+def has_files(folder: Path, wanted: int) -> bool:
+    """Whether a checkpoint that is being written has that many; not where it was renamed meanwhile."""
+    with suppress(FileNotFoundError):
+        return len(os.listdir(folder)) >= wanted
+    return False
+
+
 def kill_at_some_moment(session: Session, moments: random.Random, ranks: int) -> bool:
     """Wait for a moment and kill the whole run; whether it still ran."""
     kind = moments.choice(["starting", "training", "training", "saving", "saving", "saved"])
@@ -47,10 +56,7 @@ def kill_at_some_moment(session: Session, moments: random.Random, ranks: int) ->
     elif kind == "saving":
         first, wanted = moments.randrange(2), moments.randrange(6)  # checkpoints before it, and files in it
         runs = session.wait_for(
-            lambda: (
-                saved() >= first
-                and any(len(list(path.glob("*"))) >= wanted for path in session.out.glob(".step-*.partial-*"))
-            )
+            lambda: saved() >= first and any(has_files(path, wanted) for path in session.out.glob(".step-*.partial-*"))
         )
     else:
         wanted = moments.randrange(1, 3)
