@@ -133,9 +133,11 @@ def _at_equal_time(
     An exact mode that is slower than the single device is in the middle of its schedule then, so it is held to this
     only by runs that were made for it.
     """
+    if runs[0].takes_turns:
+        return None, None
     timed = for_speed(runs)
     found, has_ended = at_time(recipe, runs, solo)
-    is_timed = (_is_local(mode) or is_made_for_it) and not runs[0].takes_turns
+    is_timed = _is_local(mode) or is_made_for_it
     if found is None or not is_timed or any(run.is_disturbed for run in [*timed, *for_speed(solo)]):
         return found, None
     judged = runs if has_ended else timed
