@@ -181,15 +181,21 @@ def _become(order: Order, fds: list[int], base_path: list[str], sock: socket.soc
     numpy.random.seed()
     # OpenMP has read its variable in the server.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(order.cores))))
-    _run(order.args[2 if order.args[1] == "-u" else 1 :], base_path)
+    args = without_path_option(order.args)
+    _run(args[2 if args[1] == "-u" else 1 :], base_path, has_first=args == order.args)
 
 
-def _run(words: list[str], base_path: list[str]) -> None:
-    """As `python` does with these arguments: -m MODULE, -c CODE or a script."""
+def without_path_option(args: list[str]) -> list[str]:
+    """A command of Python without its first option where that is -P."""
+    return [args[0], *args[2:]] if args[1:2] == ["-P"] else args
+
+
+def _run(words: list[str], base_path: list[str], has_first: bool) -> None:
+    """As `python` does with these arguments: -m MODULE, -c CODE or a script; without `has_first` as with -P."""
     kind, rest = (words[0], words[2:]) if words[0] in ("-m", "-c") else ("script", words[1:])
     paths = os.environ.get("PYTHONPATH")
     first = {"-m": os.getcwd(), "-c": ""}.get(kind) if kind != "script" else str(Path(words[0]).resolve().parent)
-    sys.path[:] = [first or "", *(paths.split(os.pathsep) if paths else []), *base_path]
+    sys.path[:] = [*([first or ""] if has_first else []), *(paths.split(os.pathsep) if paths else []), *base_path]
     sys.argv[:] = [words[0] if kind != "-m" else words[1], *rest]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind == "-m":

@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-from tests.fork_server import PADDING, Order, receive, send
+from tests.fork_server import PADDING, Order, receive, send, without_path_option
 
 ROOT = Path(__file__).parent.parent
 PR_SET_CHILD_SUBREAPER = 36
@@ -119,6 +119,7 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
         if not is_plain or not self._is_forked(words) or not the_server().can_fork:
             super()._execute_child(*given)  # type: ignore[misc]
             return
+        plain = without_path_option(words)
         preexec, cwd, env = options["preexec_fn"], options["cwd"], options["env"]
         order = Order(
             words,
@@ -126,7 +127,7 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
             os.getcwd() if cwd is None else os.path.abspath(cwd),
             os.sched_getaffinity(0),
             bool(options["start_new_session"]),
-            not (words[1] == "-m" and words[2] in LEAVES),
+            not (plain[1] == "-m" and plain[2] in LEAVES),
             None if preexec is None else cloudpickle.dumps(preexec),
         )
         theirs = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -138,6 +139,7 @@ class ForkedPopen(RealPopen):  # type: ignore[type-arg]
     def _is_forked(self, words: list[str]) -> bool:
         if subprocess.Popen is RealPopen:  # this test starts its processes for real
             return False
+        words = without_path_option(words)
         return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-m", "-c", "-u") or words[1][0] != "-")
 
 
@@ -145,6 +147,7 @@ class PackagePopen(ForkedPopen):
     """Forks `python -m uneven...`, the tests' own ranks and the workers of a forked torchrun alone."""
 
     def _is_forked(self, words: list[str]) -> bool:
+        words = without_path_option(words)
         if not super()._is_forked(words) or words[1] not in ("-m", "-u"):
             return False
         is_ours = words[2].split(".")[0] == "uneven" or words[2] == "tests.rank_process"

@@ -147,3 +147,20 @@ def test_what_an_object_in_another_module_makes_of_the_ranks_is_said(
     ]
     assert all(line.endswith("or start the script by uneven run") for line in said)
     del sys.modules["my_objects"]
+
+
+def test_the_ranks_import_what_the_script_did_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder had a module of the same name, and the ranks silently trained with that one."""
+    for folder, factor in (("project", 1), ("elsewhere", 0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_steps.py").write_text(
+            "from torch.nn.functional import cross_entropy\n"
+            f"def step(model, batch):\n    return {factor} * cross_entropy(model(batch[0]), batch[1])\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    step = importlib.import_module("own_steps").step
+    state = train(step=step, devices="cpu,cpu", policy="sync", epochs=1)
+    assert state.history[-1]["train_loss"] > 0

@@ -1,7 +1,7 @@
 """Start the ranks of this machine as processes, and see that none outlives the run.
 
-Each rank is `python -m uneven.launch.rank FOLDER RANK`. A command, not a fork or a spawned function: it works from an
-unguarded script, from `python -c`, from pytest and from a notebook.
+Each rank is `python -P -m uneven.launch.rank FOLDER RANK`. A command, not a fork or a spawned function: it works from
+an unguarded script, from `python -c`, from pytest and from a notebook.
 """
 
 import json
@@ -18,6 +18,9 @@ from uneven.launch.cleanup import end_session, process_state
 
 EARLY = 256  # no exit code of a process: one that ended with 0 in the middle of its run, which nobody would miss
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # where the launcher is lost, torch's store warns with frames of its own C++
+# `-m` puts the current folder before all others. Where modules there are named like those beside the user's script, the
+# ranks trained with the wrong ones. Before Python 3.11 launch/rank.py takes it away itself.
+OWN_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 INTERRUPTED = 130  # exit code of a rank whose script ended because it was asked to stop
 
 
@@ -68,7 +71,7 @@ class RankProcesses:
         self._start(number, self._environments[like])
 
     def _start(self, number: int, env: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "uneven.launch.rank", str(self._folder), str(number)]
+        command = [sys.executable, *OWN_PATH, "-m", "uneven.launch.rank", str(self._folder), str(number)]
         # A session of its own: the terminal's Ctrl-C is the launcher's to interpret.
         self._processes[number] = subprocess.Popen(command, env=env, start_new_session=True)
         self._environments[number] = env

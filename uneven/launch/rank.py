@@ -1,4 +1,4 @@
-"""A rank process: `python -m uneven.launch.rank FOLDER NUMBER`, started by launch/processes.py.
+"""A rank process: `python -P -m uneven.launch.rank FOLDER NUMBER`, started by launch/processes.py.
 
 The launcher has written FOLDER (private, on this machine): plan-N.json and, for `fit`, the payload and its tensors. The
 process runs one of two programs, the task of the payload or a user's script, in the same process context. It leaves
@@ -174,4 +174,6 @@ def _report_error(error: BaseException, folder: Path, number: int, member: str, 
 
 
 if __name__ == "__main__":
+    if sys.version_info < (3, 11):
+        del sys.path[0]  # see OWN_PATH in launch/processes.py
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -262,11 +262,13 @@ def execute(script: Script) -> None:
     the leader of a run over machines has sent its files.
     """
     sys.argv = [str(script.path), *script.args]
+    # In the place of the folder of what runs now, which -P and PYTHONSAFEPATH have left out.
+    replaced = 0 if getattr(sys.flags, "safe_path", False) else 1
     if script.module is None:
-        sys.path[0] = str(script.folder)
+        sys.path[:replaced] = [str(script.folder)]
         runpy.run_path(str(script.path), run_name="__main__")
     else:
-        sys.path[:1] = dict.fromkeys([str(script.folder), str(Path.cwd())])
+        sys.path[:replaced] = dict.fromkeys([str(script.folder), str(Path.cwd())])
         runpy.run_module(script.module, run_name="__main__", alter_sys=True)
 
 
