@@ -14,6 +14,7 @@ from typing import Any
 from uneven.cli.verbs import EXIT_CODES as EXIT_CODES
 from uneven.cli.verbs import first_screen, is_colored
 from uneven.errors import STOPPED, InputError, MachineError, RankError
+from uneven.launch.standard_streams import open_closed_streams
 
 _REFUSED = {
     errno.ENAMETOOLONG: InputError.exit_code,
@@ -23,6 +24,7 @@ _REFUSED = {
 
 def main() -> None:
     """Run the command line; a failure the user can do something about is a message on stderr and its exit code."""
+    open_closed_streams()
     _show_what_the_terminal_can()
     try:
         if sys.argv[1:] in (["--help"], ["-h"]):

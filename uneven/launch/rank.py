@@ -23,6 +23,7 @@ from uneven.launch.processes import INTERRUPTED
 from uneven.launch.rank_log import FOLDER as LOGS
 from uneven.launch.rank_log import begin_log, end_log, rank_file
 from uneven.launch.signals import RankSignal
+from uneven.launch.standard_streams import open_closed_streams
 
 if TYPE_CHECKING:
     from uneven.launch.context import ProcessContext
@@ -31,6 +32,7 @@ RESULT_POLL_S = 0.01
 
 
 def main(folder: Path, number: int) -> None:
+    open_closed_streams()
     # Ctrl-C reaches the whole terminal's process group; the launcher alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sigterm = RankSignal(signal.SIGTERM, Terminated)

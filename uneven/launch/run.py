@@ -33,6 +33,7 @@ from uneven.launch.listing import STOPPED, describe_result
 from uneven.launch.preflight import prepare
 from uneven.launch.requests import Requests
 from uneven.launch.signals import SIGNALS, end_process, is_main_thread
+from uneven.launch.standard_streams import open_closed_streams
 from uneven.launch.start import Start
 from uneven.launch.training import Program, train_as_rank
 from uneven.launch.user_frames import show_user_frames
@@ -261,6 +262,7 @@ def starting(context: ProcessContext, config: RunConfig, *others: int) -> Iterat
 
     `others` are signals that the run handles beside SIGTERM.
     """
+    open_closed_streams()
     requests = Requests(config.grace)
     start = Start(requests, context.stoppable(requests, lambda: not start.has_begun))
     if context.gets_signals:
