@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.forked import run_forked
+from uneven import MachineError
+from uneven.data import batches
 from uneven.data.batches import Collate, Loaded, pin, to_device
 from uneven.data.pickling import MAPPED_BYTES, MappedArrays, dumps, give_mapped, loads
 
@@ -178,3 +180,14 @@ def test_batches_of_the_scripts_own_classes_come_from_loader_processes_that_shar
     done = run_forked([sys.executable, tmp_path / "script.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0, 2, 4, 6, 8, 10]", "['/memfd:uneven-data']", "[10, 11] 2"]
+
+
+def test_no_room_in_shared_memory_is_not_taken_for_samples_of_different_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it in a loader process, where Docker gives 64 MB of shared memory."""
+
+    def no_room(samples: list[Any]) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
+
+    monkeypatch.setattr(batches, "default_collate", no_room)
+    with pytest.raises(MachineError, match=r"no room in /dev/shm .*--shm-size"):
+        Collate(None).batch([torch.ones(2)])

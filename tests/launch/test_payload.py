@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from uneven import MachineError
+from uneven.data.pickling import MAPPED_BYTES
 from uneven.launch.payload import drop_tensors, read_payload, write_payload
 
 
@@ -34,3 +37,15 @@ def test_large_data_is_written_once_beside_the_pickle_and_mapped(tmp_path: Path)
     assert type(ranks[0]["array"]) is np.ndarray
     ranks[0]["array"][1, 1] = 9.0  # copied on write: the other rank keeps its value
     assert ranks[1]["array"][1, 1] == array[1, 1]
+
+
+def test_a_full_disk_is_named_where_data_are_handed_to_ranks(tmp_path: Path) -> None:
+    """It was called data that cannot be pickled."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "payload").symlink_to("/dev/full")
+    with pytest.raises(MachineError, match=r"no space left; make room there or, .* set TMPDIR"):
+        write_payload(["small"], folder)
+    (folder / "tensor-0").symlink_to("/dev/full")
+    with pytest.raises(MachineError, match=r"no space left; make room there or, .* set TMPDIR"):
+        write_payload(np.zeros(MAPPED_BYTES), folder)

@@ -15,7 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from uneven.data.pickling import dumps, loads
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
+
+# Docker gives a container 64 MB unless it is told otherwise.
+NO_ROOM = (
+    "no room in /dev/shm for the batches of the loader processes: give it more (docker run --shm-size=8g, or "
+    "--ipc=host), make num_workers or prefetch_factor smaller, or use num_workers=0"
+)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -126,6 +132,8 @@ class Collate:
         try:
             return default_collate(samples)
         except (RuntimeError, TypeError) as error:
+            if "shared memory" in str(error):
+                raise MachineError(f"{NO_ROOM} ({_first_line(error)})") from error
             raise InputError(_collate_advice(error)) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,6 +146,9 @@ def _unpickle_collate(pickled: bytes) -> Collate:
 
 
 def _collate_advice(error: Exception) -> str:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     what = "samples of different shapes" if isinstance(error, RuntimeError) else "samples that cannot be stacked"
-    return f"{what}: pass collate_fn=, a function that makes a batch of a list of samples (torch: {reason})"
+    return f"{what}: pass collate_fn=, a function that makes a batch of a list of samples (torch: {_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from uneven.comm.store import open_store
 from uneven.config import RunConfig, Task
-from uneven.errors import InputError
+from uneven.errors import InputError, MachineError
 from uneven.hardware.device import Device
 from uneven.hardware.mps import check_slices
 from uneven.hardware.roster import Roster
@@ -85,6 +85,8 @@ def run_ranks(
 def _write_content(content: tuple[Task, RunConfig, Program | None], folder: Path) -> None:
     try:
         write_payload(content, folder)
+    except MachineError:
+        raise
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(

@@ -9,6 +9,8 @@ arrives over a network is ever unpickled.
 
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,29 @@ from torch import Tensor
 from uneven.data.module_values import read_changed, set_changed
 from uneven.data.pickling import MAPPED_BYTES, give_mapped, key_of_memmap
 from uneven.data.torch_modes import TorchModes
+from uneven.errors import MachineError
+from uneven.files import why_not_written
 
 
 def write_payload(content: Any, folder: Path) -> None:
     buffer = io.BytesIO()
     pickle.dump((TorchModes.read(), read_changed()), buffer)
     _Pickler(buffer, folder).dump(content)
-    (folder / "payload").write_bytes(buffer.getvalue())
+    with _writing_to(folder):
+        (folder / "payload").write_bytes(buffer.getvalue())
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # numpy knows no reason where a file was cut short.
+        why = "no space left" if error.errno is None else why_not_written(error)
+        raise MachineError(
+            f"model and data cannot be handed to the ranks in {folder.parent}: {why}; make room there or, unless it is "
+            "/dev/shm, set TMPDIR to a folder with more"
+        ) from error
 
 
 def read_payload(folder: Path) -> Any:
@@ -64,7 +82,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _mapped(self, value: Any, kind: str, dtype: Any, content: NDArray[Any]) -> tuple[Any, ...]:
         if id(value) not in self._seen:
             name = f"tensor-{len(self._seen)}"
-            content.tofile(self._folder / name)
+            with _writing_to(self._folder):
+                content.tofile(self._folder / name)
             # The value is kept, too: its id must not be given to another while we pickle.
             self._seen[id(value)] = (value, (kind, name, 0, dtype, tuple(value.shape)))
         return self._seen[id(value)][1]
