@@ -1,11 +1,16 @@
 import errno
 import os
+import pwd
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from uneven import InputError, MachineError
-from uneven.files import make_out_folder, release_out_folder, write_atomically
+from uneven.data.cache import data_folder
+from uneven.files import make_out_folder, release_out_folder, temporary_folder, write_atomically
+from uneven.install import builds
+from uneven.launch.history import state_folder
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +144,25 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="part of the path is a file"):
         make_out_folder(tmp_path / "file" / "run")
+
+
+def test_a_user_without_a_home_folder_can_use_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id without a name and without HOME: every command ended in a traceback of pathlib."""
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "UNEVEN_HOME", "UNEVEN_DATA", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for folder in (builds.home({}), data_folder(), state_folder()):
+        assert folder.parts[:2] in (("/", ".local"), ("/", ".cache"))
+
+
+def test_without_a_folder_for_temporary_files_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(MachineError, match="set TMPDIR"):
+        temporary_folder()

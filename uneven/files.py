@@ -35,6 +35,23 @@ _INSTALLED = ("site-packages", "dist-packages")
 NO_STATE = "holds no state of a run: there is no state.json and no step-N or epoch-N folder in it"
 
 
+def home_folder() -> Path:
+    """The user's home folder; / where nobody knows one, as of a user id without a name."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def temporary_folder() -> Path:
+    """Where temporary files go; MachineError where no such folder can be written to."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        why = "no folder for temporary files can be written to"
+        raise MachineError(f"{why}: set TMPDIR to one with some room (export TMPDIR=/some/folder)") from error
+
+
 def read_json(path: Path) -> Any:
     """A file's content; None if it is missing or not JSON."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from uneven.data.archive import UNREADABLE, unpack_named
 from uneven.data.description import Description, Event, File, Progress
 from uneven.errors import MachineError
-from uneven.files import why_not_written, write_atomically
+from uneven.files import home_folder, why_not_written, write_atomically
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -29,7 +29,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     if chosen := os.environ.get("UNEVEN_DATA"):
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "uneven"
+    return (Path(cache) if cache else home_folder() / ".cache") / "uneven"
 
 
 def locate(entry: Description, folder: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from uneven.errors import InputError, MachineError
-from uneven.files import folder_error, read_json, write_atomically
+from uneven.files import folder_error, home_folder, read_json, write_atomically
 from uneven.hardware.gpus import Gpu
 from uneven.hardware.torchbuild import Support, arch_support
 from uneven.install.environment import folder_size
@@ -67,7 +67,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(environ["UNEVEN_HOME"]).expanduser().absolute()
     data = environ.get("XDG_DATA_HOME", "")
     # The standard asks to ignore a relative path there.
-    base = Path(data) if data.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".local" / "share"
+    base = Path(data) if data.startswith("/") else Path(environ.get("HOME") or home_folder()) / ".local" / "share"
     return base / "uneven"
 
 

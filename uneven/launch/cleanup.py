@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from uneven.files import temporary_folder
 from uneven.machines.transfer import LeaderFiles
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,7 +37,7 @@ def make_private_folder(is_on_disk: bool = False) -> Path:
     has_room = (
         SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1 << 30
     )
-    home = SHARED_MEMORY if has_room and not is_on_disk else Path(tempfile.gettempdir())
+    home = SHARED_MEMORY if has_room and not is_on_disk else temporary_folder()
     remove_stale_runs(home)
     folder = Path(tempfile.mkdtemp(prefix=f"uneven-{pid_namespace()}-{os.getpid()}-", dir=home))
     _live.add(folder)
@@ -122,7 +123,7 @@ def remove_stale_runs(home: Path) -> None:
 def live_folders() -> list[tuple[Path, int]]:
     """The private folders of this user's processes that live, on this machine, with the process of each."""
     found = []
-    for home in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+    for home in {SHARED_MEMORY, temporary_folder()}:
         for folder in home.glob("uneven-*"):
             name = _NAME.match(folder.name)
             with suppress(OSError):

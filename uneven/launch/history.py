@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from uneven.files import home_folder
+
 MOST = 100  # runs that are kept
 NAME = "runs.jsonl"
 _NUMBERS = ("since", "end", "seconds", "samples")  # of a record, where it has them
@@ -25,7 +27,7 @@ def state_folder() -> Path:
     if home := os.environ.get("UNEVEN_HOME"):
         return Path(home).expanduser().absolute()
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (state if state.is_absolute() else Path.home() / ".local" / "state") / "uneven"
+    return (state if state.is_absolute() else home_folder() / ".local" / "state") / "uneven"
 
 
 def remember(record: dict[str, Any]) -> None:

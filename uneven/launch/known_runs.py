@@ -7,7 +7,6 @@ ended ones by the history. No torch in this file.
 import os
 import pwd
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from uneven.errors import InputError
-from uneven.files import MARK
+from uneven.files import MARK, temporary_folder
 from uneven.launch import cleanup
 from uneven.launch.history import ended_runs
 from uneven.launch.leave_requests import RunHere, find_runs
@@ -167,7 +166,7 @@ def _other_owner(named: str) -> str | None:
     """Whose run has this process id, where it is another user's: their folders can be seen, and not read."""
     if not named.isdecimal():
         return None
-    for home in {cleanup.SHARED_MEMORY, Path(tempfile.gettempdir())}:
+    for home in {cleanup.SHARED_MEMORY, temporary_folder()}:
         for folder in home.glob(f"uneven-*-{named}-*"):
             with suppress(OSError, KeyError):
                 if re.match(r"uneven-\d+-\d+-", folder.name) and (uid := folder.stat().st_uid) != os.getuid():
