@@ -14,7 +14,7 @@ GENERATED = {"index.md", "contributing.md", "changelog.md"}  # from the root of 
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    pages = re.findall(r"^  - [\w ]+: (\S+\.md)$", CONFIG, flags=re.MULTILINE)
+    pages = re.findall(r"^ +- [\w ]+: (\S+\.md)$", CONFIG, flags=re.MULTILINE)
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(pages) == sorted(written | GENERATED)
 
